@@ -1,0 +1,52 @@
+"""Host (numpy) collectives over horovod.tensorflow, and the GPU that belongs to a local rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hvdtrain.world import Op, load_engine
+
+_OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
+
+
+def allreduce(array: NDArray[Any], op: Op, name: str) -> NDArray[Any]:
+    """Reduce `array` over ranks; see `World.allreduce`."""
+    hvd = load_engine("tensorflow")
+    with tf.device("/CPU:0"):
+        result = hvd.allreduce(tf.constant(array), name=name, op=getattr(hvd, _OPS[op]))  # type: ignore[union-attr]
+    return np.array(result)
+
+
+def allgather(array: NDArray[Any], name: str) -> NDArray[Any]:
+    """Concatenate `array` over ranks on axis 0."""
+    with tf.device("/CPU:0"):
+        return np.array(load_engine("tensorflow").allgather(tf.constant(array), name=name))  # type: ignore[union-attr]
+
+
+def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
+    """Return the root's `array`."""
+    with tf.device("/CPU:0"):
+        return np.array(load_engine("tensorflow").broadcast(tf.constant(array), root, name=name))  # type: ignore[union-attr]
+
+
+def pick_device(local_rank: int) -> str:
+    """Show TensorFlow only the GPU of `local_rank`; "cpu" without a GPU.
+
+    Raises:
+        RuntimeError: there are GPUs, but fewer than local ranks; or TensorFlow already took them all.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return "cpu"
+    index = 0 if len(gpus) == 1 else local_rank
+    if index >= len(gpus):
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this host shows {len(gpus)}. Launch at most {len(gpus)} ranks on it."
+        )
+    tf.config.set_visible_devices(gpus[index], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)
+    return f"cuda:{index}"

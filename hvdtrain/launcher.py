@@ -1,0 +1,92 @@
+"""What the environment says of how this process was launched, and which engine its framework needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launcher that left its mark in the environment."""
+
+    name: str
+    variable: str
+    size: int | None  # number of ranks announced; None where the launcher does not say
+
+    def __str__(self) -> str:
+        ranks = f"{self.size} ranks" if self.size else "an unknown number of ranks"
+        return f"{self.name} ({self.variable}={os.environ.get(self.variable)}, {ranks})"
+
+
+# In this order: horovodrun inside a Slurm allocation is horovodrun's. SLURM_STEP_NUM_TASKS is srun's own step,
+# SLURM_NTASKS the whole allocation's, and may be all that a container passes on.
+_SIZE_VARIABLES = (
+    ("horovodrun", "HOROVOD_SIZE"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE"),
+    ("mpiexec", "PMI_SIZE"),
+    ("mpirun", "MV2_COMM_WORLD_SIZE"),
+    ("srun", "SLURM_STEP_NUM_TASKS"),
+    ("Slurm", "SLURM_NTASKS"),
+)
+
+
+def detect() -> Launch | None:
+    """Return the launcher that started this process, or None."""
+    for name, variable in _SIZE_VARIABLES:
+        value = os.environ.get(variable, "")
+        if value.isdigit():
+            return Launch(name, variable, int(value))
+    if os.environ.get("HOROVOD_RANK", ""):
+        return Launch("horovodrun", "HOROVOD_RANK", None)
+    # WORLD_SIZE alone is too common a name; torchrun also sets its run id.
+    if os.environ.get("WORLD_SIZE", "").isdigit() and "TORCHELASTIC_RUN_ID" in os.environ:
+        return Launch("torchrun", "WORLD_SIZE", int(os.environ["WORLD_SIZE"]))
+    return None
+
+
+def is_elastic() -> bool:
+    """True under an elastic horovodrun, where the announced size goes stale."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def engine_for(framework: str | None) -> Literal["torch", "tensorflow"] | None:
+    """Return which Horovod library serves `framework`; None when no framework is installed at all.
+
+    Raises:
+        ValueError: unknown framework.
+    """
+    if framework is None:
+        framework = _guess_framework()
+    if framework == "keras":
+        framework = keras_backend()
+    if framework == "jax":  # JAX has no Horovod of its own: host arrays travel through whichever is there
+        framework = "torch" if importlib.util.find_spec("torch") else "tensorflow"
+    if framework is None:
+        return None
+    if framework == "torch":
+        return "torch"
+    if framework == "tensorflow":
+        return "tensorflow"
+    raise ValueError(f'framework must be "torch", "keras", "tensorflow" or "jax". Received: {framework!r}')
+
+
+def keras_backend() -> str:
+    """Return Keras's backend, asking Keras itself where it is imported: its config file may choose too."""
+    keras = sys.modules.get("keras")
+    if keras is not None and hasattr(keras, "config"):
+        return str(keras.config.backend())
+    return os.environ.get("KERAS_BACKEND", "tensorflow")
+
+
+def _guess_framework() -> str | None:
+    # Keras before torch: with the torch backend both are imported, and the model is Keras's.
+    for name in ("keras", "torch", "tensorflow"):
+        if name in sys.modules:
+            return name
+    if "KERAS_BACKEND" in os.environ:
+        return "keras"
+    return next((name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)), None)

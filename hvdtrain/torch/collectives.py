@@ -1,0 +1,51 @@
+"""Host (numpy) collectives over horovod.torch, and the GPU that belongs to a local rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvdtrain.world import Op, load_engine
+
+_OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
+
+
+def allreduce(array: NDArray[Any], op: Op, name: str) -> NDArray[Any]:
+    """Reduce `array` over ranks; see `World.allreduce`."""
+    hvd = load_engine("torch")
+    result = hvd.allreduce(torch.from_numpy(np.array(array)), name=name, op=getattr(hvd, _OPS[op]))  # type: ignore[union-attr]
+    return np.asarray(result.numpy())
+
+
+def allgather(array: NDArray[Any], name: str) -> NDArray[Any]:
+    """Concatenate `array` over ranks on axis 0."""
+    hvd = load_engine("torch")
+    return np.asarray(hvd.allgather(torch.from_numpy(np.array(array)), name=name).numpy())  # type: ignore[union-attr]
+
+
+def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
+    """Return the root's `array`."""
+    hvd = load_engine("torch")
+    return np.asarray(hvd.broadcast(torch.from_numpy(np.array(array)), root, name=name).numpy())  # type: ignore[union-attr]
+
+
+def pick_device(local_rank: int) -> str:
+    """Make the GPU of `local_rank` the current one, before anything is allocated on another; "cpu" without a GPU.
+
+    Raises:
+        RuntimeError: there are GPUs, but fewer than local ranks.
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    count = torch.cuda.device_count()
+    # One visible GPU: the launcher (Slurm, Kubernetes) already gave each rank its own.
+    index = 0 if count == 1 else local_rank
+    if index >= count:
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this host shows {count}. Launch at most {count} ranks on it."
+        )
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
