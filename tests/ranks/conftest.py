@@ -1,0 +1,74 @@
+"""Which rank tests run at this world size, and the folder that the ranks of one test share.
+
+Every test says at which world sizes it holds: `@pytest.mark.world_size(2)` or `world_size(2, 3)`. At other sizes it
+is deselected. A test without the mark is an error, because it would run nowhere and look green.
+
+Start them with `python tests/ranks/run.py`. Horovod is started by the conftest of each framework's folder, not here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def _world_size() -> int:
+    """Return the number of ranks that the launcher announced; 1 without a launcher."""
+    for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 1
+
+
+WORLD_SIZE = _world_size()
+# One process cannot hold a rank test's claim, and need not pay for importing the frameworks to say so.
+collect_ignore_glob = ["*"] if WORLD_SIZE == 1 else []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "world_size(*sizes): the numbers of ranks at which a test of tests/ranks runs")
+
+
+def pytest_report_header() -> str | None:
+    return "tests/ranks is left out: start it with python tests/ranks/run.py" if WORLD_SIZE == 1 else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        if not item.path.is_relative_to(HERE):
+            selected.append(item)
+            continue
+        mark = item.get_closest_marker("world_size")
+        sizes = mark.args if mark else ()
+        if not sizes or not all(isinstance(size, int) and size > 1 for size in sizes):
+            raise pytest.UsageError(
+                f"{item.nodeid} does not say at which world sizes it runs. "
+                f"Received: {'no world_size mark' if mark is None else f'world_size{mark.args}'}. "
+                "Add @pytest.mark.world_size(2) or @pytest.mark.world_size(2, 3)."
+            )
+        (selected if WORLD_SIZE in sizes else deselected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
+
+
+@pytest.fixture
+def shared_tmp_path(request: pytest.FixtureRequest) -> Path:
+    """A folder of this test's own, empty at its start, that all ranks of the test see under the same path."""
+    base = os.environ.get("HVDTRAIN_RANKS_DIR")
+    if base is None:
+        pytest.fail("shared_tmp_path needs the folder that python tests/ranks/run.py makes: start the tests with it")
+    nodeid = request.node.nodeid
+    name = re.sub(r"\W+", "-", nodeid.rpartition("::")[2])[:40]
+    digest = hashlib.sha256(nodeid.encode()).hexdigest()[:12]
+    path = Path(base) / "shared" / f"{name}-{digest}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
