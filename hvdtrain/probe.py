@@ -1,0 +1,204 @@
+"""A live two-process allreduce over one data plane: what `hvdtrain build` proves and `hvdtrain doctor` shows.
+
+`allreduce` starts two ranks under horovodrun; each runs this module as a script and leaves its answer in a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+Plane = Literal["mpi", "gloo", "nccl"]
+
+_ANSWERS = "HVDTRAIN_PROBE_ANSWERS"
+_SIZE_BYTES = 1 << 20
+_REPEATS = 20
+_TAIL_LINES = 12
+# A launcher's mark around this process would make the new ranks think they belong to that launch.
+_LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_COMM_", "PMIX_", "PMI_", "SLURM_STEP")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What came back from the ranks.
+
+    Attributes:
+        framework: "torch" or "tensorflow".
+        plane: the data plane asked for.
+        ranks: how many were started.
+        error: "" if every rank got the right sum, else what was printed last.
+        start_s: from the launch to the end, seconds.
+        allreduce_ms: median time of one allreduce of 1 MiB, milliseconds; None after an error.
+        device: where rank 0's tensor was: "cpu" or "cuda:0".
+    """
+
+    framework: str
+    plane: Plane
+    ranks: int
+    error: str
+    start_s: float
+    allreduce_ms: float | None = None
+    device: str = "cpu"
+
+    @property
+    def ok(self) -> bool:
+        """True if every rank got the right sum."""
+        return not self.error
+
+
+def command(framework: str, plane: Plane, *, ranks: int, python: Path) -> list[str]:
+    """Return the command line that starts the ranks; it also stands in error messages."""
+    option = {"mpi": ["--mpi"], "gloo": ["--gloo"], "nccl": []}[plane]
+    launcher = python.parent / "horovodrun"
+    head = [str(launcher)] if launcher.exists() else [str(python), "-m", "horovod.runner.launch"]
+    return [*head, "-np", str(ranks), *option, str(python), "-m", "hvdtrain.probe", framework, plane]
+
+
+def allreduce(
+    framework: str, plane: Plane, *, ranks: int = 2, timeout_s: float = 90, python: Path | None = None
+) -> Probe:
+    """Start `ranks` processes and let them sum an array.
+
+    Args:
+        framework: "torch" or "tensorflow": whose Horovod library takes part.
+        plane: "mpi" and "gloo" sum host memory, "nccl" GPU memory, for which each rank needs a GPU of its own.
+        ranks: number of processes, all on this host.
+        timeout_s: then everything is ended and the probe has failed.
+        python: interpreter of the environment to probe; by default this one.
+
+    Returns:
+        A Probe; failures are told in its `error`, not raised.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    # The package's parent comes first, so that the ranks import this hvdtrain from wherever they start.
+    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    line = command(framework, plane, ranks=ranks, python=python or Path(sys.executable))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
+        environment[_ANSWERS] = folder
+        error, output = _run(line, environment, timeout_s, Path(folder) / "output")
+        answers = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+    seconds = time.monotonic() - started
+    # A rank's own words say more than the launcher's exit status, which follows from them.
+    said = next((answer["error"] for answer in answers if answer["error"]), "")
+    if said:
+        return Probe(framework, plane, ranks, said, seconds)
+    if not error and len(answers) < ranks:
+        error = f"{len(answers)} of {ranks} ranks answered"
+    if error:
+        tail = "\n".join(output.strip().splitlines()[-_TAIL_LINES:])
+        return Probe(framework, plane, ranks, f"{error}\n{tail}".strip(), seconds)
+    return Probe(framework, plane, ranks, "", seconds, answers[0]["allreduce_ms"], answers[0]["device"])
+
+
+def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Path) -> tuple[str, str]:
+    """Run `line` in a session of its own and return (error, output)."""
+    # To a file, not a pipe: a grandchild that survives its parent would keep a pipe open.
+    with log.open("wb") as stream:
+        try:
+            process = subprocess.Popen(
+                line, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+            )
+        except OSError as problem:
+            return f"{line[0]} does not start: {problem}", ""
+        try:
+            status = process.wait(timeout=timeout_s)
+            error = f"horovodrun exited with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            error = f"no answer within {timeout_s:g} s"
+            _end(process)
+    return error, log.read_text(encoding="utf-8", errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and every process below it; mpirun's ranks have process groups of their own."""
+    psutil = importlib.import_module("psutil")
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        try:
+            member.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    process.kill()
+    process.wait()
+
+
+def _make_tensor(framework: str, values: np.ndarray[Any, Any], device: str) -> Any:
+    """Put `values` on the GPU as the framework's own tensor."""
+    module = importlib.import_module(framework)
+    if framework == "torch":
+        return module.from_numpy(values).to(device)
+    with module.device("/GPU:0"):  # TensorFlow numbers the GPUs that it was shown: one a rank
+        return module.constant(values)
+
+
+def rank_main(framework: str, plane: str) -> int:
+    """Be one rank: sum arrays, and write down for the parent how it went."""
+    rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+    answer: dict[str, Any] = {"error": "", "allreduce_ms": None, "device": "cpu"}
+    try:
+        answer |= _measure(framework, plane)
+    except Exception as problem:  # noqa: BLE001  whatever it was, the parent shows it
+        answer["error"] = f"rank {rank}: {type(problem).__name__}: {problem}"
+        traceback.print_exc()
+    Path(os.environ[_ANSWERS], f"rank-{rank}.json").write_text(json.dumps(answer))
+    return 1 if answer["error"] else 0
+
+
+def _measure(framework: str, plane: str) -> dict[str, Any]:
+    """Sum an array whose sum is known, several times; return where it was and the median time."""
+    world_module = importlib.import_module("hvdtrain.world")
+    world = world_module.init(framework)
+    values = np.full(_SIZE_BYTES // 4, world.rank + 1, np.float32)
+    expected = world.size * (world.size + 1) / 2
+    if plane == "nccl":
+        if world.device == "cpu":
+            raise RuntimeError(f"{framework} sees no GPU")
+        horovod = world_module.load_engine(framework)
+        tensor = _make_tensor(framework, values, world.device)
+
+        def reduce() -> np.ndarray[Any, Any]:
+            result = horovod.allreduce(tensor, name="probe", op=horovod.Sum)
+            return np.asarray((result.cpu() if framework == "torch" else result).numpy())
+    else:
+
+        def reduce() -> np.ndarray[Any, Any]:
+            return np.asarray(world.allreduce(values, name="probe"))
+
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        total = reduce()
+        times.append((time.perf_counter() - started) * 1000)
+        if not np.array_equal(total, np.full_like(values, expected)):
+            raise RuntimeError(f"the sum over {world.size} ranks is {total[:3]}..., expected {expected}")
+    return {
+        "allreduce_ms": round(statistics.median(times), 3),
+        "device": world.device if plane == "nccl" else "cpu",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(sys.argv[1], sys.argv[2]))
