@@ -1,0 +1,182 @@
+"""`hvdtrain build`, step by step: look, fetch, edit, compile, install, prove."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.horovod_build import cache, edits, install, native, sdist
+from hvdtrain.horovod_build.errors import ProofError
+from hvdtrain.horovod_build.find import Found, find_all
+from hvdtrain.horovod_build.progress import Progress
+
+_STEPS = 4
+_PROOF_TIMEOUT_S = 90
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may choose; the defaults build for whatever is installed.
+
+    Attributes:
+        without: parts to leave out: "torch", "tensorflow", "mpi", "nccl".
+        rebuild: compile even where the cache has the wheel.
+        dry_run: say what would be built, and stop.
+        force: take framework versions that no test has seen.
+        wheel_dir: put a copy of the wheel there.
+        sdist: Horovod's sdist as a file, for machines without a network.
+        cuda_arch: GPU architectures, e.g. "80,90"; by default those of the GPUs that are here.
+        jobs: compiler processes at once; by default one a core.
+        prove: run the two-process allreduce at the end.
+        install: install the wheel into this environment; False needs prove=False.
+    """
+
+    without: frozenset[str] = frozenset()
+    rebuild: bool = False
+    dry_run: bool = False
+    force: bool = False
+    wheel_dir: Path | None = None
+    sdist: Path | None = None
+    cuda_arch: str | None = None
+    jobs: int | None = None
+    prove: bool = True
+    install: bool = True
+
+
+def build(options: Options) -> Path | None:
+    """Build, install and prove Horovod; return the wheel, or None after a dry run.
+
+    Raises:
+        BuildError: a subclass that says what is wrong and what to do next.
+        OSError: the system's own trouble, e.g. a full disk.
+    """
+    progress = Progress(_STEPS)
+    progress.step("Looking at what is installed")
+    found = find_all(without=options.without, force=options.force)
+    chosen = native.settings(found, cuda_arch=options.cuda_arch)
+    parts = cache.key_parts(found, chosen)
+    key = cache.key_of(parts)
+    for line in describe(found):
+        progress.note(line)
+    wheels = cache.cache_folder() / "wheels"
+    if options.dry_run:
+        hit = cache.load(wheels, key) is not None and not options.rebuild
+        progress.note(f"cache: {wheels / key} ({'there: nothing to compile' if hit else 'not there: would compile'})")
+        for edit in () if hit else edits.EDITS:
+            progress.note(f"edit {edit.path}: {edit.why}")
+        return None
+    with cache.locked(wheels, key):
+        entry = None if options.rebuild else cache.load(wheels, key)
+        if entry is None:
+            entry = _compile(found, chosen, parts, options=options, progress=progress)
+        else:
+            progress.step("Taking the wheel from the cache")
+            progress.note(f"compiled before in {entry.seconds:.0f} s: {entry.wheel.parent}")
+    if options.wheel_dir is not None:
+        options.wheel_dir.mkdir(parents=True, exist_ok=True)
+        progress.note(f"copied to {shutil.copy(entry.wheel, options.wheel_dir)}")
+    if options.install:
+        if install.installed_record().get("key") == key and not options.rebuild:
+            progress.step("Installed already: this very wheel")
+        else:
+            progress.step("Installing the wheel")
+            install.install(entry.wheel)
+    if options.prove and options.install:
+        progress.step("Proving it: an allreduce between two processes")
+        prove(found, progress=progress)
+    return entry.wheel
+
+
+def describe(found: Found) -> list[str]:
+    """Return the plan, one line a thing."""
+    lines = [f"{f.name} {f.version} ({'CUDA ' + f.cuda if f.cuda else 'CPU'})" for f in found.frameworks]
+    lines.append(f"compiler: {found.compiler}")
+    if found.mpi:
+        lines.append(f"Open MPI {found.mpi.version}: {found.mpi.launcher}")
+    if found.gpu and found.cuda and found.nccl:
+        lines.append(f"CUDA {found.cuda.version}: {found.cuda.home}; NCCL {found.nccl.version}: {found.nccl.library}")
+    return [*lines, *found.notes, f"data planes: {', '.join(found.planes)}"]
+
+
+def _compile(
+    found: Found, chosen: dict[str, str], parts: dict[str, str], *, options: Options, progress: Progress
+) -> cache.Entry:
+    """Make the wheel and put it into the cache; the log stays where a failure names it."""
+    home, key = cache.cache_folder(), cache.key_of(parts)
+    started = time.monotonic()
+    jobs = options.jobs or len(os.sched_getaffinity(0))
+    progress.step(f"Compiling Horovod {sdist.VERSION} with {jobs} processes (about 2 minutes on 2 cores)")
+    tools = sdist.fetch_tools(home)
+    source = sdist.check(options.sdist) if options.sdist else sdist.fetch(home, tools=tools)
+    logs = home / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as scratch:
+        tree = sdist.unpack(source, Path(scratch))
+        edits.apply(tree)
+        env = native.environment(
+            found, chosen, tools=tools, scratch=Path(scratch), record=record(found, key), jobs=jobs
+        )
+        wheel = native.run(tree, env=env, log=log, progress=progress)
+        seconds = time.monotonic() - started
+        entry = cache.store(home / "wheels", key, wheel, parts=parts, seconds=seconds)
+    # Kept only for failures: a finished build's log is a megabyte that nobody asks for.
+    log.unlink()
+    progress.note(f"done in {progress.elapsed()}")
+    return entry
+
+
+def record(found: Found, key: str) -> str:
+    """Return the JSON that the wheel carries in horovod/metadata.json under "hvdtrain"."""
+    return json.dumps(
+        {
+            "key": key,
+            "data_planes": ",".join(found.planes),
+            "mpi": found.mpi.version if found.mpi else "",
+            "cuda": found.cuda.version if found.gpu and found.cuda else "",
+            "nccl": found.nccl.version if found.gpu and found.nccl else "",
+            "compiler": found.compiler,
+        }
+    )
+
+
+def prove(found: Found, *, progress: Progress) -> None:
+    """Run an allreduce for each framework over each data plane that was built.
+
+    Raises:
+        ProofError: at least one failed; all of them were tried.
+    """
+    from hvdtrain import probe
+
+    failed: list[str] = []
+    for framework in found.frameworks:
+        for plane in found.planes:
+            ranks = 2
+            if plane == "nccl":
+                if not framework.cuda or not found.gpus:
+                    progress.note(f"{framework.name} over nccl: not tried, there is no GPU for it here")
+                    continue
+                # NCCL refuses two ranks on one GPU.
+                ranks = min(2, len(found.gpus))
+            result = probe.allreduce(
+                framework.name,
+                plane,  # type: ignore[arg-type]
+                ranks=ranks,
+                timeout_s=_PROOF_TIMEOUT_S,
+            )
+            if result.ok:
+                count = f"{ranks} process{'es' if ranks > 1 else ''}"
+                progress.note(f"{framework.name} over {plane}, {count}: {result.allreduce_ms} ms for 1 MiB")
+            else:
+                progress.note(f"{framework.name} over {plane}: FAILED")
+                failed.append(f"{framework.name} over {plane}: {result.error}")
+    if failed:
+        raise ProofError(
+            "Horovod is built and installed, but its proof failed:\n" + "\n".join(failed) + "\n`hvdtrain doctor` says "
+            "more. A data plane can be left out with --without mpi or --without nccl."
+        )

@@ -1,0 +1,41 @@
+"""What can go wrong while Horovod is built; each error names the thing and what to do next."""
+
+from __future__ import annotations
+
+from hvdtrain.errors import HvdTrainError
+
+
+class BuildError(HvdTrainError):
+    """Base of every error of `hvdtrain build`."""
+
+
+class MissingToolError(BuildError):
+    """A program that the build needs (compiler, make, pip, nvcc) is not there."""
+
+
+class NoFrameworkError(BuildError):
+    """Neither torch nor TensorFlow is installed in this environment."""
+
+
+class UntestedVersionError(BuildError):
+    """A framework version that no test has seen, without --force."""
+
+
+class SdistError(BuildError):
+    """Horovod's sdist cannot be had, or is not the one that was checked."""
+
+
+class EditMismatchError(BuildError):
+    """An edit's old text is not in the sdist as expected."""
+
+
+class CompileError(BuildError):
+    """The compile failed; the message names the log and its first error."""
+
+
+class InstallError(BuildError):
+    """pip could not install the wheel."""
+
+
+class ProofError(BuildError):
+    """A two-process allreduce did not come back right."""

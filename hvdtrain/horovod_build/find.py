@@ -1,0 +1,295 @@
+"""What is installed: frameworks, compiler, MPI, CUDA, NCCL. Reads files, asks programs, imports no framework."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from hvdtrain.horovod_build.errors import MissingToolError, NoFrameworkError, UntestedVersionError
+
+# [first, last): releases that the tests ran on. Widen after a test run, not before.
+TESTED = {"torch": ("2.11", "2.14"), "tensorflow": ("2.21", "2.22")}
+
+
+@dataclass(frozen=True)
+class Framework:
+    """An installed framework; `cuda` is the CUDA version that it was built for, "" for a CPU build."""
+
+    name: str
+    version: str
+    cuda: str = ""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """A usable Open MPI; `launcher` is the mpirun beside which it was found."""
+
+    version: str
+    launcher: Path
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """A CUDA toolkit with its compiler."""
+
+    version: str
+    home: Path
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """NCCL's headers and library; `library` may be versioned only (libnccl.so.2), as in pip's wheels."""
+
+    version: str
+    include: Path
+    library: Path
+    from_pip: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """Everything that a build depends on; `notes` says why something was left out."""
+
+    frameworks: tuple[Framework, ...]
+    compiler: str
+    mpi: Mpi | None
+    cuda: Cuda | None
+    nccl: Nccl | None
+    gpus: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gpu(self) -> bool:
+        """True where GPU operations will be built."""
+        return self.cuda is not None and self.nccl is not None
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Data planes of the wheel: Gloo always, then "mpi" and "nccl"."""
+        return ("gloo",) + (("mpi",) if self.mpi else ()) + (("nccl",) if self.gpu else ())
+
+
+def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
+    """Return what `command` prints; None where it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout + done.stderr if done.returncode == 0 else None
+
+
+def package_folder(name: str) -> Path | None:
+    """Return the folder of an importable package without importing it."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def find_torch() -> Framework | None:
+    """Read torch/version.py: the distribution's metadata leaves out "+cu130"."""
+    folder = package_folder("torch")
+    if folder is None or not (folder / "version.py").is_file():
+        return None
+    text = (folder / "version.py").read_text(encoding="utf-8")
+    version = re.search(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    cuda = re.search(r"^cuda\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return Framework("torch", version.group(1), cuda.group(1) if cuda else "") if version else None
+
+
+def find_tensorflow() -> Framework | None:
+    """Ask the distribution that holds `tensorflow` for its version, and its build_info.py for CUDA."""
+    folder = package_folder("tensorflow")
+    if folder is None:
+        return None
+    for distribution in ("tensorflow", "tensorflow-cpu", "tensorflow-cpu-aws", "tf-nightly"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        info = folder / "python" / "platform" / "build_info.py"
+        text = info.read_text(encoding="utf-8") if info.is_file() else ""
+        cuda = re.search(r"['\"]cuda_version['\"]\s*:\s*['\"]([^'\"]+)", text)
+        return Framework("tensorflow", version, cuda.group(1) if cuda else "")
+    return None
+
+
+def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = False) -> tuple[Framework, ...]:
+    """Return torch and TensorFlow as installed.
+
+    Args:
+        without: names to leave out.
+        force: take versions that no test has seen.
+
+    Raises:
+        NoFrameworkError: neither is installed, or both were left out.
+        UntestedVersionError: a version outside the tested range, and `force` is False.
+    """
+    finders: dict[str, Callable[[], Framework | None]] = {"torch": find_torch, "tensorflow": find_tensorflow}
+    found = tuple(f for name, find in finders.items() if name not in without and (f := find()) is not None)
+    if not found:
+        left_out = f" (left out: {', '.join(sorted(without & set(finders)))})" if without & set(finders) else ""
+        raise NoFrameworkError(
+            f"Neither torch nor tensorflow is installed in this environment{left_out}. Horovod is built for the "
+            "frameworks that are there: install one (pip install torch, or pip install tensorflow), then try again."
+        )
+    for framework in found:
+        if not force and not is_tested(framework):
+            first, last = TESTED[framework.name]
+            raise UntestedVersionError(
+                f"{framework.name} {framework.version} has not been tested with Horovod. Tested: {framework.name} "
+                f">= {first} and < {last}. Install a tested version, or build all the same with --force."
+            )
+    return found
+
+
+def is_tested(framework: Framework) -> bool:
+    """True where the tests ran on this release of the framework."""
+    first, last = TESTED[framework.name]
+    try:
+        version = Version(Version(framework.version).public)
+    except InvalidVersion:
+        return False
+    return Version(first) <= version < Version(last) and not version.is_prerelease
+
+
+def find_compiler() -> str:
+    """Return the C++ compiler's version line.
+
+    Raises:
+        MissingToolError: no C++ compiler or no make.
+    """
+    compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    version = output_of([*compiler.split(), "--version"]) if compiler else None
+    if version is None:
+        named = f"CXX={compiler} does not run" if compiler else "no c++, g++ or clang++ on PATH"
+        raise MissingToolError(
+            f"No C++ compiler: {named}. Install one (Debian, Ubuntu: apt-get install g++ make; Fedora: dnf install "
+            "gcc-c++ make; conda: conda install gxx make), or set CXX."
+        )
+    if not (shutil.which("make") or shutil.which("gmake")):
+        raise MissingToolError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make) and try again.")
+    return version.splitlines()[0].strip()
+
+
+def find_mpi() -> tuple[Mpi | None, str]:
+    """Return Open MPI where horovodrun can use it, else None and the reason.
+
+    horovodrun chooses MPI whenever it was built in, so one that it cannot launch must stay out.
+    """
+    wrapper, launcher = shutil.which("mpicxx") or shutil.which("mpic++"), shutil.which("mpirun")
+    if wrapper is None or launcher is None:
+        missing = " and ".join(n for n, p in (("mpicxx", wrapper), ("mpirun", launcher)) if p is None)
+        return None, f"no MPI: {missing} not on PATH"
+    text = output_of([launcher, "--version"]) or ""
+    match = re.search(r"\((?:Open MPI|OpenRTE)\)\s*(\d+\.\d+\S*)", text)
+    if match is None:
+        first = text.strip().splitlines()[0] if text.strip() else "mpirun --version fails"
+        return None, f"MPI left out: horovodrun works with Open MPI 4 only, found: {first}"
+    version = match.group(1)
+    if int(version.split(".")[0]) >= 5:
+        return None, f"MPI left out: Open MPI {version} rejects the options that horovodrun passes; 4.x works"
+    built = output_of([wrapper, "--showme:version"]) or ""
+    if version not in built:
+        return None, f"MPI left out: mpirun is Open MPI {version}, but mpicxx says: {built.strip() or 'nothing'}"
+    return Mpi(version, Path(launcher)), ""
+
+
+def find_gpus() -> tuple[str, ...]:
+    """Return each GPU's compute capability as nvidia-smi tells it ("9.0"); empty without a driver or a GPU."""
+    text = output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]) or ""
+    return tuple(line.strip() for line in text.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip()))
+
+
+def find_cuda() -> Cuda | None:
+    """Return the CUDA toolkit: HOROVOD_CUDA_HOME, CUDA_HOME, the nvcc on PATH, then /usr/local/cuda."""
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
+    # /usr/local/bin/nvcc may be a script in front of the toolkit's: its parent then has no headers.
+    homes += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
+    for home in [Path(h) for h in [*homes, "/usr/local/cuda"] if h]:
+        if not any((home / i / "cuda_runtime.h").is_file() for i in ("include", "targets/x86_64-linux/include")):
+            continue
+        text = output_of([str(home / "bin" / "nvcc"), "--version"]) or ""
+        release = re.search(r"release (\d+\.\d+)", text)
+        if release:
+            return Cuda(release.group(1), home)
+    return None
+
+
+def _nccl_version(header: Path) -> str:
+    text = header.read_text(encoding="utf-8", errors="replace")
+    numbers = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(n.group(1) for n in numbers if n)
+
+
+def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
+    """Return NCCL: HOROVOD_NCCL_HOME, the pip wheel's (the one torch itself runs on), then the system's."""
+    nvidia = package_folder("nvidia")
+    homes = [(Path(h), False) for h in [os.environ.get("HOROVOD_NCCL_HOME")] if h]
+    homes += [(nvidia / "nccl", True)] if nvidia else []
+    homes += [(cuda.home, False)] if cuda else []
+    homes += [(Path("/usr"), False), (Path("/usr/local"), False)]
+    for home, from_pip in homes:
+        header = home / "include" / "nccl.h"
+        folders = [home / "lib", home / "lib64", *sorted(home.glob("lib/*-linux-gnu"))]
+        library = next((f / n for f in folders for n in ("libnccl.so", "libnccl.so.2") if (f / n).exists()), None)
+        if header.is_file() and library is not None:
+            return Nccl(_nccl_version(header), header.parent, library, from_pip)
+    return None
+
+
+def find_all(*, without: frozenset[str] = frozenset(), force: bool = False) -> Found:
+    """Look at everything once.
+
+    Args:
+        without: any of "torch", "tensorflow", "mpi", "nccl".
+        force: take framework versions that no test has seen.
+    """
+    frameworks = find_frameworks(without=without, force=force)
+    compiler = find_compiler()
+    mpi, why = (None, "MPI left out on request") if "mpi" in without else find_mpi()
+    notes = [why] if why else []
+    gpus = find_gpus()
+    cuda = nccl = None
+    if "nccl" not in without and any(f.cuda for f in frameworks):
+        cuda, nccl, why = _find_gpu_parts(frameworks, gpus)
+        notes += [why] if why else []
+    return Found(frameworks, compiler, mpi, cuda, nccl, gpus, tuple(notes))
+
+
+def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) -> tuple[Cuda | None, Nccl | None, str]:
+    """Return toolkit and NCCL where GPU operations can be built; refuse to leave GPUs idle unasked."""
+    cuda = find_cuda()
+    nccl = find_nccl(cuda)
+    why = ""
+    if any(not f.cuda for f in frameworks if f.name == "torch"):
+        why = "torch is a CPU build"
+    elif cuda is None:
+        why = "no CUDA toolkit with nvcc (looked at HOROVOD_CUDA_HOME, CUDA_HOME, PATH and /usr/local/cuda)"
+    elif nccl is None:
+        why = "no NCCL with nccl.h (pip install nvidia-nccl-cu13, or the system's libnccl-dev)"
+    else:
+        for framework in frameworks:
+            if framework.cuda and framework.cuda.split(".")[0] != cuda.version.split(".")[0]:
+                why = f"{framework.name} is built for CUDA {framework.cuda}, but nvcc in {cuda.home} is {cuda.version}"
+    if not why:
+        return cuda, nccl, ""
+    if gpus:
+        raise MissingToolError(
+            f"This machine has {len(gpus)} GPU(s), but Horovod cannot be built with NCCL: {why}. Mend that, or build "
+            "for CPUs only with --without nccl."
+        )
+    return None, None, f"NCCL left out: {why}"

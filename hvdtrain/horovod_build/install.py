@@ -1,0 +1,53 @@
+"""Install the wheel into this environment, and say which one is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.horovod_build.errors import InstallError
+from hvdtrain.horovod_build.find import package_folder
+from hvdtrain.horovod_build.sdist import last_lines, pip_command
+
+# What Horovod imports at run time. Its own requirements are hvdtrain's too, so this is for environments where
+# hvdtrain came without them (pip install --no-deps).
+_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
+
+
+def installed_record() -> dict[str, Any]:
+    """Return what the installed Horovod says it was built for; {} where there is none, or not by `hvdtrain build`."""
+    folder = package_folder("horovod")
+    try:
+        record = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["hvdtrain"] if folder else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def install(wheel: Path) -> None:
+    """Install `wheel` over whatever Horovod is there; the frameworks stay as they are.
+
+    Raises:
+        InstallError: pip failed.
+    """
+    missing = [name for name in _NEEDS if not _has(name)]
+    commands = [["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]]
+    if missing:
+        commands.append(["install", "--quiet", *missing])
+    for command in commands:
+        done = subprocess.run([*pip_command(), *command], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise InstallError(f"pip {' '.join(command)} failed: {last_lines(done.stderr)}")
+    importlib.invalidate_caches()
+
+
+def _has(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,156 @@
+"""Compile the edited source into a wheel, with progress in percent and the whole output in a log."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from hvdtrain.horovod_build.errors import CompileError
+from hvdtrain.horovod_build.find import Found
+from hvdtrain.horovod_build.progress import Progress
+
+_PERCENT = re.compile(r"^\[\s*(\d+)%\]")
+_ERROR = re.compile(
+    r"(\berror: |^CMake Error|undefined reference|No space left on device|\bKilled\b|^\w*Error: |^c\+\+: fatal|\*\*\* )"
+)
+# x86 extensions that Horovod's half-precision code is written for; the compiler is told to use those this CPU has.
+_ARCH_FLAGS = ("f16c", "avx", "fma")
+
+
+def arch_flags() -> str:
+    """Return the compiler's flags for this CPU, e.g. "-mf16c -mavx -mfma"; they are part of the cache's key."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    present = set(flags.group(1).split()) if flags else set()
+    return " ".join(f"-m{flag}" for flag in _ARCH_FLAGS if flag in present)
+
+
+def cuda_architectures(found: Found, asked: str | None) -> str:
+    """Return "80,90": what was asked for, else the GPUs that are here, else data-centre GPUs since A100."""
+    if asked:
+        return asked.replace(".", "")
+    here = sorted({int(gpu.replace(".", "")) for gpu in found.gpus})
+    return ",".join(map(str, here)) if here else "80,90"
+
+
+def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
+    """Return the build's environment variables that change what comes out: part of the cache's key."""
+    names = {f.name for f in found.frameworks}
+    chosen = {
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_BUILD_ARCH_FLAGS": arch_flags(),
+        ("HOROVOD_WITH_PYTORCH" if "torch" in names else "HOROVOD_WITHOUT_PYTORCH"): "1",
+        ("HOROVOD_WITH_TENSORFLOW" if "tensorflow" in names else "HOROVOD_WITHOUT_TENSORFLOW"): "1",
+        ("HOROVOD_WITH_MPI" if found.mpi else "HOROVOD_WITHOUT_MPI"): "1",
+    }
+    if found.gpu and found.cuda and found.nccl:
+        chosen["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        chosen["HOROVOD_NCCL_LINK"] = "SHARED"
+        chosen["HOROVOD_CUDA_HOME"] = str(found.cuda.home)
+        chosen["HOROVOD_BUILD_CUDA_CC_LIST"] = cuda_architectures(found, cuda_arch)
+    for name in ("CXXFLAGS", "LDFLAGS", "HOROVOD_CPU_OPERATIONS"):
+        if os.environ.get(name):
+            chosen[name] = os.environ[name]
+    return chosen
+
+
+def environment(
+    found: Found, chosen: dict[str, str], *, tools: Path, scratch: Path, record: str, jobs: int
+) -> dict[str, str]:
+    """Return the whole environment of the build: the user's, without stray HOROVOD_ variables, and `chosen`."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") and k != "PYTHONDONTWRITEBYTECODE"}
+    env.update(chosen)
+    # An empty value would make Horovod's CMake ask the compiler instead.
+    if not env["HOROVOD_BUILD_ARCH_FLAGS"]:
+        del env["HOROVOD_BUILD_ARCH_FLAGS"]
+    env["HVDTRAIN_BUILD_RECORD"] = record
+    env["HOROVOD_CMAKE"] = str(tools / "cmake" / "data" / "bin" / "cmake")
+    # In front of the user's packages, so that setup.py gets this setuptools and still imports their frameworks.
+    env["PYTHONPATH"] = str(tools)
+    env["MAKEFLAGS"] = f"-j{jobs}"
+    env["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    # The build is its own temporary folder's business: user site packages and CUDA devices are not.
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    if found.gpu and found.cuda and found.nccl:
+        env["CUDA_HOME"] = str(found.cuda.home)
+        env["HOROVOD_NCCL_INCLUDE"] = str(found.nccl.include)
+        env["HOROVOD_NCCL_LIB"] = str(nccl_link_folder(found, scratch))
+        env["PATH"] = f"{found.cuda.home / 'bin'}{os.pathsep}{env.get('PATH', '')}"
+    return env
+
+
+def nccl_link_folder(found: Found, scratch: Path) -> Path:
+    """Return a folder with an unversioned libnccl.so, which the linker asks for and pip's wheel does not have."""
+    if found.nccl is None:
+        raise CompileError("NCCL was not found, but GPU operations were asked for.")
+    folder = scratch / "nccl"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "libnccl.so"
+    if not link.is_symlink():
+        link.symlink_to(found.nccl.library)
+    return folder
+
+
+def run(source: Path, *, env: dict[str, str], log: Path, progress: Progress) -> Path:
+    """Run setup.py in `source` and return the wheel.
+
+    Raises:
+        CompileError: it failed; names the log and the first error in it.
+    """
+    started = time.monotonic()
+    out = source / "hvdtrain-dist"
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(out)]
+    with log.open("w", encoding="utf-8", errors="replace") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=source,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            _follow(process.stdout or (), file.write, progress)
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+    wheels = sorted(out.glob("horovod-*.whl"))
+    if code != 0 or len(wheels) != 1:
+        raise CompileError(
+            f"Horovod did not compile (exit status {code}, after {time.monotonic() - started:.0f} s).\n"
+            f"  first error: {first_error(log)}\n  whole log:   {log}"
+        )
+    return wheels[0]
+
+
+def _follow(lines: Iterable[str], write: object, progress: Progress) -> None:
+    """Copy each line to the log and tell `progress` what make says."""
+    if not callable(write):
+        raise TypeError(f"write must be callable. Received: {write!r}")
+    for line in lines:
+        write(line)
+        match = _PERCENT.match(line)
+        if match:
+            progress.percent(int(match.group(1)))
+
+
+def first_error(log: Path) -> str:
+    """Return the first line of the log that looks like an error, else its last line."""
+    last = "the log is empty"
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if _ERROR.search(line):
+            return line.strip()
+        last = line.strip() or last
+    return last

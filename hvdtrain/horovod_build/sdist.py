@@ -1,0 +1,134 @@
+"""Horovod's published source: fetched with pip, checked by hash, unpacked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from hvdtrain.horovod_build.errors import MissingToolError, SdistError
+
+VERSION = "0.28.1"
+FILE_NAME = f"horovod-{VERSION}.tar.gz"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+# The newest releases that can still build Horovod: setuptools 80 dropped what its setup.py calls, CMake 4 what its
+# CMakeLists.txt ask for.
+BUILD_TOOLS = ("setuptools==79.0.1", "cmake==3.31.10")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the file's sha256 in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check(path: Path) -> Path:
+    """Return `path` if it is the sdist that the edits were written for.
+
+    Raises:
+        SdistError: another file.
+    """
+    found = sha256_of(path)
+    if found != SHA256:
+        raise SdistError(
+            f"{path} is not Horovod {VERSION}'s sdist: its sha256 is {found}, expected {SHA256}. Delete it and try "
+            "again; if it is the same once more, the download was tampered with or cut short."
+        )
+    return path
+
+
+def pip_command() -> list[str]:
+    """Return the command that runs this environment's pip.
+
+    Raises:
+        MissingToolError: the environment has no pip.
+    """
+    probe = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
+    if probe.returncode != 0:
+        raise MissingToolError(
+            f"{sys.executable} has no pip, which fetches Horovod's source and installs the wheel. "
+            f"Run: {sys.executable} -m ensurepip --upgrade"
+        )
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+def last_lines(text: str, count: int = 3) -> str:
+    """Return the last lines of a program's output that say something, as one line."""
+    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-count:])
+
+
+def fetch_tools(cache: Path) -> Path:
+    """Return a folder with setuptools and CMake for the build only: the user's own are neither used nor changed."""
+    name = f"cp{sys.version_info[0]}{sys.version_info[1]}-" + "-".join(t.replace("==", "") for t in BUILD_TOOLS)
+    folder = cache / "build-tools" / name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
+        target = Path(partial) / name
+        command = [*pip_command(), "install", "--quiet", "--no-deps", "--target", str(target), *BUILD_TOOLS]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SdistError(f"pip could not fetch the build tools {' '.join(BUILD_TOOLS)}: {last_lines(done.stderr)}")
+        _move_into_place(target, folder)
+    return folder
+
+
+def fetch(cache: Path, *, tools: Path) -> Path:
+    """Return the sdist, from the cache or fetched with pip from wherever pip is configured to look.
+
+    pip checks the hash before it runs anything of the sdist, and we check it again before we use it.
+
+    Raises:
+        SdistError: it cannot be downloaded, or is not the expected file.
+    """
+    folder = cache / "sdists"
+    kept = folder / FILE_NAME
+    if kept.is_file():
+        return check(kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
+        requirements = Path(partial) / "requirements.txt"
+        requirements.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
+        command = [*pip_command(), "download", "--quiet", "--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
+        command += ["--require-hashes", "--requirement", str(requirements), "--dest", partial]
+        # pip asks setup.py for the metadata, which needs setuptools: ours, since there is no build isolation.
+        environment = {**os.environ, "PYTHONPATH": str(tools)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        fetched = Path(partial) / FILE_NAME
+        if "DO NOT MATCH THE HASHES" in done.stderr:
+            raise SdistError(f"pip fetched a Horovod {VERSION} whose sha256 is not {SHA256}: {last_lines(done.stderr)}")
+        if done.returncode != 0 or not fetched.is_file():
+            raise SdistError(
+                f"pip could not download Horovod {VERSION}'s source: {last_lines(done.stderr)}. Without a network, "
+                f"bring {FILE_NAME} from elsewhere and pass it with --sdist."
+            )
+        os.replace(check(fetched), kept)
+    return kept
+
+
+def unpack(sdist: Path, folder: Path) -> Path:
+    """Unpack the checked sdist into `folder` and return the source's root."""
+    with tarfile.open(check(sdist)) as archive:
+        # The hash above vouches for the content; the filter also silences Python 3.12's question about it.
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # type: ignore[arg-type]
+    return folder / f"horovod-{VERSION}"
+
+
+def _move_into_place(made: Path, target: Path) -> None:
+    """Rename a finished folder to its place; another process that was faster has made the same."""
+    try:
+        os.rename(made, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(made)
