@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdtrain.data import Sharded as Sharded
     from hvdtrain.prepare import prepare as prepare
     from hvdtrain.trainer import History as History
     from hvdtrain.trainer import Trainer as Trainer
@@ -20,15 +21,16 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "History": "trainer",
+    "Sharded": "data",
     "SoloWorld": "world",
     "Trainer": "trainer",
     "World": "world",
     "init": "world",
     "prepare": "prepare",
 }
-_SUBMODULES = ("callbacks", "checkpoint", "errors", "sampling", "trainer", "world")
+_SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
-__all__ = ["History", "SoloWorld", "Trainer", "World", "__version__", "init", "prepare"]
+__all__ = ["History", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init", "prepare"]
 
 
 def __getattr__(name: str) -> Any:

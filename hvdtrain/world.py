@@ -197,13 +197,13 @@ class HorovodWorld(World):
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
         # A mean is a sum divided here: exact for integers too, and one native operation less to trust.
         total = self._collectives.allreduce(
-            np.ascontiguousarray(array), "sum" if op == "mean" else op, f"hvdtrain.{name}.{op}"
+            np.asarray(array, order="C"), "sum" if op == "mean" else op, f"hvdtrain.{name}.{op}"
         )
         return total / self.size if op == "mean" else total
 
     def allgather(self, array: Array, *, name: str = "host") -> Array:
         """See `World.allgather`."""
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")
         if array.ndim == 0:
             raise ValueError(
                 f"allgather concatenates on axis 0, so it needs an array of >= 1 axis. Received: {array!r}"
@@ -217,7 +217,7 @@ class HorovodWorld(World):
         """See `World.broadcast`."""
         if not 0 <= root < self.size:
             raise ValueError(f"root must be a rank in [0, {self.size}). Received: root={root}")
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")
         flat = array.reshape(-1).view(np.uint8)
         return self._collectives.broadcast(flat, root, f"hvdtrain.{name}").view(array.dtype).reshape(array.shape)
 

@@ -1,0 +1,114 @@
+"""The contract between the Trainer and a framework, on one screen.
+
+The Trainer decides what happens and when; an adapter knows how its framework does it. An adapter reduces over ranks
+inside its own optimizer, asks World for the size, and never asks which rank it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.data import Batch
+from hvdtrain.world import World
+
+Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to train, in words that both frameworks share; see `Trainer` for each."""
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    precision: str = "fp32"
+    compression: str = "none"
+
+
+@dataclass
+class State:
+    """All that training changes: arrays by name, and whatever JSON can hold."""
+
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Adapter(Protocol):
+    """What a framework does for the Trainer."""
+
+    learning_rates: list[float]  # one a parameter group; assigning changes the optimizer's
+
+    def start(self) -> None:
+        """Give every rank the root's weights and optimizer state, and change nothing else."""
+        ...
+
+    def train_step(self, batches: Sequence[Batch]) -> None:
+        """Take one optimizer step over `batches` (more than one under accumulation), reduced over all ranks.
+
+        The step equals one process's over all samples of all ranks: each sample weighs the same. A batch with
+        local_count 0 adds nothing, but the rank takes part in the reduction.
+        """
+        ...
+
+    def eval_step(self, batch: Batch) -> None:
+        """Add a batch to the metrics, without training; a batch with local_count 0 adds nothing."""
+        ...
+
+    def predict_step(self, inputs: Any) -> NDArray[Any]:
+        """Return the model's outputs for a batch: (local_batch, ...)."""
+        ...
+
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """Return the metrics since the last call, exact over all ranks, and start them anew.
+
+        Args:
+            reduce: sums a float64 vector over ranks; to be called exactly once, with all that the metrics need.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Make equal on all ranks what no gradient trains, such as running means; called after each epoch."""
+        ...
+
+    def state(self) -> State:
+        """Return a copy of weights, optimizer state and precision scaler."""
+        ...
+
+    def load_state(self, state: State) -> None:
+        """Take on a state that `state` returned. Raises ValueError naming the first tensor that does not fit."""
+        ...
+
+
+def adapter_for(
+    model: Any, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
+) -> Adapter:
+    """Return the adapter of the framework that `model` belongs to.
+
+    Raises:
+        TypeError: the model is neither a keras.Model nor a torch.nn.Module.
+    """
+    framework = framework_of(model)
+    module = importlib.import_module(f"hvdtrain.{framework}.adapter")
+    adapter: Adapter = module.make_adapter(
+        model, optimizer=optimizer, loss=loss, metrics=metrics, options=options, world=world
+    )
+    return adapter
+
+
+def framework_of(model: Any) -> str:
+    """Return "keras" or "torch" for a model, without importing either.
+
+    Raises:
+        TypeError: the model is neither.
+    """
+    homes = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    # Keras first: with its torch backend a Keras model is a torch.nn.Module too.
+    for framework in ("keras", "torch"):
+        if framework in homes:
+            return framework
+    raise TypeError(f"model must be a torch.nn.Module or a keras.Model. Received: {type(model).__name__}")

@@ -1,0 +1,81 @@
+"""Stop when a metric no longer gets better."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Literal
+
+from hvdtrain.callbacks.base import Callback, Logs
+
+if TYPE_CHECKING:
+    from hvdtrain.adapter import State
+    from hvdtrain.trainer import Trainer
+
+log = logging.getLogger("hvdtrain")
+
+
+class EarlyStopping(Callback):
+    """End the run once `monitor` has not improved for `patience` epochs.
+
+    All ranks see the same metrics, so all stop after the same epoch.
+
+    Args:
+        monitor: name of a metric in History.
+        patience: epochs without improvement that are borne; 0 stops at the first.
+        min_delta: a smaller change is no improvement.
+        mode: whether less or more is better; "auto" takes "min" for a loss or an error, else "max".
+        restore_best: go back to the weights of the best epoch when the run ends early.
+
+    Raises:
+        ValueError: negative patience or min_delta, or an unknown mode.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        patience: int = 0,
+        min_delta: float = 0.0,
+        mode: Literal["auto", "min", "max"] = "auto",
+        restore_best: bool = False,
+    ) -> None:
+        if patience < 0 or min_delta < 0:
+            raise ValueError(
+                f"patience and min_delta must be >= 0. Received: patience={patience}, min_delta={min_delta}"
+            )
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(f'mode must be "auto", "min" or "max". Received: {mode!r}')
+        if mode == "auto":
+            mode = "min" if any(word in monitor for word in ("loss", "error", "mse", "mae")) else "max"
+        self._monitor = monitor
+        self._patience = patience
+        self._sign = 1.0 if mode == "max" else -1.0
+        self._min_delta = min_delta
+        self._restore_best = restore_best
+        self._reset()
+
+    def _reset(self) -> None:
+        self._best = -math.inf
+        self._best_epoch = -1
+        self._best_state: State | None = None
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Forget an earlier run."""
+        self._reset()
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+        """Compare, and stop the run when patience is spent."""
+        if self._monitor not in logs:
+            raise ValueError(f"monitor must be one of {sorted(logs)}. Received: monitor={self._monitor!r}")
+        value = self._sign * logs[self._monitor]
+        if value > self._best + self._min_delta:
+            self._best, self._best_epoch = value, epoch
+            if self._restore_best:
+                self._best_state = trainer.state()
+        elif epoch - self._best_epoch > self._patience:
+            if trainer.world.is_root:
+                log.info("stop: %s has not improved since epoch %d", self._monitor, self._best_epoch + 1)
+            trainer.stop()
+            if self._best_state is not None:
+                trainer.load_state(self._best_state)

@@ -1,0 +1,66 @@
+"""Let the user's own Keras callbacks run in the Trainer's loop, unchanged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.callbacks.base import Callback, Logs
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer import Trainer
+
+
+class KerasStyle(Callback):
+    """Calls a Keras callback's hooks with what Keras would pass it.
+
+    `model.stop_training` ends the run after the epoch. Batch hooks get no logs: reading running metrics at every step
+    would make a GPU wait. A callback that writes files (ModelCheckpoint, CSVLogger) is the user's to guard: give it on
+    rank 0 alone, which is safe as long as it calls no collective.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Give the callback its model and parameters, then on_train_begin."""
+        trainer.model.stop_training = False
+        self._callback.set_params({"verbose": 0, "epochs": trainer.epochs, "steps": trainer.steps_per_epoch})
+        self._callback.set_model(trainer.model)
+        self._callback.on_train_begin()
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """Pass on."""
+        self._callback.on_epoch_begin(epoch)
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        """Pass on as on_train_batch_begin."""
+        self._callback.on_train_batch_begin(step)
+
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        """Pass on as on_train_batch_end."""
+        self._callback.on_train_batch_end(step)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+        """Pass on, then heed model.stop_training."""
+        self._callback.on_epoch_end(epoch, logs)
+        if trainer.model.stop_training:
+            trainer.stop()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Pass on as on_train_end."""
+        self._callback.on_train_end()
+
+
+def as_callback(callback: Any) -> Callback:
+    """Return `callback` itself, or a Keras callback made to fit.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(callback, Callback):
+        return callback
+    if hasattr(callback, "set_model") and hasattr(callback, "on_train_batch_end"):
+        return KerasStyle(callback)
+    raise TypeError(
+        f"A callback must be a hvdtrain.callbacks.Callback or a keras.callbacks.Callback. Received: {callback!r}"
+    )

@@ -1,0 +1,239 @@
+"""Turn what the user calls data into steps that all ranks take together.
+
+A `Source` yields `Batch`es; every rank yields the same number of them, and each says how many samples the other ranks
+hold, so that short tails can weigh what they hold. Arrays and map-style datasets are sharded by index arithmetic and
+cost no communication; anything that can only be iterated is counted in step by one small allreduce a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain import sampling
+from hvdtrain.world import SoloWorld, World
+
+# Datasets that belong to a framework are read in that framework's folder, found by where their class was defined.
+_FRAMEWORK_SOURCES = {
+    "torch": "hvdtrain.torch.loader",
+    "tensorflow": "hvdtrain.keras.data",
+    "keras": "hvdtrain.keras.data",
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of one step.
+
+    A rank without samples in this step has local_count 0 and None for data, but takes the step: collectives need it.
+    """
+
+    inputs: Any  # (local_count, ...), or a tuple or dict of such
+    targets: Any = None
+    sample_weight: Any = None  # (local_count,)
+    local_count: int = 0  # samples on this rank
+    global_count: int = 0  # samples on all ranks
+    indices: NDArray[np.int64] | None = None  # which samples of the dataset, where that is known
+
+
+class Source(Protocol):
+    """Steps of an epoch, the same number on every rank."""
+
+    steps: int | None  # per epoch; None where only iterating tells
+
+    def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
+        """Yield this rank's batches of one epoch, in step with the other ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Data that is this rank's own share already, such as a dataset that shards itself: it is not shared out again."""
+
+    data: Any
+
+
+class IndexedSource:
+    """Samples that can be asked for by index: arrays, and map-style datasets."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        fetch: Callable[[NDArray[np.int64]], tuple[Any, Any, Any]],
+        *,
+        batch_size: int,
+        world: World,
+        seed: int,
+    ) -> None:
+        self._num_samples = num_samples
+        self._fetch = fetch
+        self._batch_size = batch_size
+        self._world = world
+        self._seed = seed
+        self.steps: int | None = sampling.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
+
+    def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
+        """Yield batches by index arithmetic: no communication."""
+        rank, size = self._world.rank, self._world.size
+        mine = sampling.shard_indices(
+            self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle
+        )
+        for step in range(self.steps or 0):
+            held = sampling.samples_in_step(step, self._num_samples, batch_size=self._batch_size, size=size)
+            indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
+            if not len(indices):
+                yield Batch(None, global_count=held)
+                continue
+            inputs, targets, weight = self._fetch(indices)
+            yield Batch(inputs, targets, weight, len(indices), held, indices)
+
+
+class IteratedSource:
+    """Batches that can only be iterated; ranks may hold different numbers of them."""
+
+    def __init__(self, start: Callable[[int, bool], Iterator[Any]], *, world: World, steps: int | None = None) -> None:
+        self._start = start  # (epoch, shuffle) -> this rank's batches
+        self._world = world
+        self.steps = steps
+
+    def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
+        """Yield batches until no rank has any left; a rank that runs out early goes on with empty ones."""
+        batches = iter(self._start(epoch, shuffle))
+        while True:
+            item = next(batches, None)
+            # An empty batch is still one of this rank's: only None says that there are no more.
+            batch = as_batch(item) if item is not None else Batch(None)
+            counts = np.array([batch.local_count, item is not None], np.int64)
+            samples, going_on = self._world.allreduce(counts, name="samples_in_step")
+            if not going_on:
+                return
+            if samples:
+                yield replace(batch, global_count=int(samples))
+
+
+def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Source:
+    """Return the source of steps for whatever the user calls data.
+
+    Args:
+        data: arrays `(x, y)` or `(x, y, sample_weight)`, where x and y may be trees (dicts, tuples) of arrays; a
+            map-style dataset; a torch DataLoader; a tf.data.Dataset; a keras PyDataset.
+        batch_size: samples a rank takes in a full step. Data that is already batched keeps its own.
+        world: whose ranks share the data.
+        seed: order of the shuffle; must be equal on all ranks.
+
+    Raises:
+        ValueError: no samples, arrays of different lengths, or batch_size < 1.
+        TypeError: data of no known kind.
+    """
+    sampling.check_batch_size(batch_size)
+    if isinstance(data, Sharded):
+        mine = as_source(data.data, batch_size=batch_size, world=SoloWorld(), seed=seed)
+        return IteratedSource(lambda epoch, shuffle: mine.epoch(epoch, shuffle=shuffle), world=world)
+    for base in type(data).__mro__:
+        home = _FRAMEWORK_SOURCES.get(base.__module__.partition(".")[0])
+        if home is None:
+            continue
+        source: Source | None = importlib.import_module(home).as_source(
+            data, batch_size=batch_size, world=world, seed=seed
+        )
+        if source is not None:
+            return source
+    if (
+        isinstance(data, tuple | list)
+        and 1 <= len(data) <= 3
+        and all(_is_arrays(part) for part in data if part is not None)
+    ):
+        parts = tuple(data) + (None,) * (3 - len(data))
+        num_samples = _common_length(parts, world)
+        return _indexed(num_samples, lambda rows: tuple(take(part, rows) for part in parts), batch_size, world, seed)
+    if _is_arrays(data):  # inputs alone, as for predict
+        num_samples = _common_length((data,), world)
+        return _indexed(num_samples, lambda rows: (take(data, rows), None, None), batch_size, world, seed)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _indexed(len(data), lambda rows: unpack(collate([data[int(i)] for i in rows])), batch_size, world, seed)
+    raise TypeError(
+        "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a keras "
+        f"PyDataset. Received: {type(data).__name__} on rank {world.rank}"
+    )
+
+
+def _indexed(
+    num_samples: int, fetch: Callable[[NDArray[np.int64]], Any], batch_size: int, world: World, seed: int
+) -> IndexedSource:
+    if num_samples == 0:
+        raise ValueError(f"data holds no samples. Received: a dataset of length 0 on rank {world.rank}")
+    return IndexedSource(num_samples, fetch, batch_size=batch_size, world=world, seed=seed)
+
+
+def unpack(item: Any) -> tuple[Any, Any, Any]:
+    """Split what a dataset yields into (inputs, targets, sample_weight), as Keras and torch users write it."""
+    if isinstance(item, tuple | list) and 1 <= len(item) <= 3:
+        return tuple(item) + (None,) * (3 - len(item))
+    return item, None, None
+
+
+def as_batch(item: Any) -> Batch:
+    """Return what an iterable yielded as a Batch of this rank alone."""
+    if isinstance(item, Batch):
+        return item
+    inputs, targets, weight = unpack(item)
+    count = num_rows(inputs)
+    return Batch(inputs, targets, weight, count, count) if count else Batch(None)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `function` to every leaf of nested dicts, tuples and lists; None stays None."""
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {key: tree_map(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(tree_map(function, value) for value in tree)
+    return function(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested dicts, tuples and lists, None left out."""
+    found: list[Any] = []
+    tree_map(found.append, tree)
+    return found
+
+
+def num_rows(tree: Any) -> int:
+    """Return the length of axis 0 of a tree of arrays or tensors."""
+    first = leaves(tree)[0]
+    return int(first.shape[0]) if getattr(first, "shape", None) is not None else len(first)
+
+
+def take(tree: Any, rows: NDArray[np.int64]) -> Any:
+    """Return the given rows of every array in the tree."""
+    return tree_map(lambda array: np.asarray(array)[rows], tree)
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Stack samples of one structure into a batch of that structure: leaves of shape (len(samples), ...)."""
+    first = samples[0]
+    if isinstance(first, dict):
+        return {key: collate([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, tuple | list):
+        return tuple(collate(column) for column in zip(*samples, strict=True))
+    return np.stack([np.asarray(sample) for sample in samples])
+
+
+def _is_arrays(tree: Any) -> bool:
+    found = leaves(tree)
+    return bool(found) and all(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and leaf.shape for leaf in found)
+
+
+def _common_length(parts: tuple[Any, ...], world: World) -> int:
+    names = ("inputs", "targets", "sample_weight")
+    lengths = {name: num_rows(part) for name, part in zip(names, parts, strict=False) if part is not None}
+    every = {num_rows(leaf) for part in parts if part is not None for leaf in leaves(part)}
+    if len(every) > 1:
+        raise ValueError(f"Arrays must have one row a sample. Received lengths: {lengths} on rank {world.rank}")
+    return every.pop()

@@ -1,0 +1,209 @@
+"""How the Trainer's steps are taken in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+import hvdtrain.torch as hvd
+from hvdtrain.adapter import Options, Reduce, State
+from hvdtrain.data import Batch, tree_map
+from hvdtrain.torch import training_state
+from hvdtrain.torch.losses import StepWeights, as_tensor, check_shapes, denominator
+from hvdtrain.torch.metrics import Totals, named_metrics
+from hvdtrain.world import World
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_adapter(
+    model: torch.nn.Module,
+    *,
+    optimizer: Any,
+    loss: Any,
+    metrics: Sequence[Any],
+    options: Options,
+    world: World,
+) -> TorchAdapter:
+    """Return the adapter for `model`; see `Trainer` for the arguments and errors."""
+    if not callable(loss):
+        raise TypeError(
+            "loss must be a torch loss such as torch.nn.CrossEntropyLoss(), or a callable (outputs, targets) -> mean. "
+            f"Received: loss={loss!r}"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer over the model's parameters. Received: {optimizer!r}"
+        )
+    _check_parameters(model, optimizer)
+    return TorchAdapter(model, optimizer, loss, named_metrics(metrics, loss), options, world)
+
+
+class TorchAdapter:
+    """Steps a torch.nn.Module; the reduction over ranks happens in `hvdtrain.torch.DistributedOptimizer`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Any,
+        metrics: dict[str, Any],
+        options: Options,
+        world: World,
+    ) -> None:
+        self._device = torch.device(world.device)
+        self._model = model.to(self._device)
+        training_state.move_optimizer(optimizer, self._device)
+        self._loss = loss.to(self._device) if isinstance(loss, torch.nn.Module) else loss
+        self._options = options
+        self._world = world
+        self._checked = False
+        self._totals = Totals(metrics, self._device)
+        self._reduced = world.size > 1
+        self._optimizer: Any = optimizer
+        if self._reduced and not hasattr(optimizer, "skip_synchronize"):
+            self._optimizer = hvd.DistributedOptimizer(
+                optimizer,
+                named_parameters=model.named_parameters(),
+                compression=getattr(hvd.Compression, options.compression),
+                backward_passes_per_step=options.accumulate,
+            )
+        self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")  # type: ignore[attr-defined]
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """One a parameter group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    @learning_rates.setter
+    def learning_rates(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)  # in place: a captured or compiled step reads this tensor
+            else:
+                group["lr"] = rate
+
+    def start(self) -> None:
+        """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
+        if self._reduced:
+            hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
+            hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
+            self._scaler.load_state_dict(self._world.broadcast_object(self._scaler.state_dict(), name="scaler"))
+
+    def train_step(self, batches: Sequence[Batch]) -> None:
+        """Forward and backward over each batch, one reduced and clipped update over all."""
+        self._model.train()
+        weights = StepWeights(batches, self._loss, self._world)
+        # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
+        held = [index for index, weight in enumerate(weights.denominators) if weight]
+        if self._reduced and held:
+            self._optimizer.set_backward_passes_per_step(len(held))
+        self._optimizer.zero_grad()
+        for index in held:
+            outputs, targets, loss = self._forward(batches[index])
+            self._totals.add(
+                outputs, targets, loss, weight=weights.denominators[index], per_batch=batches[index].local_count
+            )
+            self._scaler.scale(loss * weights.factor(index)).backward()
+        weights.finish()
+        self._update()
+
+    def eval_step(self, batch: Batch) -> None:
+        """Add a batch to loss and metrics."""
+        weight = denominator(self._loss, batch)
+        if not weight:
+            return
+        self._model.eval()
+        with torch.inference_mode():
+            outputs, targets, loss = self._forward(batch)
+        self._totals.add(outputs, targets, loss, weight=weight, per_batch=batch.local_count)
+
+    def predict_step(self, inputs: Any) -> Any:
+        """Return the outputs in float32 (or as they are, if not floats), on the host."""
+        self._model.eval()
+        with torch.inference_mode(), self._autocast():
+            outputs = self._model(self._to_device(inputs))
+        return tree_map(training_state.to_host, outputs)
+
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """Return means over all samples since the last call."""
+        return self._totals.results(reduce)
+
+    def settle(self) -> None:
+        """Average running statistics over ranks; counters are equal or take the largest."""
+        if not self._reduced:
+            return
+        parameters = {id(p) for p in self._model.parameters()}
+        for name, buffer in self._model.state_dict(keep_vars=True).items():
+            if isinstance(buffer, torch.Tensor) and id(buffer) not in parameters:
+                op = hvd.Average if buffer.is_floating_point() else hvd.Max
+                if buffer.dtype == torch.bool:
+                    continue
+                buffer.data.copy_(hvd.allreduce(buffer.data, name=f"settle.{name}", op=op))
+
+    def state(self) -> State:
+        """Return copies of weights, buffers, optimizer state and scaler."""
+        return training_state.capture(self._model, self._optimizer, self._scaler)
+
+    def load_state(self, state: State) -> None:
+        """Take on a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
+        training_state.restore(state, self._model, self._optimizer, self._scaler)
+
+    def _forward(self, batch: Batch) -> tuple[Any, Any, torch.Tensor]:
+        """Return (outputs, targets, loss): the loss a scalar, the mean over the batch unless it is a sum."""
+        if batch.sample_weight is not None:
+            raise ValueError(
+                "A torch model takes (inputs, targets): weigh samples in your own loss. Received: a third item, "
+                f"sample_weight, on rank {self._world.rank}"
+            )
+        inputs, targets = self._to_device(batch.inputs), self._to_device(batch.targets)
+        with self._autocast():
+            outputs = self._model(inputs)
+            if not self._checked:
+                check_shapes(self._loss, outputs, targets, rank=self._world.rank)
+                self._checked = True
+            loss = self._loss(outputs, targets)
+        return outputs, targets, loss.mean() if loss.dim() else loss
+
+    def _to_device(self, tree: Any) -> Any:
+        return tree_map(lambda value: as_tensor(value, self._device), tree)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = _AUTOCAST.get(self._options.precision)
+        return torch.autocast(self._device.type, dtype=dtype) if dtype else nullcontext()
+
+    def _update(self) -> None:
+        """Reduce, unscale, clip and step, in the order in which all ranks come to the same decision."""
+        optimizer, clip_norm = self._optimizer, self._options.clip_norm
+        if self._reduced:
+            # Before unscale_ tests for infinities: ranks must agree to skip a step.
+            optimizer.synchronize()
+        if clip_norm is not None:
+            self._scaler.unscale_(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        skip: AbstractContextManager[Any] = optimizer.skip_synchronize() if self._reduced else nullcontext()
+        with skip:
+            self._scaler.step(optimizer)
+        self._scaler.update()
+
+
+def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless the optimizer is over parameters of this model that can be trained."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"model has no trainable parameters. Received: {type(model).__name__} with {len(names)} parameters, "
+            "none with requires_grad"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if foreign:
+            raise ValueError(
+                "optimizer must be over the model's own parameters. Received: parameter group "
+                f"{index} with {len(foreign)} others, the first of shape {foreign[0]}. Make the optimizer from "
+                "this model's parameters()."
+            )

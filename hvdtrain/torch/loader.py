@@ -1,0 +1,201 @@
+"""torch DataLoaders and samplers, shared out over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from hvdtrain import sampling
+from hvdtrain.data import Batch, IteratedSource, Source, as_batch
+from hvdtrain.world import World, current
+
+
+class ShardSampler(Sampler[int]):
+    """This rank's sample indices of an epoch: every sample on exactly one rank, shuffled by (seed, epoch).
+
+    Call `set_epoch` before each epoch, or every epoch has the order of epoch 0.
+
+    Args:
+        dataset: anything with a length; or the number of samples itself.
+        shuffle: False keeps the dataset's order.
+        seed: must be equal on all ranks.
+        drop_last: leave out the samples at the end that do not fill a batch of `batch_size` on every rank.
+        batch_size: samples a rank takes in a step; needed for drop_last alone.
+        world: whose ranks share the samples; the current World by default.
+
+    Raises:
+        ValueError: drop_last without a batch_size.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        batch_size: int | None = None,
+        world: World | None = None,
+    ) -> None:
+        self._world = world or current()
+        num_samples = dataset if isinstance(dataset, int) else len(dataset)
+        if drop_last:
+            if batch_size is None:
+                raise ValueError("drop_last needs batch_size, in samples a rank. Received: batch_size=None")
+            num_samples -= num_samples % (batch_size * self._world.size)
+        self.num_samples = num_samples  # over all ranks
+        self._shuffle = shuffle
+        self._seed = seed
+        self._total = dataset if isinstance(dataset, int) else len(dataset)
+        self._epoch = 0
+        self._order: Callable[[int], NDArray[np.int64]] = self._arithmetic
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        mine = self._order(self._epoch)[: self.num_samples][self._world.rank :: self._world.size]
+        return iter(mine.tolist())
+
+    def __len__(self) -> int:
+        return len(range(self._world.rank, self.num_samples, self._world.size))
+
+    def _arithmetic(self, epoch: int) -> NDArray[np.int64]:
+        return sampling.epoch_order(self._total, epoch=epoch, seed=self._seed, shuffle=self._shuffle)
+
+
+class _SharedOrder(ShardSampler):
+    """Shards the order of a user's own sampler: rank 0's, since a sampler may draw at random on each rank."""
+
+    def __init__(self, sampler: Any, **options: Any) -> None:
+        super().__init__(len(sampler), **options)
+        self._sampler = sampler
+        self._order = self._broadcast
+
+    def _broadcast(self, epoch: int) -> NDArray[np.int64]:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        order = np.fromiter(self._sampler, np.int64, self._total)
+        return self._world.broadcast(order, name="sampler")
+
+
+def shard_loader(loader: DataLoader[Any], *, world: World, seed: int) -> DataLoader[Any]:
+    """Return a DataLoader like `loader` over this rank's samples: same dataset, batch size, workers and collation.
+
+    A RandomSampler is replaced by a shuffle by (seed, epoch), a SequentialSampler by the dataset's order; any other
+    sampler is asked on rank 0 and its order shared out.
+    """
+    options: dict[str, Any] = {
+        "shuffle": isinstance(loader.sampler, RandomSampler)
+        or (isinstance(loader.sampler, DistributedSampler) and loader.sampler.shuffle),
+        "seed": seed,
+        "drop_last": loader.drop_last,
+        "batch_size": loader.batch_size,
+        "world": world,
+    }
+    plain = isinstance(loader.sampler, SequentialSampler | DistributedSampler | ShardSampler) or (
+        isinstance(loader.sampler, RandomSampler)
+        and not loader.sampler.replacement
+        and loader.sampler._num_samples is None
+    )
+    sampler = ShardSampler(loader.dataset, **options) if plain else _SharedOrder(loader.sampler, **options)  # type: ignore[arg-type]
+    return _like(loader, batch_size=loader.batch_size, sampler=sampler)
+
+
+def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
+    """Return a DataLoader over the same dataset with the same workers and collation, in another order."""
+    workers: dict[str, Any] = {}
+    if loader.num_workers:
+        workers = {
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
+    return DataLoader(
+        loader.dataset,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        num_workers=loader.num_workers,
+        generator=loader.generator,
+        **order,
+        **workers,
+    )
+
+
+class LoaderSource:
+    """A DataLoader over a map-style dataset: steps by index arithmetic, batches by the loader and its workers."""
+
+    def __init__(self, loader: DataLoader[Any], *, world: World, seed: int) -> None:
+        self._world = world
+        self._loader = shard_loader(loader, world=world, seed=seed)
+        self._sampler: ShardSampler = self._loader.sampler  # type: ignore[assignment]
+        self._batch_size = int(loader.batch_size or 1)
+        self.steps: int | None = sampling.steps_per_epoch(
+            self._sampler.num_samples, batch_size=self._batch_size, size=world.size
+        )
+
+    def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
+        """Yield batches; whether they are shuffled, the user's DataLoader says."""
+        return (as_counted(item, count) for item, count in self.items(epoch))
+
+    def items(self, epoch: int) -> Iterator[tuple[Any, int]]:
+        """Yield (what the loader yields, or None without samples left; samples of all ranks in the step)."""
+        self._sampler.set_epoch(epoch)
+        batches = iter(self._loader)
+        for step in range(self.steps or 0):
+            held = sampling.samples_in_step(
+                step, self._sampler.num_samples, batch_size=self._batch_size, size=self._world.size
+            )
+            yield next(batches, None), held
+
+
+def as_counted(item: Any, global_count: int) -> Batch:
+    """Return a Batch of what a loader yielded, which may be nothing."""
+    batch = as_batch(item) if item is not None else Batch(None)
+    return Batch(batch.inputs, batch.targets, batch.sample_weight, batch.local_count, global_count)
+
+
+def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:
+    """Return the source for torch's own kinds of data; None for a map-style dataset, which `hvdtrain.data` reads."""
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=batch_size)
+    if not isinstance(data, DataLoader):
+        return None
+    if isinstance(data.dataset, IterableDataset):
+        return IteratedSource(lambda epoch, shuffle: _every_size_th(data, epoch, world), world=world)
+    if not len(data.dataset):
+        raise ValueError(
+            f"data holds no samples. Received: a DataLoader over a dataset of length 0 on rank {world.rank}"
+        )
+    if data.batch_size is None:  # a batch_sampler of the user's own
+        return IteratedSource(lambda epoch, shuffle: _own_batches(data, epoch, world), world=world)
+    return LoaderSource(data, world=world, seed=seed)
+
+
+def _own_batches(loader: DataLoader[Any], epoch: int, world: World) -> Iterator[Any]:
+    """Share out the batches that a user's batch_sampler makes on rank 0: it may draw at random on each rank."""
+    sampler: Any = loader.batch_sampler or loader.sampler
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    batches = world.broadcast_object([np.asarray(batch).tolist() for batch in sampler], name="batch_sampler")
+    mine = batches[world.rank :: world.size]
+    return iter(
+        _like(loader, batch_sampler=mine) if loader.batch_sampler else _like(loader, batch_size=None, sampler=mine)
+    )
+
+
+def _every_size_th(loader: DataLoader[Any], epoch: int, world: World) -> Iterator[Any]:
+    """Keep every size-th of the batches that each rank iterates: they must come in the same order on all of them."""
+    if hasattr(loader.dataset, "set_epoch"):
+        loader.dataset.set_epoch(epoch)
+    for index, item in enumerate(loader):
+        if index % world.size == world.rank:
+            yield item

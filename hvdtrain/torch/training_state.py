@@ -1,0 +1,103 @@
+"""Weights, optimizer state and precision scaler as plain arrays and JSON, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvdtrain.adapter import State
+
+
+def to_host(tensor: torch.Tensor) -> NDArray[Any]:
+    """Return a copy on the host; bfloat16, which numpy lacks, as float32."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return np.array(tensor.cpu().numpy())
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the state that an optimizer already has to where its parameters went; step counters stay put."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                state[name] = value.to(device)
+
+
+def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
+    """Return copies of everything that training changes."""
+    arrays = {f"model.{name}": to_host(tensor) for name, tensor in model.state_dict().items() if _is_tensor(tensor)}
+    saved = optimizer.state_dict()
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, entries in saved["state"].items():
+        scalars[str(index)] = {}
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                arrays[f"optimizer.{index}.{name}"] = to_host(value)
+            else:
+                scalars[str(index)][name] = value
+    groups = [
+        {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in saved["param_groups"]
+    ]
+    return State(arrays, {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict()})
+
+
+def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
+    """Take on what `capture` returned.
+
+    Raises:
+        ValueError: a tensor is missing, left over, or of another shape; named, and nothing has changed.
+    """
+    current = {name: tensor for name, tensor in model.state_dict().items() if _is_tensor(tensor)}
+    saved = {name[6:]: array for name, array in state.arrays.items() if name.startswith("model.")}
+    for name in [*current, *saved]:
+        here = tuple(current[name].shape) if name in current else "missing"
+        there = saved[name].shape if name in saved else "missing"
+        if here != there:
+            raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
+    shell = optimizer.state_dict()
+    if len(shell["param_groups"]) != len(state.meta["groups"]):
+        raise ValueError(
+            f"the optimizer has {len(state.meta['groups'])} parameter groups in the checkpoint and "
+            f"{len(shell['param_groups'])} here"
+        )
+    with torch.no_grad():
+        for name, tensor in current.items():
+            tensor.copy_(torch.from_numpy(saved[name]))
+    entries: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state.meta["optimizer"].items()}
+    for name, array in state.arrays.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            entries[int(index)][key] = torch.from_numpy(array)
+    groups = [
+        {**_as_before(group, old), "params": group["params"]}
+        for group, old in zip(shell["param_groups"], state.meta["groups"], strict=True)
+    ]
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    scaler.load_state_dict(state.meta["scaler"])
+
+
+def _as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's saved options in the types it has now: JSON knows neither tuples nor tensors."""
+    restored = {}
+    for key, value in saved.items():
+        here = group.get(key)
+        if isinstance(here, tuple):
+            value = tuple(value)
+        elif isinstance(here, torch.Tensor):
+            value = torch.as_tensor(value, dtype=here.dtype, device=here.device)
+        restored[key] = value
+    return restored
+
+
+def _is_tensor(value: Any) -> bool:
+    # A module may keep anything in its state_dict through get_extra_state.
+    return isinstance(value, torch.Tensor)
