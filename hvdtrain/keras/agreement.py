@@ -1,0 +1,80 @@
+"""Do all ranks hold the same model? Asked once, so that a difference is an error with a name and not a hang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain import world
+from hvdtrain.errors import DesyncError
+from hvdtrain.keras import host
+
+Entry = list[Any]  # [path, shape, dtype]
+
+
+def describe(variables: Sequence[Any]) -> list[Entry]:
+    """Return path, shape and dtype of each variable."""
+    return [
+        [path(v), [int(n) for n in v.shape], str(keras.backend.standardize_dtype(v.dtype))] for v in variables
+    ]
+
+
+def path(variable: Any) -> str:
+    """Return a variable's path, or its name where it is not Keras's own."""
+    return str(getattr(variable, "path", getattr(variable, "name", "variable")))
+
+
+def without_counters(name: str) -> str:
+    """Return `name` without the numbers that Keras counts up ("dense_3/kernel"): ranks may have counted differently."""
+    return re.sub(r"_\d+(?=/|$|\.)", "", name)
+
+
+def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: Any | None = None) -> int:
+    """Return the greatest `offer` of all ranks, once they are known to hold equal variables.
+
+    A collective: every rank of `process_set` must call it at the same point. Nothing is sent but a digest, unless
+    ranks differ.
+
+    Args:
+        variables: compared in order by path, shape and dtype, never by value.
+        what: whose variables they are, for the error.
+        offer: a number >= 0.
+        process_set: ranks that take part; None means all.
+
+    Raises:
+        DesyncError: on every rank, naming the first variable that differs.
+    """
+    mine = describe(variables)
+    normal = [[without_counters(p), shape, dtype] for p, shape, dtype in mine]
+    digest = hashlib.sha256(json.dumps(normal).encode()).digest()
+    row = np.frombuffer(digest + int(offer).to_bytes(8, "little"), np.uint8).reshape(1, -1)
+    rows = host.call("allgather", row, name="hvdtrain.agree", process_set=process_set)
+    if (rows[:, :32] == rows[0, :32]).all():
+        return max(int.from_bytes(r[32:].tobytes(), "little") for r in rows)
+    gathered = host.allgather_bytes(json.dumps(mine).encode(), name="hvdtrain.disagree", process_set=process_set)
+    raise DesyncError(_difference([json.loads(g) for g in gathered], what))
+
+
+def _difference(everybody: list[list[Entry]], what: str) -> str:
+    me = world.current().rank
+    first = everybody[0]
+    for number, other in enumerate(everybody):
+        for index in range(max(len(first), len(other))):
+            a, b = (side[index] if index < len(side) else None for side in (first, other))
+            if a and b and [without_counters(a[0]), *a[1:]] == [without_counters(b[0]), *b[1:]]:
+                continue
+            return (
+                f"Ranks hold different {what}: variable {index} is {_text(a)} on the first rank and {_text(b)} on rank "
+                f"number {number} of the set (seen from rank {me}). Build the same model on every rank."
+            )
+    return f"Ranks hold different {what} (seen from rank {me}). Build the same model on every rank."
+
+
+def _text(entry: Entry | None) -> str:
+    return "absent" if entry is None else f"{entry[0]} of shape {tuple(entry[1])}, {entry[2]}"

@@ -1,0 +1,135 @@
+"""Gradients of the torch backend: Horovod's asynchronous operations, eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.keras import basics
+from hvdtrain.keras.reduction import Reduction
+
+Tensor = torch.Tensor
+
+
+class LocalWeight:
+    """A float on the host: every step runs this code anew."""
+
+    def __init__(self) -> None:
+        self._value = 1.0
+
+    def get(self) -> float:
+        """Return the weight."""
+        return self._value
+
+    def set(self, value: float) -> None:
+        """Set the weight of the steps from now on."""
+        self._value = value
+
+    @torch.no_grad()
+    def multiply(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return `gradients` times the weight; exact zeros at weight 0, whatever they held."""
+        if self._value == 1.0:
+            return list(gradients)
+        if self._value == 0.0:
+            return [torch.zeros_like(g) for g in gradients]
+        return [g * self._value for g in gradients]
+
+    def is_zero(self) -> bool:
+        """Return whether the weight is 0."""
+        return self._value == 0.0
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`: nothing is traced."""
+    return function
+
+
+def refuse_compiler() -> None:
+    """Raise where torch.compile traces.
+
+    Raises:
+        RuntimeError: the step is being compiled by torch.compile.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "Horovod's operations do not compile under torch.compile, and this step is being compiled. "
+            "Compile the model's forward pass instead of the whole step."
+        )
+
+
+def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tensor]], gradients: list[Tensor]) -> Any:
+    """Return `function(gradients)`: Keras comes here in the branch that updates weights, and in no other."""
+    return function(gradients)
+
+
+@torch.no_grad()
+def everywhere(flag: Any, name: str, how: Reduction) -> Tensor:
+    """Return a boolean scalar: whether `flag` holds on all ranks."""
+    refuse_compiler()
+    hvd: Any = basics.running()
+    flag = torch.as_tensor(flag)
+    mine = flag.to(torch.int32).reshape(1)
+    return hvd.allreduce(mine, name=name, op=hvd.Min, **how.options).to(torch.bool).reshape(()).to(flag.device)
+
+
+@torch.no_grad()
+def reduce_gradients(
+    gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: Reduction
+) -> list[Tensor]:
+    """Return `gradients` reduced over ranks; those passed in keep their values.
+
+    Args:
+        gradients: one tensor a variable.
+        names: one name a gradient, equal on all ranks.
+        variables: what the gradients belong to.
+        how: the options.
+    """
+    refuse_compiler()
+    hvd: Any = basics.running()
+    if how.compression.wire == "bfloat16":
+        return _reduce_bf16(gradients, names[0], how)
+    wires = [_to_wire(g, how) for g in gradients]
+    common: dict[str, Any] = {"op": how.op, **how.scales, **how.options}
+    pending: list[tuple[list[int], Any]] = []
+    for bucket in how.buckets(variables) or [[i] for i in range(len(wires))]:
+        for dtype in {str(wires[i].dtype): None for i in bucket}:
+            alike = [i for i in bucket if str(wires[i].dtype) == dtype]
+            if len(alike) == 1:
+                handle = hvd.allreduce_async(wires[alike[0]], name=names[alike[0]], **common)
+            else:
+                handle = hvd.grouped_allreduce_async([wires[i] for i in alike], name=names[alike[0]], **common)
+            pending.append((alike, handle))
+    outputs: list[Tensor] = list(gradients)
+    for alike, handle in pending:
+        result = hvd.synchronize(handle)
+        for i, tensor in zip(alike, [result] if len(alike) == 1 else result, strict=True):
+            outputs[i] = tensor.to(gradients[i].dtype)
+    return outputs
+
+
+def _to_wire(tensor: Tensor, how: Reduction) -> Tensor:
+    if how.compression.wire == "float16" and tensor.is_floating_point():
+        return tensor.to(torch.float16)
+    return (tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor).contiguous()
+
+
+def _reduce_bf16(tensors: Sequence[Tensor], name: str, how: Reduction) -> list[Tensor]:
+    """Return `tensors` reduced with bfloat16 on the wire and float32 in the sum.
+
+    Horovod knows no bfloat16, but moves bytes. Each rank receives its shard of everybody's bits, sums it in float32,
+    and sends the rounded sum to all: twice 2 bytes a number, and bitwise equal results by construction.
+    """
+    hvd: Any = basics.running()
+    size = how.size()
+    flat = torch.cat([t.reshape(-1).to(torch.bfloat16) for t in tensors])
+    total = flat.numel()
+    flat = torch.nn.functional.pad(flat, (0, -total % size))
+    received = hvd.alltoall(flat.view(torch.uint8), name=f"{name}.bf16_shards", **how.options)
+    shards = received.view(torch.bfloat16).to(torch.float32).reshape(size, -1)  # (ranks, shard)
+    shard = shards.sum(dim=0) * (how.factor / (size if how.average else 1))
+    bits = shard.to(torch.bfloat16).view(torch.uint8)
+    gathered = hvd.allgather(bits, name=f"{name}.bf16_sums", **how.options).view(torch.bfloat16)[:total]
+    parts = gathered.split([t.numel() for t in tensors])
+    return [p.reshape(t.shape).to(t.dtype) for p, t in zip(parts, tensors, strict=True)]

@@ -1,0 +1,175 @@
+"""Which Horovod serves Keras's backend, and who this process is among the ranks."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from hvdtrain import launcher, world
+from hvdtrain.errors import HvdTrainError
+
+# The values of Horovod's own constants, so that scripts that pass either kind agree, with Horovod installed or not.
+Average = 0
+Sum = 1
+Adasum = 2
+Min = 3
+Max = 4
+Product = 5
+
+
+def name() -> launcher.Literal["torch", "tensorflow"]:
+    """Return which Horovod library serves Keras's backend: "torch" or "tensorflow"."""
+    chosen = launcher.engine_for("keras")
+    if chosen is None:
+        raise HvdTrainError("Keras's JAX backend needs torch or tensorflow installed for Horovod. Install one of them.")
+    return chosen
+
+
+def engine() -> ModuleType | None:
+    """Return `horovod.torch` or `horovod.tensorflow`; None in one process without Horovod."""
+    return world.load_engine(name())
+
+
+def running() -> ModuleType | None:
+    """Return the initialised Horovod module; None in one process without Horovod.
+
+    Raises:
+        HvdTrainError: `init` was not called yet.
+    """
+    module = engine()
+    if module is not None and not module.is_initialized():
+        raise HvdTrainError("Horovod is not initialised on this process. Call hvd.init() before training starts.")
+    return module
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Join the ranks that the launcher started. Call it before the model is made.
+
+    Args:
+        args: as `horovod.init` takes them: `comm` and `process_sets`.
+        kwargs: likewise.
+    """
+    if not args and not kwargs:
+        world.init("keras")
+        return
+    module = world.init_engine(name(), *args, **kwargs)
+    world.use(world.SoloWorld() if module is None else world.HorovodWorld(name(), module))
+
+
+def shutdown() -> None:
+    """Leave the ranks; `init` may be called again afterwards."""
+    module = engine()
+    if module is not None:
+        module.shutdown()
+    world.use(None)
+
+
+def is_initialized() -> bool:
+    """True between `init` and `shutdown`."""
+    module = engine()
+    if module is not None:
+        return bool(module.is_initialized())
+    try:
+        world.current()
+    except HvdTrainError:
+        return False
+    return True
+
+
+def rank() -> int:
+    """This process's number, in [0, size())."""
+    return world.current().rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return world.current().size
+
+
+def local_rank() -> int:
+    """This process's number among those on its host."""
+    return world.current().local_rank
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return world.current().local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts."""
+    module = running()
+    return 0 if module is None else int(module.cross_rank())
+
+
+def cross_size() -> int:
+    """Number of hosts that have this local rank."""
+    module = running()
+    return 1 if module is None else int(module.cross_size())
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> Any:
+    """Write Horovod's timeline to `file_path`; does nothing in one process without Horovod, which sends nothing."""
+    module = running()
+    return None if module is None else module.start_timeline(file_path, mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> Any:
+    """Stop writing Horovod's timeline."""
+    module = running()
+    return None if module is None else module.stop_timeline()
+
+
+def _ask(function: str) -> bool:
+    module = engine()
+    return False if module is None else bool(getattr(module, function)())
+
+
+def mpi_threads_supported() -> bool:
+    """True if MPI may be called from several threads."""
+    return _ask("mpi_threads_supported")
+
+
+def mpi_enabled() -> bool:
+    """True if this run uses MPI."""
+    return _ask("mpi_enabled")
+
+
+def mpi_built() -> bool:
+    """True if Horovod was built with MPI."""
+    return _ask("mpi_built")
+
+
+def gloo_enabled() -> bool:
+    """True if this run uses Gloo."""
+    return _ask("gloo_enabled")
+
+
+def gloo_built() -> bool:
+    """True if Horovod was built with Gloo."""
+    return _ask("gloo_built")
+
+
+def nccl_built() -> bool:
+    """True if Horovod was built with NCCL."""
+    return _ask("nccl_built")
+
+
+def ddl_built() -> bool:
+    """True if Horovod was built with DDL."""
+    return _ask("ddl_built")
+
+
+def ccl_built() -> bool:
+    """True if Horovod was built with oneCCL."""
+    return _ask("ccl_built")
+
+
+def cuda_built() -> bool:
+    """True if Horovod was built with CUDA."""
+    return _ask("cuda_built")
+
+
+def rocm_built() -> bool:
+    """True if Horovod was built with ROCm."""
+    return _ask("rocm_built")

@@ -1,0 +1,74 @@
+"""Collectives on host (numpy) arrays with everything Horovod offers: names, process sets, scale factors.
+
+`World` has the few that the rest of hvdtrain needs; the drop-in names and the JAX backend need these. Both engines
+have the same signatures, so only the two conversions differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.keras import basics
+
+Array = NDArray[Any]
+
+
+def call(kind: str, array: Array, *args: Any, process_set: Any | None = None, **kwargs: Any) -> Array:
+    """Run Horovod's collective `kind` ("allreduce", "allgather", ...) on `array`; its copy in one process.
+
+    Args:
+        kind: name of the function in `horovod.torch` and `horovod.tensorflow`.
+        array: host array, of a dtype that Horovod takes.
+        args: further positional arguments, such as the root rank.
+        process_set: ranks that take part; None means all.
+        kwargs: further keyword arguments, such as `op` and `name`.
+    """
+    module = basics.running()
+    if module is None:
+        return np.array(array)
+    if process_set is not None:
+        kwargs["process_set"] = process_set
+    with _eagerly():
+        return _from_tensor(getattr(module, kind)(_to_tensor(module, array), *args, **kwargs))
+
+
+def allgather_bytes(data: bytes, *, name: str, process_set: Any | None = None) -> list[bytes]:
+    """Return every rank's `data`, in rank order; lengths may differ."""
+    array = np.frombuffer(data, np.uint8)
+    lengths = call("allgather", np.array([array.size], np.int64), name=f"{name}.length", process_set=process_set)
+    gathered = call("allgather", array, name=f"{name}.bytes", process_set=process_set)
+    ends = np.cumsum(lengths)
+    return [gathered[end - n : end].tobytes() for n, end in zip(lengths, ends, strict=True)]
+
+
+@contextlib.contextmanager
+def _eagerly() -> Iterator[None]:
+    """Leave any graph that TensorFlow is tracing: the answer is needed now, and once."""
+    if basics.name() == "torch":
+        yield
+        return
+    import tensorflow as tf
+
+    with tf.init_scope(), tf.device("/CPU:0"):
+        yield
+
+
+def _to_tensor(module: ModuleType, array: Array) -> Any:
+    array = np.ascontiguousarray(array).reshape(np.shape(array))
+    if module.__name__ == "horovod.torch":
+        import torch
+
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    import tensorflow as tf
+
+    return tf.constant(array)
+
+
+def _from_tensor(tensor: Any) -> Array:
+    return np.array(tensor.numpy())

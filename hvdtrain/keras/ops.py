@@ -1,0 +1,166 @@
+"""Collectives on single values, under Horovod's names: eagerly on every backend, in TensorFlow's graphs natively."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.keras import basics, host
+from hvdtrain.keras.compression import Compression, resolve
+
+# Horovod matches tensors by name. Every rank makes the same calls in the same order, so counting names them.
+_calls = itertools.count()
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Any = Compression.none,
+    process_set: Any | None = None,
+) -> Any:
+    """Return the mean of `value` over ranks, or another reduction of it.
+
+    Args:
+        value: anything that becomes a tensor; shape and dtype equal on all ranks.
+        name: equal on all ranks; counted if left out.
+        average: Horovod's older way to say op=Average (True) or op=Sum (False).
+        prescale_factor: multiplies before the reduction.
+        postscale_factor: multiplies after it.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        compression: what travels in place of floats.
+        process_set: ranks that take part; None means all.
+
+    Returns:
+        A tensor of Keras's backend, of the shape and dtype of `value`.
+
+    Raises:
+        ValueError: both `average` and `op` are given.
+    """
+    if average is not None and op is not None:
+        raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")
+    if op is None:
+        op = basics.Sum if average is False else basics.Average
+    tensor = keras.ops.convert_to_tensor(value)
+    wire, back = resolve(compression).compress(tensor)
+    if keras.backend.standardize_dtype(wire.dtype) == "bfloat16":  # Horovod knows none
+        wire, back = keras.ops.cast(wire, "float32"), back or "bfloat16"
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    result = _run("allreduce", wire, name=name, op=op, process_set=process_set, **scales)
+    if basics.running() is None and prescale_factor * postscale_factor != 1.0:
+        result = result * (prescale_factor * postscale_factor)
+    return result if back is None else keras.ops.cast(result, back)
+
+
+def allgather(value: Any, name: str | None = None, process_set: Any | None = None) -> Any:
+    """Return the ranks' values, concatenated on axis 0, on which alone their lengths may differ."""
+    return _run("allgather", keras.ops.convert_to_tensor(value), name=name, process_set=process_set)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any | None = None) -> Any:
+    """Return the value of rank `root_rank`; shape and dtype equal on all ranks."""
+    return _run("broadcast", keras.ops.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = basics.Average, process_set: Any | None = None) -> Any:
+    """Return this rank's part, along axis 0, of the reduction of `value` over ranks."""
+    return _run("reducescatter", keras.ops.convert_to_tensor(value), name=name, op=op, process_set=process_set)
+
+
+def alltoall(value: Any, splits: Any = None, name: str | None = None, process_set: Any | None = None) -> Any:
+    """Send rows of `value` to every rank and return the rows received; with `splits`, also how many from each.
+
+    Args:
+        value: axis 0 is cut into one piece a rank: equal ones, or of the lengths in `splits`.
+        splits: rows for each rank, or None.
+        name: equal on all ranks; counted if left out.
+        process_set: ranks that take part; None means all.
+    """
+    tensor = keras.ops.convert_to_tensor(value)
+    if splits is None:
+        return _run("alltoall", tensor, name=name, process_set=process_set)
+    lengths = np.asarray(splits, np.int32)
+    received = np.asarray(keras.ops.convert_to_numpy(_run("alltoall", lengths, name=_name(name, "splits"))))
+    rows = keras.ops.convert_to_numpy(tensor)
+    module = basics.running()
+    if module is None:
+        return keras.ops.convert_to_tensor(rows), keras.ops.convert_to_tensor(received)
+    # Row by row as bytes over allgather would send everything to everybody; equal pieces, padded, do not.
+    longest = int(host.call("allreduce", np.array([lengths.max()], np.int32), name=_name(name, "max"), op=module.Max)[0])
+    starts = np.cumsum(lengths) - lengths
+    padded = np.zeros((len(lengths), longest, *rows.shape[1:]), rows.dtype)
+    for rank, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        padded[rank, :length] = rows[start : start + length]
+    got = host.call("alltoall", padded.reshape(-1, *rows.shape[1:]), name=_name(name, "rows"), process_set=process_set)
+    got = got.reshape(padded.shape)
+    parts = [got[rank, :length] for rank, length in enumerate(received)]
+    return keras.ops.convert_to_tensor(np.concatenate(parts)), keras.ops.convert_to_tensor(received)
+
+
+def barrier(process_set: Any | None = None) -> None:
+    """Return once every rank has called it."""
+    host.call("allgather", np.zeros(1, np.uint8), name="hvdtrain.barrier", process_set=process_set)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any | None = None) -> Any:
+    """Return the root's `obj` on every rank: a JSON value, or else anything Horovod can pickle.
+
+    Pickled bytes come from this run's own ranks, which run this program; nothing is read from disk.
+    """
+    module = basics.running()
+    if module is None:
+        return json.loads(json.dumps(obj)) if _is_json(obj) else obj
+    options = {} if process_set is None else {"process_set": process_set}
+    return module.broadcast_object(obj, root_rank=root_rank, name=name, **options)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: Any | None = None) -> list[Any]:
+    """Return every rank's `obj`, in rank order."""
+    module = basics.running()
+    if module is None:
+        return [obj]
+    options = {} if process_set is None else {"process_set": process_set}
+    return list(module.allgather_object(obj, name=name, **options))
+
+
+def _is_json(obj: Any) -> bool:
+    try:
+        json.dumps(obj)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _name(name: str | None, kind: str) -> str:
+    return f"{name or f'hvdtrain.{next(_calls)}'}.{kind}"
+
+
+def _run(kind: str, tensor: Any, *args: Any, name: str | None, **kwargs: Any) -> Any:
+    module = basics.running()
+    if module is None:
+        return keras.ops.convert_to_tensor(tensor)
+    name = _name(name, kind)
+    if keras.backend.backend() == "tensorflow" and not hasattr(tensor, "numpy") and not isinstance(tensor, np.ndarray):
+        options = {key: value for key, value in kwargs.items() if key != "process_set" or value is not None}
+        return getattr(module, kind)(tensor, *args, name=name.replace(".", "_"), **options)
+    if keras.backend.backend() == "jax" and not isinstance(tensor, np.ndarray):
+        _refuse_tracer(tensor, kind)
+    array = np.asarray(keras.ops.convert_to_numpy(tensor))
+    return keras.ops.convert_to_tensor(host.call(kind, array, *args, name=name, **kwargs))
+
+
+def _refuse_tracer(tensor: Any, kind: str) -> None:
+    import jax
+
+    if isinstance(tensor, jax.core.Tracer):
+        raise TypeError(
+            f"hvd.{kind} needs a concrete array and was called while JAX traces. Call it outside of jit, or let "
+            "DistributedOptimizer reduce the gradients."
+        )

@@ -1,0 +1,190 @@
+"""DistributedOptimizer: a Keras 3 optimizer whose gradients are reduced over ranks.
+
+Keras calls `_backend_apply_gradients` with a step's local gradients, accumulates them if asked to, and hands them to
+`_clip_gradients` when it is about to change weights. That is where they are reduced: after accumulation, so that
+nothing travels between updates, and before clipping and weight decay, so that both see what one process would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.keras.agreement import agree, path, without_counters
+from hvdtrain.keras.backends import backend_module
+from hvdtrain.keras.reduction import Reduction, same_variable
+
+_backend = backend_module()
+
+# Numbers given to optimizers in the order in which they first step; ranks take the greatest, so that names agree.
+_next_number = 0
+
+
+class _State:
+    """What one distributed optimizer knows beside Keras's own state. Held so that Keras neither tracks nor saves it."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # None until ranks have agreed
+        self.weight: Any = None  # a LocalWeight once the optimizer is weighted
+        self.stepped = False
+        self.variables: list[Any] = []  # those of the step that is running
+        self.reached = 0  # how far the running step came: 1 at accumulation, 2 at clipping
+
+
+class DistributedMixin:
+    """What `DistributedOptimizer` puts in front of the user's optimizer class."""
+
+    _hvd_how: Reduction  # of the class, so that from_config(get_config()) is distributed in the same way
+
+    @property
+    def _hvd_state(self) -> _State:
+        # Past Keras's and TensorFlow's __setattr__, which would track it.
+        return self.__dict__.setdefault("_hvdtrain_state", _State())  # type: ignore[no-any-return]
+
+    # ---- weights of uneven batches
+
+    @property
+    def batch_weight(self) -> float:
+        """What every local gradient is multiplied by; see `set_batch_weight`."""
+        weight = self._hvd_state.weight
+        return 1.0 if weight is None else weight.get()
+
+    def set_batch_weight(self, value: float) -> None:
+        """Multiply the local gradients of the steps from now on by `value`, before accumulation and reduction.
+
+        With value = local samples * size / samples of all ranks, an uneven batch weighs what it holds. At 0.0 this
+        rank sends exact zeros, even if its gradients are NaN. Call it once before the first step: a compiled step
+        reads the weight anew each time, but only if it was compiled with one.
+
+        Args:
+            value: >= 0; 1.0 is no weight.
+
+        Raises:
+            ValueError: `value` is negative or not finite.
+            RuntimeError: steps were already compiled without a weight.
+        """
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(f"A batch weight must be finite and >= 0. Received: {value}")
+        state = self._hvd_state
+        if state.weight is None:
+            if state.stepped and keras.backend.backend() != "torch":
+                raise RuntimeError(
+                    "This optimizer's steps were compiled without a batch weight. "
+                    "Call set_batch_weight(1.0) once before the first step."
+                )
+            state.weight = _backend.LocalWeight()
+        state.weight.set(float(value))
+
+    # ---- Keras's hooks
+
+    @_backend.untraced
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """Reduce `grads` over ranks and update `trainable_variables`; see keras.optimizers.Optimizer.apply."""
+        state = self._hvd_state
+        state.reached = 0
+        grads = list(grads)
+        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
+        accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
+        if grads and state.reached < (1 if accumulates else 2):
+            raise HvdTrainError(
+                f"{type(self).__name__}.apply updated weights without Keras's _backend_apply_gradients or "
+                "_clip_gradients, so its gradients were not reduced over ranks. Let it call super().apply()."
+            )
+        return result
+
+    @_backend.untraced
+    def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> Any:
+        state = self._hvd_state
+        if state.number is None and self._hvd_how.active():
+            self.agree_on_model()
+        state.stepped = True
+        state.reached = 1
+        state.variables = list(trainable_variables)
+        if state.weight is not None:
+            grads = state.weight.multiply(grads)
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    @_backend.untraced
+    def _clip_gradients(self, grads: list[Any]) -> Any:
+        self._hvd_state.reached = 2
+        how = self._hvd_how
+        if how.active():
+            grads = _backend.on_update_step(self, self._reduce, grads)
+        elif how.factor != 1.0:
+            grads = [g * how.factor for g in grads]
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Keras copies an optimizer through its file format, which keeps the settings alone and knows no ranks.
+        return type(self).from_config(self.get_config())  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    # ---- ranks
+
+    def agree_on_model(self) -> None:
+        """Make sure that all ranks hold the same variables, and agree on the names under which gradients travel.
+
+        A collective. The first step calls it; elastic runs call it again when ranks have changed.
+
+        Raises:
+            DesyncError: on every rank, naming the first variable that differs.
+        """
+        global _next_number
+        state = self._hvd_state
+        mine = _next_number if state.number is None else state.number
+        what = f"models under {type(self).__name__}"
+        variables = self._trainable_variables  # type: ignore[attr-defined]
+        state.number = agree(variables, what=what, offer=mine, process_set=self._hvd_how.process_set)
+        _next_number = max(_next_number, state.number + 1)
+
+    def finite_everywhere(self, finite: Any) -> Any:
+        """Return whether the gradients of all ranks are finite; those with weight 0 count as finite."""
+        weight = self._hvd_state.weight
+        if weight is not None:
+            finite = keras.ops.logical_or(finite, weight.is_zero())
+        how = self._hvd_how
+        if not how.active():
+            return finite
+        if self._hvd_state.number is None:
+            self.agree_on_model()
+        return _backend.everywhere(finite, f"{self._prefix}.finite", how)
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradient of `var` this rank's own; scaled by 1 / size unless scale_local_gradients is False."""
+        self._hvd_how.local_variables.append(var)
+
+    @property
+    def _prefix(self) -> str:
+        base = self._hvd_how.name or f"Distributed{type(self).__name__}"
+        return f"{base}.{self._hvd_state.number}"
+
+    def _reduce(self, grads: list[Any]) -> list[Any]:
+        how = self._hvd_how
+        variables = self._hvd_state.variables
+        shared = [i for i, v in enumerate(variables) if not any(same_variable(v, x) for x in how.local_variables)]
+        local_factor = how.factor
+        if how.scale_local_gradients and how.local_variables:
+            local_factor /= how.size()
+        reduced = list(grads) if local_factor == 1.0 else [g * local_factor for g in grads]
+        if shared:
+            chosen = [variables[i] for i in shared]
+            index = self._get_variable_index  # type: ignore[attr-defined]
+            names = [f"{self._prefix}.{index(v)}.{without_counters(path(v))}" for v in chosen]
+            results = _backend.reduce_gradients([grads[i] for i in shared], names, chosen, how)
+            for i, result in zip(shared, results, strict=True):
+                reduced[i] = result
+        return reduced
+
+
+def distributed_part(optimizer: Any) -> Any | None:
+    """Return the optimizer that reduces gradients: `optimizer`, or the one in its LossScaleOptimizer; None if none does.
+
+    After `model.compile` under mixed_float16 that is where the distributed optimizer is.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner if isinstance(inner, DistributedMixin) else None

@@ -1,0 +1,93 @@
+"""What is to be done with a step's gradients: the options of one DistributedOptimizer, for every backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from hvdtrain.keras import basics
+from hvdtrain.keras.compression import Compressor, NoneCompressor
+from hvdtrain.keras.process_sets import members
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced over ranks; equal on all of them.
+
+    Attributes:
+        op: basics.Average or basics.Sum.
+        compression: how they travel.
+        factor: multiplies the result: undoes Keras's division by the accumulation steps where sums are asked for.
+        predivide: divides before the sum and multiplies after it, to keep float16 sums in range; 1.0 is off.
+        groups: number of groups, or lists of variables; each group travels as one. None: Horovod fuses as it likes.
+        process_set: ranks that take part; None means all.
+    """
+
+    op: int = basics.Average
+    compression: type[Compressor] = NoneCompressor
+    factor: float = 1.0
+    predivide: float = 1.0
+    sparse_as_dense: bool = False
+    groups: int | list[list[Any]] | None = None
+    process_set: Any | None = None
+    device_dense: str = ""
+    device_sparse: str = ""
+    scale_local_gradients: bool = True
+    name: str = ""
+    local_variables: list[Any] = field(default_factory=list)
+
+    @property
+    def average(self) -> bool:
+        """True if the sum is divided by the number of ranks."""
+        return self.op == basics.Average
+
+    def size(self) -> int:
+        """Number of ranks that take part; 0 where this one does not."""
+        return members(self.process_set)
+
+    def active(self) -> bool:
+        """True if there is anybody to reduce with. An elastic run may get company later, its graph stays."""
+        size = self.size()
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1" and basics.running() is not None
+        return size > 1 or (size == 1 and elastic)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Horovod's `prescale_factor` and `postscale_factor`."""
+        return {"prescale_factor": 1.0 / self.predivide, "postscale_factor": self.predivide * self.factor}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The `process_set` argument of Horovod's functions, left out where it is all ranks."""
+        return {} if self.process_set is None else {"process_set": self.process_set}
+
+    def buckets(self, variables: Sequence[Any]) -> list[list[int]] | None:
+        """Return positions of `variables` that travel together; None where Horovod may fuse as it likes."""
+        count = len(variables)
+        if self.groups is None:
+            return None
+        if isinstance(self.groups, int):
+            number = min(self.groups, count)
+            edges = [round(i * count / number) for i in range(number + 1)]
+            return [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        home = {id(_identity(v)): number for number, group in enumerate(self.groups) for v in group}
+        found: dict[int, list[int]] = {}
+        for position, variable in enumerate(variables):
+            found.setdefault(home.get(id(_identity(variable)), -1 - position), []).append(position)
+        return list(found.values())
+
+
+def _identity(variable: Any) -> Any:
+    """Return what makes a variable itself: Keras wraps backend variables, and users may hold either."""
+    if keras.backend.backend() == "jax":
+        return variable  # its value is another array after every step
+    return getattr(variable, "_value", variable)
+
+
+def same_variable(one: Any, other: Any) -> bool:
+    """True if both are, or wrap, the same variable."""
+    return one is other or _identity(one) is _identity(other)

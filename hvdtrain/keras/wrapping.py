@@ -1,0 +1,232 @@
+"""Turn the user's optimizer into a distributed one that Keras still takes, saves and loads as the user's class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+
+from hvdtrain.keras import basics
+from hvdtrain.keras.compression import Compression, check_op, resolve
+from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
+from hvdtrain.keras.reduction import Reduction
+from hvdtrain.keras.seams import open_seams
+
+log = logging.getLogger("hvdtrain")
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = basics.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: Any | None = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return an optimizer of the user's class whose gradients are reduced over ranks before they are applied.
+
+    It holds the same variables and state as `optimizer`, which itself stays as it was. Saved models name the user's
+    class and load in plain Keras, state and all.
+
+    Args:
+        optimizer: a Keras 3 optimizer, a name such as "adam", or a LossScaleOptimizer, whose inner one is wrapped.
+        name: prefix of the names under which gradients travel; equal on all ranks.
+        device_dense: TensorFlow device of the reductions; TensorFlow backend only.
+        device_sparse: likewise, for tf.IndexedSlices.
+        compression: what travels: Compression.none, .fp16 or .bf16.
+        sparse_as_dense: reduce tf.IndexedSlices as dense tensors instead of gathering their rows.
+        gradient_predivide_factor: divide before the sum and multiply after it; with op=Average only.
+        op: Average or Sum.
+        backward_passes_per_step: steps whose gradients are added up before they are reduced and applied. It becomes
+            Keras's gradient_accumulation_steps, multiplied with what the optimizer already has.
+        average_aggregated_gradients: divide that sum by backward_passes_per_step.
+        num_groups: Horovod's older name for a number of groups.
+        groups: number of groups, or lists of variables: each group travels as one.
+        process_set: ranks that take part; None means all.
+        scale_local_gradients: divide the gradients of variables registered as local by the number of ranks.
+
+    Raises:
+        TypeError: `optimizer` is not a Keras 3 optimizer.
+        ValueError: an argument out of range; the message names it.
+    """
+    optimizer = _checked(optimizer)
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step must be >= 1. Received: {backward_passes_per_step}")
+    if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1.0 and op != basics.Average):
+        raise ValueError(
+            "gradient_predivide_factor must be positive and needs op=Average. "
+            f"Received: gradient_predivide_factor={gradient_predivide_factor}, op={op}"
+        )
+    if (device_dense or device_sparse) and keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            "device_dense and device_sparse name TensorFlow devices; Keras runs on "
+            f"{keras.backend.backend()}. Received: device_dense={device_dense!r}, device_sparse={device_sparse!r}"
+        )
+    how = Reduction(
+        op=check_op(op),
+        compression=resolve(compression),
+        factor=1.0 if average_aggregated_gradients else float(backward_passes_per_step),
+        predivide=float(gradient_predivide_factor),
+        sparse_as_dense=sparse_as_dense,
+        groups=_checked_groups(groups if groups is not None else (num_groups or None)),
+        process_set=process_set,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+        name=name or "",
+    )
+    open_seams()
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        outer = _twin(optimizer, type(optimizer))
+        outer.inner_optimizer = _distribute(optimizer.inner_optimizer, how, backward_passes_per_step)
+        return outer
+    return _distribute(optimizer, how, backward_passes_per_step)
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = basics.Average,
+    groups: int | list[list[Any]] | None = None,
+    process_set: Any | None = None,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return a `DistributedOptimizer` that leaves the gradients of some layers to each rank.
+
+    Args:
+        optimizer: as in `DistributedOptimizer`, like all arguments but the last two.
+        local_layers: a built keras layer or several, whose variables each rank trains for itself.
+        scale_local_gradients: divide their gradients by the number of ranks, as averages of the others are.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
+        raise ValueError(f"local_layers must be keras layers. Received: {local_layers!r}")
+    distributed = DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    part = distributed_part(distributed)
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            part.register_local_var(variable)  # type: ignore[union-attr]
+    return distributed
+
+
+def _checked(optimizer: Any) -> Any:
+    if isinstance(optimizer, str | dict):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"DistributedOptimizer takes a Keras 3 optimizer. Received: {optimizer!r} of {type(optimizer)}. "
+            "For a torch.optim optimizer use hvdtrain.torch."
+        )
+    if distributed_part(optimizer) is not None:
+        raise ValueError(f"{type(optimizer).__name__} is already distributed: its gradients would be reduced twice.")
+    return optimizer
+
+
+def _checked_groups(groups: Any) -> Any:
+    if groups is None or (isinstance(groups, int) and groups > 0):
+        return groups
+    if isinstance(groups, list) and all(isinstance(group, list) for group in groups):
+        return groups
+    raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
+
+
+def _distribute(optimizer: Any, how: Reduction, passes: int) -> Any:
+    distributed = _twin(optimizer, _distributed_class(type(optimizer), how))
+    if passes > 1:
+        _accumulate(distributed, passes)
+    return distributed
+
+
+def _distributed_class(base: type, how: Reduction) -> type:
+    """Return a subclass of `base` that reduces gradients, and that Keras serialises as `base`."""
+    from keras.src import api_export
+    from keras.src.saving import object_registration
+
+    namespace = {"_hvd_how": replace(how, local_variables=[]), "__module__": base.__module__, "__doc__": base.__doc__}
+    cls = type(base.__name__, (DistributedMixin, base), namespace)
+    cls.__qualname__ = base.__qualname__
+    # Under this name Keras writes it to files, and under this name plain Keras finds the user's class again.
+    for names in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):
+        if base in names:
+            names[cls] = names[base]
+    return cls
+
+
+def _twin(optimizer: Any, cls: type) -> Any:
+    """Return an optimizer of class `cls` with the variables and settings of `optimizer`, and lists of its own.
+
+    Not from its config: that would lose built state, learning rates that are functions, and variables excluded from
+    weight decay.
+    """
+    from keras.src import backend
+    from keras.src.utils.tracking import Tracker
+
+    twin = object.__new__(cls)
+    twin._lock = False  # type: ignore[attr-defined]
+    for key, value in vars(optimizer).items():
+        # TensorFlow's notes of what belongs to what ("_self_...") are taken anew as the attributes are set.
+        if key in ("_tracker", "_lock", "_hvdtrain_state") or key.startswith("_self_"):
+            continue
+        setattr(twin, key, _own(value))
+    variables: list[Any] = twin._variables  # type: ignore[attr-defined]
+    tracker = Tracker({"variables": (lambda x: isinstance(x, backend.Variable), variables)})
+    tracker.stored_ids["variables"].update(id(v) for v in variables)
+    twin._tracker = tracker  # type: ignore[attr-defined]
+    return twin
+
+
+def _own(value: Any) -> Any:
+    """Return a container's copy, so that building one twin leaves the other unbuilt."""
+    for kind in (list, dict, set):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Multiply the accumulation steps by `passes`, and give a built optimizer its accumulators."""
+    had = optimizer.gradient_accumulation_steps
+    optimizer.gradient_accumulation_steps = (had or 1) * passes
+    if not optimizer.built or had:
+        return
+    variables: Sequence[Any] = optimizer._trainable_variables
+    known = len(optimizer._variables)
+    optimizer._accumulated_gradients = [
+        optimizer.add_variable_from_reference(v, name="gradient_accumulator") for v in variables
+    ]
+    # Files number an optimizer's variables, and Keras makes accumulators right after the base ones.
+    tracked = optimizer._variables
+    added = list(tracked[known:])
+    del tracked[known:]
+    averages = getattr(optimizer, "_model_variables_moving_average", None) or []
+    base = 1 + isinstance(optimizer._learning_rate, keras.Variable) + sum(a is not None for a in averages)
+    tracked[base:base] = added
