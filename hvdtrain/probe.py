@@ -43,6 +43,7 @@ class Probe:
         start_s: from the launch to the end, seconds.
         allreduce_ms: median time of one allreduce of 1 MiB, milliseconds; None after an error.
         device: where rank 0's tensor was: "cpu" or "cuda:0".
+        command: what was run; typed by hand, it prints the rank's answer and everything else.
     """
 
     framework: str
@@ -52,6 +53,7 @@ class Probe:
     start_s: float
     allreduce_ms: float | None = None
     device: str = "cpu"
+    command: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -101,13 +103,14 @@ def allreduce(
     # A rank's own words say more than the launcher's exit status, which follows from them.
     said = next((answer["error"] for answer in answers if answer["error"]), "")
     if said:
-        return Probe(framework, plane, ranks, said, seconds)
+        return Probe(framework, plane, ranks, said, seconds, command=tuple(line))
     if not error and len(answers) < ranks:
         error = f"{len(answers)} of {ranks} ranks answered"
     if error:
         tail = "\n".join(output.strip().splitlines()[-_TAIL_LINES:])
-        return Probe(framework, plane, ranks, f"{error}\n{tail}".strip(), seconds)
-    return Probe(framework, plane, ranks, "", seconds, answers[0]["allreduce_ms"], answers[0]["device"])
+        return Probe(framework, plane, ranks, f"{error}\n{tail}".strip(), seconds, command=tuple(line))
+    answer = answers[0]
+    return Probe(framework, plane, ranks, "", seconds, answer["allreduce_ms"], answer["device"], tuple(line))
 
 
 def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Path) -> tuple[str, str]:
@@ -163,7 +166,10 @@ def rank_main(framework: str, plane: str) -> int:
     except Exception as problem:  # noqa: BLE001  whatever it was, the parent shows it
         answer["error"] = f"rank {rank}: {type(problem).__name__}: {problem}"
         traceback.print_exc()
-    Path(os.environ[_ANSWERS], f"rank-{rank}.json").write_text(json.dumps(answer))
+    if _ANSWERS in os.environ:
+        Path(os.environ[_ANSWERS], f"rank-{rank}.json").write_text(json.dumps(answer))
+    else:
+        print(json.dumps(answer))
     return 1 if answer["error"] else 0
 
 

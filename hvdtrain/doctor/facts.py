@@ -1,0 +1,168 @@
+"""What is on this machine that distributed training depends on. Reads files and asks programs; imports no framework."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvdtrain import __version__, launcher
+from hvdtrain.horovod_build import find
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One machine and one environment, as found.
+
+    Attributes:
+        versions: of Python, hvdtrain, horovod, torch, tensorflow, keras, jax and NCCL; only what is installed.
+        cuda: CUDA version each framework was built for; "" for a CPU build.
+        horovod_for: framework versions that the installed Horovod was built for.
+        horovod_planes: what Horovod's libraries were linked with: "gloo", "mpi", "nccl".
+        horovod_by_hvdtrain: True if `hvdtrain build` made this Horovod.
+        mpi: first line of `mpirun --version`, "" without an mpirun.
+        gpus: one line a GPU: name and memory.
+        gpu_driver: NVIDIA driver version, "" without one.
+        interfaces: {name: IPv4 address} of the network interfaces that are up.
+        cpu_cores: logical cores of the machine.
+        cpu_allowed: cores that this process may use.
+        shared_memory_mib: size of /dev/shm, None where there is none.
+        keras_backend: the backend that KERAS_BACKEND or Keras's default names.
+        torch_distributed: True if the environment would let torch.distributed start by itself.
+    """
+
+    versions: dict[str, str]
+    cuda: dict[str, str] = field(default_factory=dict)
+    horovod_for: dict[str, str] = field(default_factory=dict)
+    horovod_planes: tuple[str, ...] = ()
+    horovod_by_hvdtrain: bool = True
+    mpi: str = ""
+    gpus: tuple[str, ...] = ()
+    gpu_driver: str = ""
+    interfaces: dict[str, str] = field(default_factory=dict)
+    cpu_cores: int = 1
+    cpu_allowed: int = 1
+    shared_memory_mib: int | None = None
+    keras_backend: str = "tensorflow"
+    torch_distributed: bool = False
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        """The installed frameworks that Horovod can be built for."""
+        return tuple(name for name in ("torch", "tensorflow") if name in self.versions)
+
+    @property
+    def open_mpi(self) -> tuple[int, ...] | None:
+        """Open MPI's version as numbers, None if there is no mpirun or it is another MPI's."""
+        match = re.search(r"\((?:Open MPI|OpenRTE)\)\s*(\d+)\.(\d+)\.?(\d*)", self.mpi)
+        return tuple(int(part or 0) for part in match.groups()) if match else None
+
+    def serves(self, framework: str) -> bool:
+        """True if the installed Horovod was built for exactly the installed version of `framework`."""
+        return framework in self.versions and self.horovod_for.get(framework) == self.versions[framework]
+
+
+def gather() -> Facts:
+    """Look at everything once."""
+    frameworks = [found for found in (find.find_torch(), find.find_tensorflow()) if found]
+    versions = {"python": platform.python_version(), "hvdtrain": __version__}
+    versions |= {name: version for name in ("horovod",) if (version := _distribution(name))}
+    versions |= {framework.name: framework.version for framework in frameworks}
+    versions |= {name: version for name in ("keras", "jax") if (version := _distribution(name))}
+    if nccl := _nccl_version():
+        versions["nccl"] = nccl
+    metadata = _horovod_metadata()
+    gpus, driver = _gpus()
+    shm = Path("/dev/shm")
+    return Facts(
+        versions=versions,
+        cuda={framework.name: framework.cuda for framework in frameworks},
+        horovod_for={
+            name: str(metadata[key])
+            for name, key in (("torch", "pytorch"), ("tensorflow", "tensorflow"))
+            if key in metadata
+        },
+        horovod_planes=_horovod_planes(),
+        horovod_by_hvdtrain="hvdtrain" in metadata,
+        mpi=_first_line(find.output_of(["mpirun", "--version"])),
+        gpus=gpus,
+        gpu_driver=driver,
+        interfaces=_interfaces(),
+        cpu_cores=os.cpu_count() or 1,
+        cpu_allowed=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        shared_memory_mib=shutil.disk_usage(shm).total >> 20 if shm.is_dir() else None,
+        keras_backend=launcher.keras_backend(),
+        torch_distributed="MASTER_ADDR" in os.environ and "WORLD_SIZE" in os.environ,
+    )
+
+
+def _distribution(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(text: str | None) -> str:
+    return text.strip().splitlines()[0].strip() if text and text.strip() else ""
+
+
+def _horovod_metadata() -> dict[str, Any]:
+    """Return what Horovod's build wrote about itself; empty without Horovod."""
+    folder = find.package_folder("horovod")
+    if folder is None or not (folder / "metadata.json").is_file():
+        return {}
+    # Horovod may leave a comma before the closing brace, which JSON does not allow.
+    text = re.sub(r",\s*}", "}", (folder / "metadata.json").read_text(encoding="utf-8"))
+    try:
+        loaded = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _horovod_planes() -> tuple[str, ...]:
+    """Read from Horovod's native libraries which data planes they hold, without loading them."""
+    folder = find.package_folder("horovod")
+    libraries = sorted(folder.glob("*/mpi_lib*.so")) if folder else []
+    if not libraries:
+        return ()
+    # One build made all of them: the first tells.
+    content = libraries[0].read_bytes()
+    marks = {"gloo": b"GlooContext", "mpi": b"libmpi.so", "nccl": b"ncclAllReduce"}
+    return tuple(plane for plane, mark in marks.items() if mark in content)
+
+
+def _nccl_version() -> str | None:
+    for major in ("13", "12", "11"):
+        if version := _distribution(f"nvidia-nccl-cu{major}"):
+            return version
+    found = find.find_nccl()
+    return found.version if found else None
+
+
+def _gpus() -> tuple[tuple[str, ...], str]:
+    query = "--query-gpu=name,memory.total,driver_version"
+    text = find.output_of(["nvidia-smi", query, "--format=csv,noheader"]) or ""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    rows = [row for row in rows if len(row) == 3]
+    return tuple(f"{name}, {memory}" for name, memory, _ in rows), rows[0][2] if rows else ""
+
+
+def _interfaces() -> dict[str, str]:
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return {
+        name: address.address
+        for name, addresses in sorted(psutil.net_if_addrs().items())
+        for address in addresses
+        if name in up and address.family == socket.AF_INET
+    }
