@@ -1,0 +1,60 @@
+# Two commands: `make train` and `make test`. Each does the set-up that is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+NP ?= 2
+# Passed on to the example: make train ARGS="--data-dir DIR"
+ARGS ?=
+
+# `python` and `horovodrun` are the environment's, in every recipe and in what they start.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# One thread a rank: two ranks that both take every core slow each other down.
+RUN := OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3 horovodrun -np $(NP)
+
+.DEFAULT_GOAL := help
+# In the order written, under make -j too: two trainings at once would share the cores.
+.NOTPARALLEL:
+.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e clean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  Variables: PYTHON=python3, NP=2, ARGS="--data-dir DIR", HVDTRAIN_MPI=0 (no MPI), HVDTRAIN_GPU=0|1, HVDTRAIN_CACHE=DIR'
+
+setup: $(STAMP) ## Make .venv: pinned frameworks, hvdtrain, and Horovod built for them
+
+$(STAMP): pyproject.toml hvdtrain/bootstrap.py $(wildcard hvdtrain/horovod_build/*.py)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python >= 3.10 is needed. $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	@$(PYTHON) -I hvdtrain/bootstrap.py --venv $(VENV)
+	@touch $@
+
+train: train-torch train-keras ## Train on two ranks, with PyTorch, then with Keras on TensorFlow
+
+train-torch: $(STAMP) ## The PyTorch half of `make train`
+	$(RUN) python examples/mnist/train.py --framework torch $(ARGS)
+
+train-keras: $(STAMP) ## The Keras half
+	KERAS_BACKEND=tensorflow $(RUN) python examples/mnist/train.py --framework keras $(ARGS)
+
+test: lint types unit ranks e2e ## Lint, types and every test
+
+lint: $(STAMP) ## ruff
+	ruff check .
+	ruff format --check .
+
+types: $(STAMP) ## mypy
+	mypy
+
+unit: $(STAMP) ## Tests of one process
+	python -m pytest tests/unit
+
+ranks: $(STAMP) ## Tests under horovodrun
+	python tests/ranks/run.py
+
+e2e: $(STAMP) ## Commands as a person types them
+	python -m pytest tests/e2e
+
+clean: ## Remove what set-up and tests made; the wheel cache stays
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find hvdtrain tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,217 @@
+"""Make a virtual environment with the pinned frameworks, hvdtrain and a Horovod built for them.
+
+`make setup` runs this file with the system's Python before anything is installed: the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_STEPS = 5
+_HEARTBEAT_S = 15
+_APT_TIMEOUT_S = 180
+
+
+class SetupError(RuntimeError):
+    """Set-up cannot go on; the message says why and what to do next."""
+
+
+class Setup:
+    """One run of the set-up: where things are, and how to say what is going on."""
+
+    def __init__(self, root: Path, venv: Path) -> None:
+        self.root = root
+        self.venv = venv
+        self.python = venv / "bin" / "python"
+        self.log = venv / "setup.log"
+        self._begun = time.monotonic()
+
+    def say(self, step: int, text: str) -> None:
+        """Begin a step."""
+        print(f"[{step}/{_STEPS}] {text}", flush=True)
+
+    def note(self, text: str) -> None:
+        """Add a line to the current step."""
+        print(f"      {text}", flush=True)
+
+    def run(self, command: Sequence[str | Path], what: str, *, timeout_s: float | None = None) -> str:
+        """Run `command` with its output in the log and a sign of life every 15 s; return "" or why it failed."""
+        words = [str(word) for word in command]
+        started = time.monotonic()
+        with self.log.open("ab") as log:
+            log.write(f"\n$ {' '.join(words)}\n".encode())
+            log.flush()
+            begin = log.tell()
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.root)
+            while process.poll() is None:
+                try:
+                    process.wait(timeout=_HEARTBEAT_S)
+                except subprocess.TimeoutExpired:
+                    seconds = time.monotonic() - started
+                    self.note(f"{what} · {seconds:.0f} s")
+                    if timeout_s is not None and seconds > timeout_s:
+                        process.kill()
+        if process.returncode == 0:
+            self.note(f"{what}: {time.monotonic() - started:.0f} s")
+            return ""
+        with self.log.open("rb") as log:
+            log.seek(begin)
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith(("ERROR", "error", "E:"))] or lines[-1:]
+        return errors[0] if errors else f"exit status {process.returncode}"
+
+    def pip(self, *arguments: str) -> list[str | Path]:
+        """Return a pip command line for the environment."""
+        return [self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", *arguments]
+
+    def require(self, problem: str, what: str) -> None:
+        """Raise if `problem` says something."""
+        if problem:
+            raise SetupError(f"{what} failed: {problem}\nThe whole output is in {self.log}")
+
+    def seconds(self) -> float:
+        """Return the time since the beginning."""
+        return time.monotonic() - self._begun
+
+
+def pins(pyproject: Path) -> dict[str, str]:
+    """Return {name: version} of every exact pin; by pattern, since Python 3.10 cannot read TOML."""
+    return dict(re.findall(r'"([A-Za-z0-9_.-]+)==([0-9][0-9A-Za-z.]*)', pyproject.read_text(encoding="utf-8")))
+
+
+def check_tools() -> None:
+    """Raise unless there are a compiler and make: better now than after the downloads."""
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
+        raise SetupError("No C++ compiler on PATH. Install one (Debian, Ubuntu: apt-get install g++ make).")
+    if not any(map(shutil.which, ("make", "gmake"))):
+        raise SetupError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make).")
+
+
+def wants_gpu() -> tuple[bool, str]:
+    """Return whether GPU builds are to be installed, and why; HVDTRAIN_GPU=0 or 1 decides it beforehand."""
+    chosen = os.environ.get("HVDTRAIN_GPU", "")
+    if chosen in ("0", "1"):
+        return chosen == "1", f"HVDTRAIN_GPU={chosen}"
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False, "no GPU"
+    count = done.stdout.count("GPU ") if done.returncode == 0 else 0
+    if count == 0:
+        return False, "no GPU"
+    if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
+        return False, f"{count} GPU(s), but no nvcc to build for them: install the CUDA toolkit 13 to use them"
+    return True, f"{count} GPU(s)"
+
+
+def make_venv(setup: Setup) -> None:
+    """Make the environment, or keep the one that works."""
+    if (
+        setup.python.exists()
+        and subprocess.run([setup.python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    ):
+        setup.note(f"{setup.venv} is there")
+        return
+    done = subprocess.run([sys.executable, "-m", "venv", "--clear", setup.venv], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SetupError(
+            f"{sys.executable} cannot make a virtual environment: {(done.stdout + done.stderr).strip()}\n"
+            "Debian, Ubuntu: apt-get install python3-venv."
+        )
+
+
+def install_torch(setup: Setup, version: str, *, gpu: bool) -> str:
+    """Install torch without what it needs (that comes later, at once for all); return "" or why it failed.
+
+    The CPU build is a tenth of the CUDA build's size, but the usual index only has the latter: look in the
+    configured sources first, then let uv find PyTorch's own index, and take the large one only if both fail.
+    """
+    plain = setup.pip("--no-deps", f"torch=={version}")
+    if gpu:
+        return setup.run(plain, f"torch {version} for CUDA")
+    if not setup.run(setup.pip("--no-deps", f"torch=={version}+cpu"), f"torch {version} for CPU"):
+        return ""
+    uv = [setup.python, "-m", "uv", "pip", "install", "--python", setup.python, "--torch-backend", "cpu", "--no-deps"]
+    if not setup.run(setup.pip("uv"), "uv, which knows where PyTorch keeps its CPU builds") and not setup.run(
+        [*uv, f"torch=={version}"], f"torch {version} for CPU, with uv"
+    ):
+        return ""
+    setup.note("no CPU build of torch to be had from here: taking the CUDA build, which is large")
+    return setup.run(plain, f"torch {version}")
+
+
+def install_frameworks(setup: Setup, pinned: dict[str, str], *, gpu: bool) -> None:
+    """Install torch and TensorFlow side by side: unpacking them is most of the time."""
+    problems: dict[str, str] = {}
+
+    def torch() -> None:
+        problems["torch"] = install_torch(setup, pinned["torch"], gpu=gpu)
+
+    thread = threading.Thread(target=torch)
+    thread.start()
+    name = "tensorflow" if gpu or os.uname().machine != "x86_64" else "tensorflow-cpu"
+    problem = setup.run(setup.pip("--no-deps", f"{name}=={pinned['tensorflow']}"), f"{name} {pinned['tensorflow']}")
+    thread.join()
+    setup.require(problem, f"Installing {name}")
+    setup.require(problems.get("torch", "it was interrupted"), "Installing torch")
+
+
+def install_mpi(setup: Setup) -> None:
+    """Install Debian's Open MPI where that is possible without asking; Horovod does without it too."""
+    if os.environ.get("HVDTRAIN_MPI") == "0":
+        setup.note("MPI left out: HVDTRAIN_MPI=0")
+    elif shutil.which("mpirun") and shutil.which("mpicxx"):
+        setup.note(f"MPI: {shutil.which('mpirun')}")
+    elif os.geteuid() != 0 or not shutil.which("apt-get"):
+        setup.note("no MPI, and no root with apt-get to install it: Gloo alone will do")
+    else:
+        command = "apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y openmpi-bin libopenmpi-dev"
+        problem = setup.run(
+            ["sh", "-c", command], "Debian's Open MPI (HVDTRAIN_MPI=0 skips it)", timeout_s=_APT_TIMEOUT_S
+        )
+        if problem:
+            setup.note(f"apt-get could not install Open MPI ({problem}): Gloo alone will do")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the whole set-up; a second run only does what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--venv", type=Path, default=Path(".venv"))
+    options = parser.parse_args(arguments)
+    root = Path(__file__).resolve().parent.parent
+    setup = Setup(root, options.venv.absolute())
+    try:
+        check_tools()
+        pinned = pins(root / "pyproject.toml")
+        gpu, why = wants_gpu()
+        setup.say(1, f"Virtual environment for Python {sys.version.split()[0]} in {options.venv}")
+        make_venv(setup)
+        setup.say(2, f"Frameworks, {'GPU' if gpu else 'CPU'} builds ({why})")
+        install_frameworks(setup, pinned, gpu=gpu)
+        setup.say(3, "hvdtrain, what it needs, and the tools of its tests")
+        extras = f"dev,examples,jax,keras,torch,{'tensorflow-gpu' if gpu else 'tensorflow'}"
+        setup.require(setup.run(setup.pip("-e", f"{root}[{extras}]"), "packages"), "Installing hvdtrain")
+        setup.say(4, "MPI")
+        install_mpi(setup)
+        setup.say(5, "Horovod: hvdtrain build")
+        status = subprocess.run([setup.python.parent / "hvdtrain", "build"], cwd=root, check=False).returncode
+        if status != 0:
+            raise SetupError("Horovod could not be built; see above.")
+    except SetupError as error:
+        print(f"set-up: {error}", file=sys.stderr)
+        return 1
+    print(f"Set-up done in {setup.seconds():.0f} s.", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
