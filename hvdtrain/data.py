@@ -30,10 +30,11 @@ _FRAMEWORK_SOURCES = {
 class Batch:
     """One rank's share of one step.
 
-    A rank without samples in this step has local_count 0 and None for data, but takes the step: collectives need it.
+    A rank without samples in this step has local_count 0, but takes the step: collectives need it. Its data is then a
+    filler, for frameworks that must run something, or None where this rank never had any.
     """
 
-    inputs: Any  # (local_count, ...), or a tuple or dict of such
+    inputs: Any = None  # (local_count, ...), or a tuple or dict of such
     targets: Any = None
     sample_weight: Any = None  # (local_count,)
     local_count: int = 0  # samples on this rank
@@ -86,11 +87,11 @@ class IndexedSource:
         for step in range(self.steps or 0):
             held = sampling.samples_in_step(step, self._num_samples, batch_size=self._batch_size, size=size)
             indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
-            if not len(indices):
-                yield Batch(None, global_count=held)
-                continue
-            inputs, targets, weight = self._fetch(indices)
-            yield Batch(inputs, targets, weight, len(indices), held, indices)
+            if len(indices):
+                data = self._fetch(indices)
+            elif step == 0:  # fewer samples than ranks: any sample will do as a filler
+                data = self._fetch(np.zeros(1, np.int64))
+            yield Batch(*data, local_count=len(indices), global_count=held, indices=indices)
 
 
 class IteratedSource:
@@ -104,10 +105,11 @@ class IteratedSource:
     def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
         """Yield batches until no rank has any left; a rank that runs out early goes on with empty ones."""
         batches = iter(self._start(epoch, shuffle))
+        batch = Batch()
         while True:
             item = next(batches, None)
             # An empty batch is still one of this rank's: only None says that there are no more.
-            batch = as_batch(item) if item is not None else Batch(None)
+            batch = as_batch(item) if item is not None else replace(batch, local_count=0)
             counts = np.array([batch.local_count, item is not None], np.int64)
             samples, going_on = self._world.allreduce(counts, name="samples_in_step")
             if not going_on:
@@ -183,7 +185,7 @@ def as_batch(item: Any) -> Batch:
         return item
     inputs, targets, weight = unpack(item)
     count = num_rows(inputs)
-    return Batch(inputs, targets, weight, count, count) if count else Batch(None)
+    return Batch(inputs, targets, weight, count, count)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:

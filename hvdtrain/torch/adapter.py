@@ -38,7 +38,7 @@ def make_adapter(
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer over the model's parameters. Received: {optimizer!r}"
         )
-    _check_parameters(model, optimizer)
+    check_parameters(model, optimizer)
     return TorchAdapter(model, optimizer, loss, named_metrics(metrics, loss), options, world)
 
 
@@ -191,7 +191,7 @@ class TorchAdapter:
         self._scaler.update()
 
 
-def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the optimizer is over parameters of this model that can be trained."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -159,7 +159,7 @@ class LoaderSource:
 
 def as_counted(item: Any, global_count: int) -> Batch:
     """Return a Batch of what a loader yielded, which may be nothing."""
-    batch = as_batch(item) if item is not None else Batch(None)
+    batch = as_batch(item) if item is not None else Batch()
     return Batch(batch.inputs, batch.targets, batch.sample_weight, batch.local_count, global_count)
 
 

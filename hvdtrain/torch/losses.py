@@ -111,9 +111,11 @@ def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
 
 
 def as_tensor(value: Any, device: torch.device) -> Any:
-    """Return an array or tensor on `device`; float64 arrays become float32, as torch's own default is."""
+    """Return an array or tensor on `device`; float64 arrays get torch's default dtype."""
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value.astype(np.float32) if value.dtype == np.float64 else value))
+        value = torch.from_numpy(np.asarray(value, order="C"))
+        if value.dtype == torch.float64:
+            value = value.to(torch.get_default_dtype())
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     return value

@@ -1,0 +1,236 @@
+"""How the Trainer's steps are taken in Keras 3, on any backend.
+
+Keras keeps what is Keras's: the compiled step (and the user's own train_step in it), metrics, losses, callbacks. The
+reduction over ranks happens in `hvdtrain.keras.DistributedOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdtrain.keras as hvd
+from hvdtrain.adapter import Options, Reduce, State
+from hvdtrain.data import Batch
+from hvdtrain.keras import training_state
+from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.variables import broadcast_model
+from hvdtrain.world import World
+
+_POLICIES = {"fp32": None, "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+def make_adapter(
+    model: keras.Model,
+    *,
+    optimizer: Any,
+    loss: Any,
+    metrics: Sequence[Any],
+    options: Options,
+    world: World,
+) -> KerasAdapter:
+    """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
+    if optimizer is None and not model.compiled:
+        raise ValueError(
+            "optimizer must be a keras.optimizers.Optimizer or a name. "
+            f"Received: None, and {model.name} is not compiled"
+        )
+    if model.built and not model.trainable_variables:
+        raise ValueError(
+            f"model has no trainable parameters. Received: {model.name} with {len(model.weights)} weights, "
+            "none of them trainable"
+        )
+    _set_precision(model, options.precision)
+    plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
+    _check_variables(model, plain)
+    if options.precision == "fp16" and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
+        plain = keras.optimizers.LossScaleOptimizer(plain)
+    _set_clip_norm(plain, options.clip_norm)
+    distributed = plain
+    if distributed_part(plain) is None:
+        distributed = hvd.DistributedOptimizer(
+            plain,
+            compression=getattr(hvd.Compression, options.compression),
+            backward_passes_per_step=options.accumulate,
+        )
+    if optimizer is None:
+        model.optimizer = distributed
+        model.train_function = None
+        if keras.backend.backend() == "tensorflow":
+            model.jit_compile = False  # Horovod's operations do not compile under XLA
+    else:
+        model.compile(optimizer=distributed, loss=loss, metrics=list(metrics), auto_scale_loss=False)
+    return KerasAdapter(model, loss, options, world)
+
+
+class KerasAdapter:
+    """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
+
+    def __init__(self, model: keras.Model, loss: Any, options: Options, world: World) -> None:
+        self._model = model
+        self._options = options
+        self._world = world
+        self._sums = getattr(loss, "reduction", "") == "sum"
+        self._weighted = world.size > 1 or options.accumulate > 1
+        self._started = False
+        if self._weighted:
+            self._part.set_batch_weight(1.0)  # before anything is compiled
+
+    @property
+    def _part(self) -> Any:
+        """The optimizer that reduces: the model's own, or the one inside its loss scaling."""
+        return distributed_part(self._model.optimizer)
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """One value; the present one where the optimizer follows a schedule."""
+        return [float(keras.ops.convert_to_numpy(self._part.learning_rate))]
+
+    @learning_rates.setter
+    def learning_rates(self, rates: list[float]) -> None:
+        if isinstance(self._part._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(
+                "lr_scaling and warmup_epochs need a learning rate that is a number. Received: "
+                f"{type(self._part._learning_rate).__name__}. Put scaling and warmup into the schedule."
+            )
+        (self._part.learning_rate,) = rates
+
+    def start(self) -> None:
+        """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""
+        self._started = False
+        if self._model.built:
+            self._broadcast()
+
+    def train_step(self, batches: Sequence[Batch]) -> None:
+        """Take the step: `accumulate` passes through Keras's train step, the last of which reduces and updates."""
+        if not self._started:
+            self._model._symbolic_build(data_batch=_data(batches[0], self._world))
+            self._broadcast()
+        total = sum(batch.global_count for batch in batches)
+        for batch in batches:
+            share = 1.0 if self._sums else batch.local_count / total
+            self._pass(batch, share * self._world.size if batch.local_count else 0.0)
+        # The last step of an epoch may have fewer batches; Keras counts passes, so that empty ones fill it up.
+        for _ in range(self._options.accumulate - len(batches)):
+            self._pass(batches[-1], 0.0)
+
+    def eval_step(self, batch: Batch) -> None:
+        """Add a batch to Keras's metrics."""
+        if batch.local_count:
+            with self._metrics_kept():
+                self._model.test_on_batch(*_data(batch, self._world))
+
+    def predict_step(self, inputs: Any) -> Any:
+        """Return the outputs on the host."""
+        return self._model.predict_on_batch(inputs)
+
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """Sum the metrics' own variables over ranks, and let the metrics make their results of them."""
+        variables = [v for metric in self._model.metrics for v in metric.variables]
+        local = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
+        total = reduce(np.concatenate([np.zeros(0), *(value.reshape(-1) for value in local)]))
+        ends = np.cumsum([value.size for value in local])
+        for variable, value, end in zip(variables, local, ends, strict=True):
+            part = total[end - value.size : end].reshape(value.shape)
+            # Counts and sums add up, which is what nearly every metric keeps; the others say so.
+            variable.assign(part if variable.aggregation == "sum" else part / self._world.size)
+        results = {name: float(value) for name, value in self._model.get_metrics_result().items()}
+        self._model.reset_metrics()
+        return results
+
+    def settle(self) -> None:
+        """Average what is not trained over ranks: running statistics of normalisation layers."""
+        variables = [v for v in self._model.non_trainable_weights if "float" in str(v.dtype)]
+        if self._world.size == 1 or not variables:
+            return
+        values = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
+        means = self._world.allreduce(np.concatenate([v.reshape(-1) for v in values]), "mean", name="settle")
+        for variable, value, end in zip(variables, values, np.cumsum([v.size for v in values]), strict=True):
+            variable.assign(means[end - value.size : end].reshape(value.shape))
+
+    def state(self) -> State:
+        """Return copies of weights and optimizer state."""
+        return training_state.capture(self._model)
+
+    def load_state(self, state: State) -> None:
+        """Take on a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
+        training_state.restore(state, self._model)
+
+    def _broadcast(self) -> None:
+        if not self._model.optimizer.built:
+            self._model.optimizer.build(self._model.trainable_variables)
+        if self._world.size > 1:
+            broadcast_model(self._model, self._model.optimizer, root_rank=0)
+        self._started = True
+
+    def _pass(self, batch: Batch, weight: float) -> None:
+        """Run Keras's train step on a batch whose gradient weighs `weight`; 0.0 leaves metrics and statistics alone."""
+        if self._weighted:
+            self._part.set_batch_weight(weight)
+        with self._metrics_kept():
+            if weight:
+                self._model.train_on_batch(*_data(batch, self._world))
+                return
+            kept = [v for metric in self._model.metrics for v in metric.variables] + self._model.non_trainable_variables
+            before = [np.array(keras.ops.convert_to_numpy(v)) for v in kept]
+            self._model.train_on_batch(*_data(batch, self._world))
+            for variable, value in zip(kept, before, strict=True):
+                variable.assign(value)
+
+    @contextmanager
+    def _metrics_kept(self) -> Iterator[None]:
+        # train_on_batch and test_on_batch start metrics anew each time; here an epoch's batches add up.
+        vars(self._model)["reset_metrics"] = lambda: None
+        try:
+            yield
+        finally:
+            del vars(self._model)["reset_metrics"]
+
+
+def _data(batch: Batch, world: World) -> tuple[Any, Any, Any]:
+    if batch.inputs is None:
+        raise ValueError(
+            f"rank {world.rank} never had any data, so its Keras step has nothing to run on. Give every rank at least "
+            "one sample, or use fewer ranks."
+        )
+    return batch.inputs, batch.targets, batch.sample_weight
+
+
+def _set_precision(model: keras.Model, precision: str) -> None:
+    """Give every layer the mixed policy: float32 variables, and the lower precision for what is computed."""
+    policy = _POLICIES[precision]
+    if policy is None:
+        return
+    for layer in model._flatten_layers(include_self=True):
+        layer.dtype_policy = policy
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def _set_clip_norm(optimizer: Any, clip_norm: float | None) -> None:
+    if clip_norm is None:
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    given = {
+        name: getattr(inner, name) for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(inner, name)
+    }
+    if given:
+        raise ValueError(f"clip_norm was given twice. Received: clip_norm={clip_norm}, and the optimizer has {given}")
+    inner.global_clipnorm = clip_norm
+
+
+def _check_variables(model: keras.Model, optimizer: Any) -> None:
+    """Raise ValueError if the optimizer was built over variables of another model."""
+    if not getattr(optimizer, "built", False) or not model.built:
+        return
+    own = {id(v) for v in model.trainable_variables}
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    foreign = [v.path for v in inner._trainable_variables if id(v) not in own]
+    if foreign:
+        raise ValueError(
+            f"optimizer must be over the model's own variables. Received: one built over {len(foreign)} others, the "
+            f"first {foreign[0]}. Make a new optimizer for this model."
+        )

@@ -1,0 +1,50 @@
+"""Weights and optimizer state as plain arrays, and back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.adapter import State
+from hvdtrain.keras.agreement import path
+
+# Optimizer variables carry their model variable's path with "_" for "/": "sgd/sequential_1_dense_2_kernel_momentum".
+_COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
+
+
+def capture(model: keras.Model) -> State:
+    """Return copies of the model's weights and its optimizer's variables."""
+    return State({name: np.array(keras.ops.convert_to_numpy(v)) for name, v in _variables(model).items()}, {})
+
+
+def restore(state: State, model: keras.Model) -> None:
+    """Take on what `capture` returned.
+
+    Raises:
+        ValueError: the model is not built, or a tensor is missing, left over or of another shape; nothing has changed.
+    """
+    if not model.built:
+        raise ValueError(f"{model.name} is not built: call it on a batch, or give it an Input, before loading weights")
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    current = _variables(model)
+    for name in [*current, *state.arrays]:
+        here = tuple(current[name].shape) if name in current else "missing"
+        there = state.arrays[name].shape if name in state.arrays else "missing"
+        if here != there:
+            raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
+    for name, variable in current.items():
+        variable.assign(state.arrays[name])
+
+
+def _variables(model: keras.Model) -> dict[str, Any]:
+    """Return every variable under a name that does not depend on how many layers this process has made before."""
+    groups = {"model": model.weights, "optimizer": model.optimizer.variables}
+    return {
+        f"{group}.{index}.{_COUNTER.sub('', path(variable))}": variable
+        for group, variables in groups.items()
+        for index, variable in enumerate(variables)
+    }

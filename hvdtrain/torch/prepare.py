@@ -1,0 +1,95 @@
+"""Own loops in PyTorch: the model, its optimizer and its DataLoaders, for this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import hvdtrain.torch as hvd
+from hvdtrain.data import tree_map
+from hvdtrain.torch import training_state
+from hvdtrain.torch.adapter import check_parameters
+from hvdtrain.torch.loader import LoaderSource, as_counted, as_source
+from hvdtrain.torch.losses import as_tensor
+from hvdtrain.world import World
+
+
+def prepare(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: tuple[Any, ...], *, batch_size: int, world: World
+) -> tuple[Any, ...]:
+    """See `hvdtrain.prepare`."""
+    check_parameters(model, optimizer)
+    device = torch.device(world.device)
+    model.to(device)
+    training_state.move_optimizer(optimizer, device)
+    loaders = [_prepare_loader(each, model, world) for each in data]
+    if world.size == 1:
+        return (model, optimizer, *loaders)
+    distributed = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(distributed, root_rank=0)
+    return (model, distributed, *loaders)
+
+
+def _prepare_loader(loader: Any, model: torch.nn.Module, world: World) -> PreparedLoader:
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"data must be torch DataLoaders. Received: {type(loader).__name__} on rank {world.rank}")
+    source = as_source(loader, batch_size=loader.batch_size or 1, world=world, seed=world.seed or 0)
+    if not isinstance(source, LoaderSource):
+        raise TypeError(
+            "prepare needs a DataLoader over a map-style dataset with a batch_size. Received: an iterable dataset or a "
+            f"batch_sampler on rank {world.rank}. Use hvdtrain.Trainer, which keeps such data in step."
+        )
+    return PreparedLoader(loader, source, model, world)
+
+
+class PreparedLoader:
+    """Iterates this rank's batches on its device, every rank the same number; each iteration is a new epoch.
+
+    While a short batch is used, gradients of the model are scaled so that their mean over ranks is that of one process
+    over all samples. `count` is the number of this rank's samples in the batch just given: 0 for a filler, which
+    weighs nothing in the gradient and should not count in metrics either.
+    """
+
+    def __init__(self, loader: DataLoader[Any], source: LoaderSource, model: torch.nn.Module, world: World) -> None:
+        self._loader = loader
+        self._source = source
+        self._model = model
+        self._world = world
+        self._device = torch.device(world.device)
+        self._epoch = 0
+        self.count = 0
+
+    def __len__(self) -> int:
+        return self._source.steps or 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has, for example after resuming."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        filler = None
+        for item, held in self._source.items(epoch):
+            self.count = as_counted(item, held).local_count
+            if item is None:
+                item = filler if filler is not None else self._any_batch()
+            filler = item
+            hooks = self._scale_gradients(self.count * self._world.size / held)
+            yield tree_map(lambda value: as_tensor(value, self._device), item)
+            for hook in hooks:
+                hook.remove()
+
+    def _any_batch(self) -> Any:
+        """Return a batch of one sample, for a rank that has none in the whole epoch."""
+        return self._loader.collate_fn([self._loader.dataset[0]])
+
+    def _scale_gradients(self, weight: float) -> list[Any]:
+        if weight == 1.0:
+            return []
+        # A gradient of zero is written, not multiplied: a filler's may not be finite.
+        scale = (lambda grad: grad * weight) if weight else torch.zeros_like
+        return [parameter.register_hook(scale) for parameter in self._model.parameters() if parameter.requires_grad]
