@@ -20,9 +20,7 @@ Entry = list[Any]  # [path, shape, dtype]
 
 def describe(variables: Sequence[Any]) -> list[Entry]:
     """Return path, shape and dtype of each variable."""
-    return [
-        [path(v), [int(n) for n in v.shape], str(keras.backend.standardize_dtype(v.dtype))] for v in variables
-    ]
+    return [[path(v), [int(n) for n in v.shape], str(keras.backend.standardize_dtype(v.dtype))] for v in variables]
 
 
 def path(variable: Any) -> str:

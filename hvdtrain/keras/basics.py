@@ -17,7 +17,7 @@ Max = 4
 Product = 5
 
 
-def name() -> launcher.Literal["torch", "tensorflow"]:
+def name() -> world.Framework:
     """Return which Horovod library serves Keras's backend: "torch" or "tensorflow"."""
     chosen = launcher.engine_for("keras")
     if chosen is None:

@@ -38,6 +38,15 @@ def call(kind: str, array: Array, *args: Any, process_set: Any | None = None, **
         return _from_tensor(getattr(module, kind)(_to_tensor(module, array), *args, **kwargs))
 
 
+def alltoall(array: Array, splits: Array, *, name: str, process_set: Any | None = None) -> tuple[Array, Array]:
+    """Send `splits[r]` rows to each rank r; return the rows received, and how many came from each rank."""
+    module: Any = basics.running()
+    options = {} if process_set is None else {"process_set": process_set}
+    with _eagerly():
+        rows, received = module.alltoall(_to_tensor(module, array), _to_tensor(module, splits), name=name, **options)
+        return _from_tensor(rows), _from_tensor(received)
+
+
 def allgather_bytes(data: bytes, *, name: str, process_set: Any | None = None) -> list[bytes]:
     """Return every rank's `data`, in rank order; lengths may differ."""
     array = np.frombuffer(data, np.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import keras
@@ -86,22 +85,13 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, process_se
     tensor = keras.ops.convert_to_tensor(value)
     if splits is None:
         return _run("alltoall", tensor, name=name, process_set=process_set)
-    lengths = np.asarray(splits, np.int32)
-    received = np.asarray(keras.ops.convert_to_numpy(_run("alltoall", lengths, name=_name(name, "splits"))))
-    rows = keras.ops.convert_to_numpy(tensor)
-    module = basics.running()
-    if module is None:
-        return keras.ops.convert_to_tensor(rows), keras.ops.convert_to_tensor(received)
-    # Row by row as bytes over allgather would send everything to everybody; equal pieces, padded, do not.
-    longest = int(host.call("allreduce", np.array([lengths.max()], np.int32), name=_name(name, "max"), op=module.Max)[0])
-    starts = np.cumsum(lengths) - lengths
-    padded = np.zeros((len(lengths), longest, *rows.shape[1:]), rows.dtype)
-    for rank, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        padded[rank, :length] = rows[start : start + length]
-    got = host.call("alltoall", padded.reshape(-1, *rows.shape[1:]), name=_name(name, "rows"), process_set=process_set)
-    got = got.reshape(padded.shape)
-    parts = [got[rank, :length] for rank, length in enumerate(received)]
-    return keras.ops.convert_to_tensor(np.concatenate(parts)), keras.ops.convert_to_tensor(received)
+    lengths = np.asarray(keras.ops.convert_to_numpy(splits), np.int32)
+    if basics.running() is None:
+        return tensor, keras.ops.convert_to_tensor(lengths)
+    rows, received = host.alltoall(
+        np.asarray(keras.ops.convert_to_numpy(tensor)), lengths, name=_name(name, "alltoall"), process_set=process_set
+    )
+    return keras.ops.convert_to_tensor(rows), keras.ops.convert_to_tensor(received)
 
 
 def barrier(process_set: Any | None = None) -> None:
@@ -110,13 +100,13 @@ def barrier(process_set: Any | None = None) -> None:
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any | None = None) -> Any:
-    """Return the root's `obj` on every rank: a JSON value, or else anything Horovod can pickle.
+    """Return the root's `obj`, anything that can be pickled, on every rank.
 
     Pickled bytes come from this run's own ranks, which run this program; nothing is read from disk.
     """
     module = basics.running()
     if module is None:
-        return json.loads(json.dumps(obj)) if _is_json(obj) else obj
+        return obj
     options = {} if process_set is None else {"process_set": process_set}
     return module.broadcast_object(obj, root_rank=root_rank, name=name, **options)
 
@@ -128,14 +118,6 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any | None 
         return [obj]
     options = {} if process_set is None else {"process_set": process_set}
     return list(module.allgather_object(obj, name=name, **options))
-
-
-def _is_json(obj: Any) -> bool:
-    try:
-        json.dumps(obj)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _name(name: str | None, kind: str) -> str:

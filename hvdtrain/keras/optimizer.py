@@ -182,7 +182,7 @@ class DistributedMixin:
 
 
 def distributed_part(optimizer: Any) -> Any | None:
-    """Return the optimizer that reduces gradients: `optimizer`, or the one in its LossScaleOptimizer; None if none does.
+    """Return the optimizer that reduces gradients: `optimizer`, or what its LossScaleOptimizer wraps; else None.
 
     After `model.compile` under mixed_float16 that is where the distributed optimizer is.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Reduction:
         if isinstance(self.groups, int):
             number = min(self.groups, count)
             edges = [round(i * count / number) for i in range(number + 1)]
-            return [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+            return [list(range(a, b)) for a, b in itertools.pairwise(edges) if b > a]
         home = {id(_identity(v)): number for number, group in enumerate(self.groups) for v in group}
         found: dict[int, list[int]] = {}
         for position, variable in enumerate(variables):

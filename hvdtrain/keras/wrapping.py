@@ -111,7 +111,16 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     """Return a `DistributedOptimizer` that leaves the gradients of some layers to each rank.
 
     Args:
-        optimizer: as in `DistributedOptimizer`, like all arguments but the last two.
+        optimizer: as in `DistributedOptimizer`, like the arguments up to `process_set`.
+        name: see there.
+        device_dense: see there.
+        device_sparse: see there.
+        compression: see there.
+        sparse_as_dense: see there.
+        gradient_predivide_factor: see there.
+        op: see there.
+        groups: see there.
+        process_set: see there.
         local_layers: a built keras layer or several, whose variables each rank trains for itself.
         scale_local_gradients: divide their gradients by the number of ranks, as averages of the others are.
     """
@@ -190,17 +199,17 @@ def _twin(optimizer: Any, cls: type) -> Any:
     from keras.src import backend
     from keras.src.utils.tracking import Tracker
 
-    twin = object.__new__(cls)
-    twin._lock = False  # type: ignore[attr-defined]
+    twin: Any = object.__new__(cls)
+    twin._lock = False
     for key, value in vars(optimizer).items():
         # TensorFlow's notes of what belongs to what ("_self_...") are taken anew as the attributes are set.
         if key in ("_tracker", "_lock", "_hvdtrain_state") or key.startswith("_self_"):
             continue
         setattr(twin, key, _own(value))
-    variables: list[Any] = twin._variables  # type: ignore[attr-defined]
+    variables: list[Any] = twin._variables
     tracker = Tracker({"variables": (lambda x: isinstance(x, backend.Variable), variables)})
     tracker.stored_ids["variables"].update(id(v) for v in variables)
-    twin._tracker = tracker  # type: ignore[attr-defined]
+    twin._tracker = tracker
     return twin
 
 

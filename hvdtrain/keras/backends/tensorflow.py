@@ -36,7 +36,9 @@ class LocalWeight:
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         # The usual weight is 1: then the branch hands its inputs on, and nothing is copied.
         weighted = tf.cond(
-            tf.equal(weight, 1.0), lambda: [tf.identity(v) for v in values], lambda: [_scaled(v, weight) for v in values]
+            tf.equal(weight, 1.0),
+            lambda: [tf.identity(v) for v in values],
+            lambda: [_scaled(v, weight) for v in values],
         )
         return [
             tf.IndexedSlices(v, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else v
@@ -79,7 +81,9 @@ def everywhere(flag: Tensor, name: str, how: Reduction) -> Tensor:
     return tf.cast(_allreduce(tf.cast(flag, tf.int32), name, how, op=basics.Min), tf.bool)
 
 
-def reduce_gradients(gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: Reduction) -> Any:
+def reduce_gradients(
+    gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: Reduction
+) -> Any:
     """Return `gradients` reduced over ranks: tensors as tensors, IndexedSlices as IndexedSlices.
 
     Args:

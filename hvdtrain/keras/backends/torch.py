@@ -71,7 +71,8 @@ def everywhere(flag: Any, name: str, how: Reduction) -> Tensor:
     hvd: Any = basics.running()
     flag = torch.as_tensor(flag)
     mine = flag.to(torch.int32).reshape(1)
-    return hvd.allreduce(mine, name=name, op=hvd.Min, **how.options).to(torch.bool).reshape(()).to(flag.device)
+    everybody: Tensor = hvd.allreduce(mine, name=name, op=hvd.Min, **how.options)
+    return everybody.to(torch.bool).reshape(()).to(flag.device)
 
 
 @torch.no_grad()

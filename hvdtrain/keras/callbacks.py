@@ -1,0 +1,289 @@
+"""Keras callbacks for training on several ranks: equal starts, averaged metrics, learning rates that grow slowly."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+
+from hvdtrain import world
+from hvdtrain.keras import host
+from hvdtrain.keras.variables import broadcast_model
+
+Logs = dict[str, Any] | None
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Give every rank the root's weights and optimizer state as training begins.
+
+    Random seeds and metric counts stay each rank's own. The optimizer is built first, on every rank, so that a
+    checkpoint that only the root has loaded reaches the others whole.
+
+    Args:
+        root_rank: rank whose values everybody gets.
+        device: TensorFlow device; values travel through the host, so it must be empty.
+        local_variables: a variable or several that stay local.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        if device:
+            raise ValueError(f"Variables travel through the host; leave device out. Received: device={device!r}")
+        self.root_rank = root_rank
+        self.broadcast_done = False
+        if local_variables is None:
+            local_variables = []
+        elif not isinstance(local_variables, Iterable) or hasattr(local_variables, "assign"):
+            local_variables = [local_variables]
+        self._local_variables: list[Any] = list(local_variables)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave `var` to each rank."""
+        self._local_variables.append(var)
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Broadcast, if the model has its variables already."""
+        if self.model.built and self.model.weights:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Broadcast after the first step, if the model had no variables before it."""
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self.broadcast_done:
+            return
+        _sync_from_jax(self.model)
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        broadcast_model(self.model, optimizer, self.root_rank, self._local_variables)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replace every metric in an epoch's logs by its mean over ranks, for the callbacks that follow and for History.
+
+    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint or TensorBoard. A metric that only some ranks
+    have is averaged over those.
+
+    Args:
+        device: TensorFlow device; numbers travel through the host, so it must be empty.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        if device:
+            raise ValueError(f"Metrics travel through the host; leave device out. Received: device={device!r}")
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Average `logs` in place, in one exchange."""
+        if world.current().size == 1:
+            return
+        logs = {} if logs is None else logs
+        mine = {name: float(value) for name, value in sorted(logs.items()) if _is_number(value)}
+        # Names and values in one message: ranks whose names differ would otherwise wait for each other for ever.
+        everybody = [json.loads(data) for data in host.allgather_bytes(json.dumps(mine).encode(), name="hvdtrain.logs")]
+        for name in sorted({name for values in everybody for name in values}):
+            values = [v[name] for v in everybody if name in v]
+            logs[name] = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Set the learning rate to `initial_lr * multiplier` between two epochs.
+
+    Args:
+        initial_lr: learning rate that the multiplier multiplies.
+        multiplier: function of the epoch; or a number m, which stands for m ** (epoch - start_epoch).
+        start_epoch: first epoch that is adjusted, counted from 0.
+        end_epoch: first epoch that no longer is; None for all.
+        staircase: adjust at the first batch of every epoch; False: at every batch, with a fractional epoch.
+        momentum_correction: where the rate changes, scale momentum buffers, which hold it, by new / old rate
+            (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
+        steps_per_epoch: batches an epoch; found out where Keras knows it.
+
+    Raises:
+        ValueError: `initial_lr` is None; or steps_per_epoch is needed and cannot be found out.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr must be the learning rate at the start. Received: None")
+        self.initial_lr = initial_lr
+        self.multiplier: Callable[[float], float]
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            constant = multiplier
+            self.multiplier = lambda epoch: float(constant ** (epoch - start_epoch))
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Find out the number of steps, where it is needed."""
+        if self.staircase or self.steps_per_epoch:
+            return
+        steps = (self.params or {}).get("steps")
+        if not steps:
+            raise ValueError(
+                f"Keras does not know the number of steps per epoch. Pass steps_per_epoch to {type(self).__name__}. "
+                f"Received: steps={steps}"
+            )
+        self.steps_per_epoch = int(steps)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Note the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Adjust the learning rate, inside of its epochs."""
+        if self.current_epoch < self.start_epoch or (self.end_epoch or math.inf) <= self.current_epoch:
+            return
+        if not self.staircase:
+            self._adjust(self.current_epoch + batch / float(self.steps_per_epoch or 1))
+        elif batch == 0:
+            self._adjust(self.current_epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Add the learning rate to the logs, as "lr"."""
+        if logs is not None:
+            logs["lr"] = self._learning_rate()
+
+    def _learning_rate(self) -> float:
+        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+
+    def _adjust(self, epoch: float) -> None:
+        _sync_from_jax(self.model)
+        old = self._learning_rate()
+        new = self.initial_lr * self.multiplier(epoch)
+        if new == old:
+            return
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = new
+        if self.momentum_correction and old > 0:
+            # Keras compiles `momentum` into the step, so it is the buffers that are scaled, once, with equal effect.
+            for buffer in _momentum_buffers(getattr(optimizer, "inner_optimizer", optimizer)):
+                buffer.assign(buffer * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch.
+
+    lr(epoch) = initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1): Goyal et al. 2017.
+
+    Args:
+        initial_lr: learning rate after the warmup, already scaled for all ranks.
+        warmup_epochs: epochs that it takes.
+        momentum_correction: see `LearningRateScheduleCallback`.
+        steps_per_epoch: batches an epoch; found out where Keras knows it.
+        verbose: 1 prints a line on rank 0 when the warmup ends.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            # One step ahead, so that the last batch of the warmup has the full rate.
+            epoch += 1.0 / float(self.steps_per_epoch or 1)
+            size = world.current().size
+            return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Add the learning rate to the logs, and say when the warmup is over."""
+        super().on_epoch_end(epoch, logs)
+        if epoch == (self.end_epoch or 0) - 1 and self.verbose > 0 and world.current().is_root:
+            print(f"\nEpoch {epoch + 1}: learning rate warmup ended at {self._learning_rate():g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keep the best model so far in one file, written by rank 0.
+
+    Args:
+        monitor: metric that says which is best; averaged over ranks if MetricAverageCallback comes first.
+        verbose: as in keras.callbacks.ModelCheckpoint.
+        save_weights_only: write ".weights.h5" instead of ".keras".
+        mode: "auto", "min" or "max".
+        save_freq: "epoch", or a number of batches.
+        filepath: where to; may be set later, as attribute `filepath`. By default best.keras or best.weights.h5.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: str | None = None,
+    ) -> None:
+        super().__init__(
+            filepath=filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+
+    def _save_model(self, epoch: int, batch: int | None, logs: Logs) -> None:
+        if world.current().is_root:  # several writers would tear the file
+            super()._save_model(epoch, batch, logs)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _sync_from_jax(model: Any) -> None:
+    """Put values back into the model's variables: while Keras trains on JAX, they are elsewhere."""
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
+
+
+def _momentum_buffers(optimizer: Any) -> list[Any]:
+    """Return the buffers that accumulate learning rate times gradient: those of SGD and RMSprop with momentum."""
+    if not optimizer.built or not getattr(optimizer, "momentum", 0):
+        return []
+    if isinstance(optimizer, keras.optimizers.SGD):
+        return [b for b in optimizer.momentums if b is not None]
+    if isinstance(optimizer, keras.optimizers.RMSprop):
+        return [b for b in optimizer._momentums if b is not None]
+    return []

@@ -1,0 +1,220 @@
+"""Elastic training with Keras 3: a state that survives ranks that come and go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.keras import basics, ops
+from hvdtrain.keras.callbacks import Logs, _sync_from_jax
+from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.variables import broadcast_model
+
+
+class _SoloState:
+    """Horovod's ObjectState, for one process without Horovod: nobody comes or goes."""
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **attributes: Any) -> None:
+        self._saved_state = attributes
+        self.restore()
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
+        """Accept functions to call when ranks change, which they will not."""
+
+    def commit(self) -> None:
+        """Save."""
+        self.save()
+
+    def check_host_updates(self) -> None:
+        """There are no other hosts."""
+
+    def save(self) -> None:
+        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+
+    def restore(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        self.save()
+
+
+def _base() -> Any:
+    if basics.engine() is None:
+        return _SoloState
+    from horovod.common.elastic import ObjectState
+
+    return ObjectState
+
+
+_Base: Any = _base()
+
+
+class KerasState(_Base):
+    """A model, its optimizer and further values, which an elastic run saves, restores and synchronizes.
+
+    Args:
+        model: built keras.Model.
+        optimizer: None means the one it was compiled with. Built here if it is not yet.
+        attributes: values to keep in step, such as epoch=0 and batch=0; they become attributes.
+
+    Raises:
+        ValueError: the model is not built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **attributes: Any) -> None:
+        if not model.built:
+            raise ValueError(f"{model.name} has no weights yet. Call model.build(input_shape), or fit it for one step.")
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else model.optimizer
+        if self.optimizer is not None and not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        self._values: list[Any] = []
+        self._save_values()
+        super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)
+
+    def save(self) -> None:
+        """Keep everything in host memory, as it is now."""
+        self._save_values()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for variable, value in zip(self._variables(), self._values, strict=True):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Give every rank rank 0's values, and make steps anew for the ranks there are now."""
+        _sync_from_jax(self.model)
+        part = distributed_part(self.optimizer)
+        if part is not None and part._hvd_how.active():
+            part.agree_on_model()  # a new rank must learn the names under which gradients travel
+            self.model.train_function = None
+        broadcast_model(self.model, self.optimizer)
+        self._save_values()
+        super().sync()
+
+    def _variables(self) -> list[Any]:
+        return [*self.model.weights, *(self.optimizer.variables if self.optimizer is not None else [])]
+
+    def _save_values(self) -> None:
+        _sync_from_jax(self.model)
+        self._values = [np.array(keras.ops.convert_to_numpy(v)) for v in self._variables()]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate `func(state, ...)` so that it is started again from the last commit whenever ranks come or go."""
+    if basics.engine() is None:
+
+        @functools.wraps(func)
+        def once(state: Any, *args: Any, **kwargs: Any) -> Any:
+            state.sync()
+            return func(state, *args, **kwargs)
+
+        return once
+    from horovod.common.elastic import run_fn
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+    @functools.wraps(func)
+    def translated(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(state, *args, **kwargs)
+        except (HorovodInternalError, HostsUpdatedInterrupt):
+            raise
+        except Exception as error:
+            # Inside a compiled step, TensorFlow and JAX turn Horovod's error into one of their own.
+            if not _comes_from_horovod(error):
+                raise
+            raise HorovodInternalError(str(error)) from error
+
+    return run_fn(translated, _reset)  # type: ignore[no-any-return]
+
+
+def _comes_from_horovod(error: BaseException) -> bool:
+    text = f"{type(error).__name__}: {error}"
+    return any(f"Horovod{word}" in text for word in ("InternalError", "All", "Grouped", "Broadcast", "Size"))
+
+
+def _reset() -> None:
+    basics.shutdown()
+    basics.init()
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commit the state every `batches_per_commit` batches, and after every epoch.
+
+    Args:
+        state: a KerasState.
+        batches_per_commit: batches between two commits.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Count anew: ranks that just joined begin to count now."""
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Commit when it is time."""
+        self.batches_remaining -= 1
+        if self.batches_remaining == 0:
+            self.state.commit()
+            self.batches_remaining = self.batches_per_commit
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Commit."""
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keep `state.batch`, the number of the epoch's last finished batch; 0 again when the epoch ends.
+
+    Args:
+        state: a KerasState made with batch=0. After a reset, pass steps_per_epoch less `state.batch` to fit: Keras 3
+            fixes the number of steps before a callback can change it.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Note the batch."""
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Start over."""
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Keep `state.epoch`, the number of epochs finished since the very start, through all resets.
+
+    Args:
+        state: a KerasState made with epoch=0.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.initial_epoch = state.epoch
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Note where this call of fit begins: Keras counts from 0 each time."""
+        self.initial_epoch = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Count the epoch."""
+        self.state.epoch = self.initial_epoch + epoch + 1
+
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]

@@ -1,0 +1,116 @@
+"""Give every rank the root's variables, and change nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain import world
+from hvdtrain.keras import basics, host
+from hvdtrain.keras.agreement import agree
+from hvdtrain.keras.process_sets import members
+from hvdtrain.keras.reduction import same_variable
+
+# A bound on the extra memory; large enough that the number of messages does not matter.
+CHUNK_BYTES = 64 * 2**20
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int = 0,
+    process_set: Any | None = None,
+    inplace: bool = True,
+) -> None:
+    """Assign the root's values to `variables` on every rank, bit for bit, whatever their dtypes.
+
+    Call it outside of compiled functions, on every rank, with the same variables in the same order.
+
+    Args:
+        variables: Keras variables, or the backend's own with `assign`.
+        root_rank: rank whose values everybody gets.
+        process_set: ranks that take part; None means all.
+        inplace: must be True; Horovod has the argument, and this is the only way there is here.
+
+    Raises:
+        DesyncError: ranks hold different variables.
+        ValueError: `root_rank` is not a rank, or `inplace` is False.
+    """
+    if not inplace:
+        raise ValueError("Variables are always assigned in place. Received: inplace=False")
+    variables = list(variables)
+    size = world.current().size
+    if not 0 <= root_rank < size:
+        raise ValueError(f"root_rank must be a rank in [0, {size}). Received: root_rank={root_rank}")
+    if basics.running() is None or members(process_set) <= 1 or not variables:
+        return
+    agree(variables, what="variables to broadcast", process_set=process_set)
+    for chunk in _chunks(variables):
+        _broadcast_chunk(chunk, root_rank, process_set)
+
+
+def broadcast_model(model: Any, optimizer: Any | None = None, root_rank: int = 0, skip: Sequence[Any] = ()) -> None:
+    """Give every rank the root's weights and optimizer state.
+
+    The states of random seed generators and the counts of metrics stay each rank's own: with equal seeds all ranks
+    would drop the same units of their different samples, and a metric counts what its rank has seen.
+
+    Args:
+        model: a built keras.Model.
+        optimizer: built; None means the model's, if it has one.
+        root_rank: rank whose values everybody gets.
+        skip: variables that stay local.
+    """
+    optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+    variables = list(model.weights)
+    if optimizer is not None:
+        variables += list(optimizer.variables)
+    broadcast_variables([v for v in variables if not any(same_variable(v, s) for s in skip)], root_rank)
+
+
+def broadcast_global_variables(root_rank: int, model: Any | None = None) -> None:
+    """Give every rank the root's weights and optimizer state of `model`.
+
+    Horovod's function of this name takes all variables of a TensorFlow 1 session. Keras 3 has none, so the model
+    must be named.
+
+    Raises:
+        ValueError: no model is given.
+    """
+    if model is None:
+        raise ValueError(
+            "Keras 3 keeps no global variables. Pass the model: hvd.broadcast_global_variables(root_rank, model), or "
+            "use hvd.callbacks.BroadcastGlobalVariablesCallback."
+        )
+    broadcast_model(model, root_rank=root_rank)
+
+
+def _nbytes(variable: Any) -> int:
+    itemsize = 8 if "64" in str(variable.dtype) else 4
+    return int(np.prod(variable.shape)) * itemsize
+
+
+def _chunks(variables: list[Any]) -> list[list[Any]]:
+    chunks: list[list[Any]] = [[]]
+    filled = 0
+    for variable in variables:
+        if chunks[-1] and filled + _nbytes(variable) > CHUNK_BYTES:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(variable)
+        filled += _nbytes(variable)
+    return chunks
+
+
+def _broadcast_chunk(variables: list[Any], root_rank: int, process_set: Any | None) -> None:
+    values = [np.ascontiguousarray(keras.ops.convert_to_numpy(v)).reshape(v.shape) for v in variables]
+    # As bytes, so that integers, booleans, bfloat16 and NaNs all arrive as they were.
+    data = np.concatenate([v.reshape(-1).view(np.uint8) for v in values])
+    received = host.call("broadcast", data, root_rank, name="hvdtrain.broadcast_variables", process_set=process_set)
+    if world.current().rank == root_rank:
+        return
+    parts = np.split(received, np.cumsum([v.nbytes for v in values])[:-1])
+    for variable, value, part in zip(variables, values, parts, strict=True):
+        variable.assign(part.view(value.dtype).reshape(value.shape))
