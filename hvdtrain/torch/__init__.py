@@ -1,0 +1,146 @@
+"""horovod.torch's names with its defects mended: `import hvdtrain.torch as hvd`.
+
+Works without Horovod too, as one process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hvdtrain.torch.compression import Compression
+from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, shutdown
+from hvdtrain.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from hvdtrain.torch.gather_ops import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from hvdtrain.torch.handles import poll, synchronize
+from hvdtrain.torch.optimizer import DistributedOptimizer
+from hvdtrain.torch.reduce_ops import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    barrier,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    join,
+    sparse_allreduce_async,
+)
+from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
+
+# What the engine itself answers: horovod.torch, or the stand-in for one process. Asked for when first used, so that
+# this module can be imported where there is no Horovod.
+_ENGINE_NAMES = (
+    "HorovodInternalError",
+    "ProcessSet",
+    "add_process_set",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+)
+_SUBMODULES = ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
+_HOROVOD_ONLY = ("check_extension", "mpi_lib_v2")
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "shutdown",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"hvdtrain.torch.{name}")
+    if name in _ENGINE_NAMES or name in _HOROVOD_ONLY:
+        from hvdtrain.torch.engine import native
+
+        home = native()
+        if not hasattr(home, name):
+            home = importlib.import_module(f"{home.__name__}.mpi_ops") if name not in _HOROVOD_ONLY else home
+        if hasattr(home, name):
+            return getattr(home, name)
+        raise AttributeError(f"hvdtrain.torch.{name} is part of Horovod's build, which is not installed.")
+    raise AttributeError(f"module 'hvdtrain.torch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_ENGINE_NAMES, *_HOROVOD_ONLY, *_SUBMODULES})

@@ -1,0 +1,46 @@
+"""Adasum: each rank takes its own step, and the steps are added up adaptively."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hvdtrain.torch import engine
+from hvdtrain.torch.engine import Adasum
+from hvdtrain.torch.reduce_ops import Reduction, submit
+
+
+class AdasumMixin(torch.optim.Optimizer):
+    """Stands before `DistributedMixin`: gradients stay local, and what is reduced is each parameter's change."""
+
+    _hvd_reducer: Any
+    _hvd_plain_class: Any
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the user's optimizer's step on this rank's gradients, then combine the changes of all ranks."""
+        self._reducer()  # type: ignore[attr-defined]
+        params = [(n, p) for n, p in self._hvd_reducer.named_parameters() if p.requires_grad]
+        before = [p.detach().clone() for _, p in params]
+        self._hvd_reducer.scale_gradients()
+        result = self._hvd_plain_class.step(self, *args, **kwargs)
+        how = Reduction(Adasum, process_set=engine.global_set())
+        compression = self._hvd_reducer.options.compression
+        under_way = []
+        for (name, param), start in zip(params, before, strict=True):
+            compressed, context = compression.compress(param.detach() - start)
+            under_way.append((submit([compressed], how, name=f"adasum.{name}", in_place=True), context))
+        for (_, param), start, (handle, context) in zip(params, before, under_way, strict=True):
+            (change,) = handle.wait()
+            param.detach().copy_(start + compression.decompress(change, context))
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients are not reduced."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Raise AssertionError: with Adasum a step without reduction has no meaning."""
+        raise AssertionError("skip_synchronize() is not possible with Adasum, which reduces after the step.")

@@ -1,0 +1,27 @@
+"""Elastic training for PyTorch: go on when ranks come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.torch.elastic.base import ObjectState, State, run_fn
+from hvdtrain.torch.elastic.sampler import ElasticSampler
+from hvdtrain.torch.elastic.state import TorchState
+from hvdtrain.torch.engine import init, shutdown
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "run_fn", "shutdown"]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `func(state, ...)` start again, from the last commit, whenever ranks come, go or fail.
+
+    Before each start the state is synchronized from rank 0. Alone, `func` simply runs.
+    """
+    wrapped: Callable[..., Any] = run_fn(func, _reset)
+    return wrapped
+
+
+def _reset() -> None:
+    shutdown()
+    init()

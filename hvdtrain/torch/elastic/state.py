@@ -1,0 +1,166 @@
+"""Elastic state of models, optimizers and samplers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from hvdtrain.torch import engine
+from hvdtrain.torch.elastic.base import ObjectState
+from hvdtrain.torch.elastic.sampler import ElasticSampler
+from hvdtrain.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+
+def _rank() -> int:
+    return int(engine.native().rank())
+
+
+class TorchState(ObjectState):
+    """The state of a training run, to be committed, restored and synchronized.
+
+    Each argument becomes an attribute. Models, optimizers and samplers are kept by their state_dict, and anything else
+    as a Python object.
+
+    Args:
+        model: a torch model, or None.
+        optimizer: a torch optimizer, plain or distributed, or None.
+        kwargs: more of them, or other objects, such as the epoch.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        kwargs.update(model=model, optimizer=optimizer)
+        handlers = {name: handler for name, value in kwargs.items() if (handler := _handler(value)) is not None}
+        self._handlers: dict[str, StateHandler] = handlers
+        for name, handler in handlers.items():
+            setattr(self, name, handler.value)
+        others = {name: value for name, value in kwargs.items() if name not in handlers}
+        super().__init__(bcast_object=broadcast_object, get_rank=_rank, **others)
+
+    def save(self) -> None:
+        """Keep a copy of everything in memory."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to the copy."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Give every rank the root's state, and keep a copy."""
+        for handler in self._handlers.values():
+            handler.sync()
+            handler.save()
+        super().sync()
+
+    def reset(self) -> None:
+        """Share what is left of the epoch among the ranks there are now."""
+        for handler in self._handlers.values():
+            handler.reset()
+        super().reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handlers = self.__dict__.get("_handlers", {})
+        if name in handlers and hasattr(self, name):
+            handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
+
+class StateHandler:
+    """Keeps one object of a `TorchState`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy of the object's state."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Go back to the copy."""
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        """Give every rank the root's state."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Prepare for other ranks."""
+
+    def set_value(self, value: Any) -> None:
+        """Keep another object from now on."""
+        self.value = value
+        self.save()
+
+
+class ModelStateHandler(StateHandler):
+    """Keeps a model."""
+
+    def sync(self) -> None:
+        """Broadcast parameters and buffers."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(StateHandler):
+    """Keeps an optimizer."""
+
+    def sync(self) -> None:
+        """Broadcast state and options."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class SamplerStateHandler(StateHandler):
+    """Keeps a sampler."""
+
+    def save(self) -> None:
+        """Keep a copy of the sampler's state."""
+        self._saved = self.value.state_dict()  # a fresh list of numbers: deepcopy would take seconds over a million
+
+    def sync(self) -> None:
+        """Load the root's epoch, and all indices that any rank has processed in it."""
+        epoch = broadcast_object(self.value.epoch, 0)
+        states = allgather_object(self.value.state_dict())
+        processed: set[int] = set()
+        for state in states:
+            if state["epoch"] == epoch:  # a rank that has just come knows nothing of it
+                processed.update(state["processed_indices"])
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": processed})
+
+    def reset(self) -> None:
+        """Share what is left among the ranks there are now."""
+        self.value.reset()
+
+
+_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Return which handler keeps which class."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Replace which handler keeps which class."""
+    global _registry
+    _registry = registry
+
+
+def _handler(value: Any) -> StateHandler | None:
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None

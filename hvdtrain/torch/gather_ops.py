@@ -1,0 +1,267 @@
+"""Collectives that move tensors: allgather, broadcast, alltoall, reducescatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.torch import engine, wire
+from hvdtrain.torch.compression import Compression
+from hvdtrain.torch.engine import Average, Sum
+from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.reduce_ops import Reduction, submit
+
+
+def _mean_of(grads: Sequence[Tensor], process_set: Any) -> list[Tensor]:
+    name = engine.auto_name("allreduce", process_set)
+    reduced: list[Tensor] = submit(grads, Reduction(process_set=process_set), name=name, in_place=False).wait()
+    return reduced
+
+
+def grouped_allgather_async(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> Handle:
+    """Start a grouped allgather; the handle gives a list of tensors. See `allgather`."""
+    process_set = engine.global_set(process_set)
+    name = name or engine.auto_name("allgather", process_set)
+    sent = [wire.to_move(t) for t in tensors]
+    if len(sent) == 1:
+        part = engine.native().allgather_async(sent[0], name=name, process_set=process_set)
+    else:
+        part = engine.native().grouped_allgather_async(sent, name=name, process_set=process_set)
+    dtypes = [t.dtype for t in tensors]
+
+    def finish(received: Any) -> list[Tensor]:
+        several = [received] if len(dtypes) == 1 else received
+        return [wire.from_move(t, dtype) for t, dtype in zip(several, dtypes, strict=True)]
+
+    return Handle([part], finish)
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Handle:
+    """Start an allgather and return a handle; see `allgather`."""
+    return Handle([grouped_allgather_async([tensor], name, process_set)], lambda results: results[0])
+
+
+class _Allgather(torch.autograd.Function):
+    """As in Horovod, the gradient is this rank's rows of the mean gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.process_set, ctx.rows = process_set, [t.shape[0] for t in tensors]
+        return tuple(grouped_allgather_async(tensors, name, process_set).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        means = _mean_of(grads, ctx.process_set)
+        rows = torch.tensor([ctx.rows])  # (1, tensors)
+        before = allgather_async(rows, process_set=ctx.process_set).wait()[: ctx.process_set.rank()].sum(0).tolist()
+        mine = [mean.narrow(0, start, n) for mean, start, n in zip(means, before, ctx.rows, strict=True)]
+        return (None, None, *mine)
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Tensor:
+    """Return every rank's `tensor`, concatenated on dimension 0 in rank order; differentiable.
+
+    Args:
+        tensor: type and shape equal on all ranks, but for dimension 0.
+        name: equal on all ranks; unnamed calls are matched by their order.
+        process_set: the ranks that take part; None means all.
+    """
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> list[Tensor]:
+    """Return `allgather` of each tensor, sent together."""
+    return list(_Allgather.apply(name, engine.global_set(process_set), *tensors))
+
+
+def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
+    """Start a broadcast into `tensor`; any type and memory layout. See `broadcast`."""
+    process_set = engine.global_set(process_set)
+    name = name or engine.auto_name("broadcast", process_set)
+    sent = wire.to_move(tensor)
+    part = engine.native().broadcast_async_(sent, root_rank, name=name, process_set=process_set)
+
+    def finish(received: Tensor) -> Tensor:
+        if received.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(wire.from_move(received, tensor.dtype))
+        return tensor
+
+    return Handle([part], finish)
+
+
+def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
+    """Overwrite `tensor` with the root's and return it; see `broadcast`."""
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+
+
+def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
+    """Start a broadcast into a new tensor; see `broadcast`."""
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+class _Broadcast(torch.autograd.Function):
+    """As in Horovod, the root's gradient is the mean over ranks, the others' is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return broadcast_async(tensor, root_rank, name, process_set).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (mean,) = _mean_of(grads, ctx.process_set)
+        return (mean if engine.native().rank() == ctx.root_rank else torch.zeros_like(mean)), None, None, None
+
+
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Tensor:
+    """Return the root's `tensor` on every rank; differentiable.
+
+    Args:
+        tensor: type and shape equal on all ranks; not modified.
+        root_rank: rank (among all, also with a process set) whose tensor it is.
+        name: equal on all ranks; unnamed calls are matched by their order.
+        process_set: the ranks that take part; None means all.
+    """
+    result: Tensor = _Broadcast.apply(tensor, root_rank, name, engine.global_set(process_set))
+    return result
+
+
+def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Handle:
+    """Start an alltoall; the handle gives (rows received, their number from each rank). See `alltoall`."""
+    process_set = engine.global_set(process_set)
+    name = name or engine.auto_name("alltoall", process_set)
+    part = engine.native().alltoall_async(wire.to_move(tensor), splits, name=name, process_set=process_set)
+    dtype = tensor.dtype
+    return Handle([part], lambda outputs: (wire.from_move(outputs[0], dtype), outputs[1]))
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: Any) -> Any:
+        received, rows = alltoall_async(tensor, splits, name, process_set).wait()
+        ctx.rows, ctx.process_set = rows, process_set
+        ctx.mark_non_differentiable(rows)
+        return received, rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        mine, _ = alltoall_async(grads[0], ctx.rows, process_set=ctx.process_set).wait()
+        return mine, None, None, None
+
+
+def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
+    """Send each rank some rows of `tensor` and return the rows received, in rank order; differentiable.
+
+    Args:
+        tensor: type and shape equal on all ranks, but for dimension 0.
+        splits: number of rows for each rank; None splits dimension 0 evenly.
+        name: equal on all ranks; unnamed calls are matched by their order.
+        process_set: the ranks that take part; None means all.
+
+    Returns:
+        The rows received; with `splits` given, also an int tensor: how many came from each rank.
+    """
+    received, rows = _Alltoall.apply(tensor, splits, name, engine.global_set(process_set))
+    return received if splits is None else (received, rows)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start a grouped reducescatter; the handle gives a list of tensors. See `reducescatter`."""
+    process_set = engine.global_set(process_set)
+    native = engine.native()
+    sent = [wire.to_reduce(t) for t in tensors]
+    options = {
+        "name": name or engine.auto_name("reducescatter", process_set),
+        "op": op,
+        "process_set": process_set,
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+    }
+    if len(sent) == 1:
+        part = native.reducescatter_async(sent[0], **options)
+    else:
+        part = native.grouped_reducescatter_async(sent, **options)
+    dtypes = [t.dtype for t in tensors]
+
+    def finish(received: Any) -> list[Tensor]:
+        several = [received] if len(dtypes) == 1 else received
+        return [t.to(dtype) for t, dtype in zip(several, dtypes, strict=True)]
+
+    return Handle([part], finish)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start a reducescatter and return a handle; see `reducescatter`."""
+    several = grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
+    return Handle([several], lambda results: results[0])
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, op: int, process_set: Any, prescale: float, postscale: float, *tensors: Tensor
+    ) -> Any:
+        ctx.process_set = process_set
+        ctx.factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+        return tuple(grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        scaled = [g * ctx.factor if ctx.factor != 1.0 else g for g in grads]
+        return (None,) * 5 + tuple(grouped_allgather_async(scaled, process_set=ctx.process_set).wait())
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce `tensor` over ranks and return this rank's share of its rows; differentiable.
+
+    Args:
+        tensor: type and shape equal on all ranks.
+        name: equal on all ranks; unnamed calls are matched by their order.
+        compression: see `allreduce`; bf16 adds up in float32 and saves no bytes here.
+        op: Average or Sum.
+        process_set: the ranks that take part; None means all.
+        prescale_factor: multiplies before the reduction.
+        postscale_factor: multiplies after it.
+    """
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Return `reducescatter` of each tensor, sent together."""
+    compressed, contexts = zip(*(compression.compress(t) for t in tensors), strict=True)
+    process_set = engine.global_set(process_set)
+    reduced = _Reducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *compressed)
+    return [compression.decompress(t, context) for t, context in zip(reduced, contexts, strict=True)]

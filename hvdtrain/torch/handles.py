@@ -1,0 +1,70 @@
+"""A handle on an operation under way, that may be made of several native ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdtrain.torch import engine
+
+
+class Handle:
+    """One operation under way; `poll` and `synchronize` take it, and calling it waits too.
+
+    Args:
+        parts: native handles, or other handles, that must be done first.
+        finish: given the parts' outputs, returns the operation's result; runs once, in the waiting thread.
+    """
+
+    def __init__(self, parts: Sequence[Any], finish: Callable[..., Any]) -> None:
+        self._parts = list(parts)
+        self._finish = finish
+        self._generation = engine.generation()
+        self._done = False
+        self._result: Any = None
+
+    def poll(self) -> bool:
+        """True when `wait` will not block."""
+        return self._done or all(poll(part) for part in self._parts)
+
+    def wait(self) -> Any:
+        """Block until the operation is done and return its result; later calls return the same."""
+        if not self._done:
+            self._done = True
+            if self.is_stale:
+                raise engine.native().HorovodInternalError("This operation was submitted before hvd.shutdown().")
+            outputs = []
+            error: Exception | None = None
+            for part in self._parts:
+                try:
+                    outputs.append(synchronize(part))
+                except Exception as failure:  # noqa: BLE001 - wait for the others first, they write into our buffers
+                    error = error or failure
+            if error is not None:
+                raise error
+            self._result = self._finish(*outputs)
+            self._parts = []
+        return self._result
+
+    __call__ = wait
+
+    @property
+    def is_stale(self) -> bool:
+        """True if Horovod was shut down since: native handles are numbers that may mean something else by now."""
+        return self._generation != engine.generation()
+
+
+def poll(handle: Any) -> bool:
+    """Return whether the operation is done, so that `synchronize` will not block."""
+    return handle.poll() if isinstance(handle, Handle) else bool(engine.native().poll(handle))
+
+
+def synchronize(handle: Any) -> Any:
+    """Wait for an asynchronous operation and return its result.
+
+    Raises:
+        HorovodInternalError: the operation failed, on this rank or on another.
+    """
+    if callable(handle):
+        return handle()
+    return engine.native().synchronize(handle)

@@ -1,0 +1,334 @@
+"""DistributedOptimizer: the user's optimizer, with gradients reduced over ranks before each step."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from hvdtrain.torch import engine
+from hvdtrain.torch.adasum import AdasumMixin
+from hvdtrain.torch.agreement import check_agreement
+from hvdtrain.torch.compression import Compression
+from hvdtrain.torch.engine import Adasum, Average
+from hvdtrain.torch.reduce_ops import Reduction, submit
+from hvdtrain.torch.reducer import Reducer, ReducerOptions
+
+_OURS = ("_hvd_reducer", "_hvd_names", "_hvd_should_synchronize")
+
+
+class DistributedMixin(torch.optim.Optimizer):
+    """What `DistributedOptimizer` adds to the user's class; stands before it in the order of methods.
+
+    Instances share the attributes of the optimizer that the user passed in: state, parameter groups, defaults, hooks.
+    """
+
+    _hvd_plain_class: type[torch.optim.Optimizer]
+    _hvd_reducer: Reducer
+    _hvd_names: dict[int, str]
+    _hvd_should_synchronize: bool
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduce the gradients and take the user's optimizer's step.
+
+        With a closure, each of its calls reduces the gradients and the loss it returns, so that all ranks search along
+        the same line (LBFGS).
+        """
+        reducer = self._reducer()
+        closure = args[0] if args else kwargs.get("closure")
+        if not self._hvd_should_synchronize:
+            closure = None  # the user does it
+        elif closure is None:
+            if not reducer.is_synchronized:
+                reducer.synchronize()
+        elif reducer.is_distributed or reducer.scale != 1.0:
+            reduced = self._reduced(closure)
+            args, kwargs = ((reduced, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": reduced})
+        reducer.is_synchronized = False
+        return super().step(*args, **kwargs)
+
+    # torch times and hooks a class's step; this one only passes on to one that already is.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `closure` with its gradients and its loss reduced."""
+        reducer = self._reducer()
+        if reducer.is_under_way:  # gradients of a backward before step()
+            reducer.synchronize()
+
+        @functools.wraps(closure)
+        def reduced() -> Any:
+            loss = closure()
+            reducer.synchronize()
+            reducer.is_synchronized = False
+            if loss is None or not reducer.is_distributed:
+                return loss
+            value = loss.detach().clone() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+            how = Reduction(reducer.options.op, process_set=reducer.options.process_set)
+            submit([value], how, name="closure.loss", in_place=True).wait()
+            return value if isinstance(loss, torch.Tensor) else float(value)
+
+        return reduced
+
+    def synchronize(self) -> None:
+        """Reduce the gradients now, for example before clipping; then `step` under `skip_synchronize`."""
+        self._reducer().synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, `step` does not reduce: `synchronize` was called before."""
+        self._hvd_should_synchronize = False
+        try:
+            yield
+        finally:
+            self._hvd_should_synchronize = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients.
+
+        Raises:
+            AssertionError: their reduction is under way, between backward() and step() or synchronize().
+        """
+        reducer = self._hvd_reducer
+        if reducer.is_under_way:
+            raise AssertionError(
+                "zero_grad() was called after backward() and before step(), while the gradients are being reduced. "
+                "Call optimizer.step() or optimizer.synchronize() first."
+            )
+        reducer.is_synchronized = False
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state, and drop the step under way; to be called on all ranks or on none."""
+        self._hvd_reducer.forget()
+        super().load_state_dict(state_dict)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the number of backward passes a step, from the next step on."""
+        if passes <= 0:
+            raise ValueError(f"backward_passes_per_step must be > 0. Received: {passes}")
+        self._hvd_reducer.set_passes_per_step(passes)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes that make up one step."""
+        return self._hvd_reducer.passes_per_step
+
+    @property
+    def op(self) -> int:
+        """How gradients are reduced: Average, Sum or Adasum."""
+        return self._hvd_reducer.options.op
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks over which gradients are reduced."""
+        return self._hvd_reducer.options.process_set
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step asks for this just before it looks at the gradients, so that here is the last chance to reduce
+        # them: a rank that saw an infinity of its own would skip the step alone.
+        reducer = self._reducer()
+        if self._hvd_should_synchronize and not reducer.is_synchronized:
+            reducer.synchronize()
+        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self.__dict__["_step_supports_amp_scaling"] = value
+
+    def _reducer(self) -> Reducer:
+        """Return the reducer, after telling it of parameters that were added since."""
+        reducer = self._hvd_reducer
+        new = [
+            (self._hvd_names.get(id(p), f"allreduce.noname.{i}.{j}"), p)
+            for i, group in enumerate(self.param_groups)
+            for j, p in enumerate(group["params"])
+            if not reducer.knows(p)
+        ]
+        if new:
+            reducer.extend(new)
+        return reducer
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, to be reduced too; on all ranks alike."""
+        super().add_param_group(param_group)
+        self._reducer()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copies and pickles are of the user's own class: a file must not need hvdtrain to be read.
+        state = {k: v for k, v in self.__getstate__().items() if k not in (*_OURS, "step")}
+        return copyreg.__newobj__, (self._hvd_plain_class,), state  # type: ignore[attr-defined]
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Any]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+    average_aggregated_gradients: bool = False,
+) -> Any:
+    """Return `optimizer` as one whose `step` first reduces gradients over ranks.
+
+    The result is an instance of the user's class and shares everything with the user's object: existing state,
+    parameter groups, defaults, learning-rate schedulers made before. To be called on all ranks alike. On one rank it
+    adds nothing.
+
+    Gradients are sent while backward still runs. To clip: `synchronize()`, clip, then `step()` under
+    `skip_synchronize()`; with `GradScaler`, call `synchronize()` before `unscale_`.
+
+    Args:
+        optimizer: any torch optimizer.
+        named_parameters: `model.named_parameters()`; names show in timelines and error messages.
+        compression: `Compression.none`, `.fp16`, `.bf16`, or your own `Compressor`.
+        backward_passes_per_step: backward passes that make up one step; their gradients add up.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: with Average, divides before the sum, and multiplies after it.
+        num_groups: Horovod's old word for groups.
+        groups: number of groups to send gradients in, or a list of lists of parameters.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: the ranks over which to reduce; None means all.
+        average_aggregated_gradients: divide by backward_passes_per_step.
+
+    Raises:
+        ValueError: no parameters; named_parameters of another model, or with a name twice; an option out of range.
+        DesyncError: on every rank, if ranks have different parameters; names the first.
+    """
+    process_set = engine.global_set(process_set)
+    if num_groups != 0:
+        warnings.warn("num_groups is Horovod's old word. Use groups.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    _check_options(op, gradient_predivide_factor, backward_passes_per_step, groups)
+    named = _name_parameters(optimizer, named_parameters)
+    check_agreement(named, process_set)
+    options = ReducerOptions(
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )
+    mixin: type[DistributedMixin] = DistributedMixin
+    if op == Adasum and engine.native().size() > 1:
+        if not engine.is_global(process_set):
+            raise NotImplementedError("Adasum runs over all ranks. Received: a process set of its own.")
+        mixin = type("AdasumDistributedMixin", (AdasumMixin, DistributedMixin), {})
+    plain = type(optimizer)
+    if isinstance(optimizer, DistributedMixin):  # wrapped again, with other options
+        plain = optimizer._hvd_plain_class
+        optimizer._hvd_reducer.detach()
+    name = plain.__name__
+    described = {"__module__": plain.__module__, "__doc__": plain.__doc__, "__qualname__": plain.__qualname__}
+    cls: Any = type(name, (mixin, plain), {**described, "_hvd_plain_class": plain})
+    distributed = object.__new__(cls)
+    distributed.__dict__ = optimizer.__dict__
+    distributed._hvd_names = {id(p): n for n, p in named}
+    distributed._hvd_should_synchronize = True
+    in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    ours = [(n, p) for n, p in named if id(p) in in_groups]
+    distributed._hvd_reducer = Reducer(ours, options, backward_passes_per_step, hooked=op != Adasum)
+    _move_scheduler(distributed)
+    return distributed
+
+
+def _check_options(op: int, predivide: float, passes: int, groups: Any) -> None:
+    if predivide != 1.0 and op != Average:
+        raise ValueError(f"gradient_predivide_factor needs op=Average. Received: {predivide} with op={op}")
+    if predivide != 1.0 and engine.native().rocm_built():
+        raise ValueError("gradient_predivide_factor is not supported with ROCm")
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0. Received: {passes}")
+    if groups is None or (isinstance(groups, int) and groups >= 0):
+        return
+    if not isinstance(groups, list):
+        raise ValueError(f"groups must be a number >= 0 or a list of lists of parameters. Received: {groups!r}")
+    members = [p for group in groups for p in group]
+    if any(not isinstance(p, torch.Tensor) for p in members):
+        raise ValueError("groups must hold parameters only; pass model parameters, not names")
+    if len({id(p) for p in members}) < len(members):
+        raise ValueError("a parameter may be in one group only")
+
+
+def _name_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Any]] | None
+) -> list[tuple[str, Parameter]]:
+    """Return the optimizer's parameters with names, in the order of its groups; then those that it may get later."""
+    in_groups = [
+        (f"allreduce.noname.{i}.{j}", p)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    ]
+    if not in_groups:
+        raise ValueError("The optimizer has no parameters: is the model without any? There is nothing to train.")
+    if named_parameters is None:
+        return in_groups
+    given = list(named_parameters)
+    if not given:
+        raise ValueError("named_parameters is empty: is the model without parameters? There is nothing to train.")
+    for item in given:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ValueError(
+                "named_parameters must be (name, parameter) tuples, such as model.named_parameters(). "
+                f"Received: {type(item).__name__}"
+            )
+    names = [name for name, _ in given]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"named_parameters must have unique names. Received twice: {', '.join(twice)}")
+    name_of = {id(p): name for name, p in given}
+    unnamed = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])
+               if id(p) not in name_of]  # fmt: skip
+    if unnamed:
+        i, j, param = unnamed[0]
+        raise ValueError(
+            f"named_parameters lacks {len(unnamed)} of the optimizer's {len(in_groups)} parameters, the first of shape "
+            f"{tuple(param.shape)} (group {i}, number {j}): are they another model's? Pass the named_parameters() of "
+            "the model whose parameters the optimizer has."
+        )
+    known = {id(p) for _, p in in_groups}
+    return [(name_of[id(p)], p) for _, p in in_groups] + [(n, p) for n, p in given if id(p) not in known]
+
+
+def _move_scheduler(distributed: Any) -> None:
+    """Let a scheduler that was made before go on watching `step`.
+
+    It has put a `step` on the user's object that calls the user's class's step, past ours.
+    """
+    patched = distributed.__dict__.pop("step", None)
+    if patched is None:
+        return
+    if not hasattr(patched, "_wrapped_by_lr_sched"):
+        warnings.warn(
+            f"The optimizer's own step ({patched!r}) was replaced on the object; DistributedOptimizer calls its "
+            "class's step instead. Replace step after DistributedOptimizer.",
+            stacklevel=3,
+        )
+        return
+    this = weakref.ref(distributed)
+    step = type(distributed).step
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        optimizer = this()
+        if optimizer is None:
+            raise ReferenceError("The optimizer that hvd.DistributedOptimizer returned is gone; keep it and step it.")
+        optimizer._opt_called = True
+        return step(optimizer, *args, **kwargs)
+
+    watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    distributed.step = watched

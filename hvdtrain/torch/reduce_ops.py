@@ -1,0 +1,351 @@
+"""Allreduce and its family: adding up over ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.torch import bf16, engine, wire
+from hvdtrain.torch.compression import BF16Compressor, Compression
+from hvdtrain.torch.engine import Average, Sum
+from hvdtrain.torch.handles import Handle, synchronize
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How to reduce: the options that all of allreduce's forms share."""
+
+    op: int = Average
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    process_set: Any = None
+
+    @property
+    def can_lose_ranks(self) -> bool:
+        """True if ranks that joined would make the mean too small: its divisor must be asked for."""
+        return self.op == Average and engine.is_global(self.process_set) and engine.native().size() > 1
+
+
+def resolve_op(op: int | None, average: bool | None) -> int:
+    """Return the operation asked for, in Horovod's new or old words."""
+    if op is not None:
+        if average is not None:
+            raise ValueError(f"op supersedes average; give one of them. Received: op={op}, average={average}")
+        return op
+    if average is None:
+        return Average
+    warnings.warn("average= is Horovod's old word. Use op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
+    return Average if average else Sum
+
+
+def active_ranks_async(name: str) -> Handle:
+    """Count the ranks that have not joined: each sends a one, and who joined sends Horovod's zero."""
+    ones = torch.ones(1)
+    part = engine.native().allreduce_async_(ones, name=f"{name}.active", op=Sum)
+    return Handle([part], lambda total: round(float(total)))
+
+
+def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bool, counted: bool = True) -> Handle:
+    """Start one reduction of `tensors`, as one group if there are several; the handle gives a list of tensors.
+
+    Args:
+        tensors: any mix of shapes; any type and layout that `wire.to_reduce` takes.
+        how: operation, factors, process set.
+        name: equal on all ranks.
+        in_place: write the results into `tensors` and return those.
+        counted: for a mean, ask how many ranks are left and divide by that; False if the caller does.
+    """
+    native = engine.native()
+    wires = []
+    for tensor in tensors:
+        sent = wire.to_reduce(tensor)
+        wires.append(sent if in_place or not wire.same_memory(sent, tensor) else sent.clone())
+    # Horovod multiplies a sum by a rounded 1/size and cuts: 49 ones on 49 ranks would have the integer mean 0.
+    whole_numbers = how.op == Average and not any(sent.is_floating_point() for sent in wires)
+    options = {
+        "name": name,
+        "op": Sum if whole_numbers else how.op,
+        "prescale_factor": how.prescale_factor,
+        "postscale_factor": how.postscale_factor,
+        "process_set": how.process_set,
+    }
+    if len(wires) == 1:
+        parts = [native.allreduce_async_(wires[0], **options)]
+    else:
+        parts = [native.grouped_allreduce_async_(wires, **options)]
+    if counted and how.can_lose_ranks:
+        parts.append(active_ranks_async(name))
+    expected = how.process_set.size()
+
+    def finish(_: Any, active: int = expected) -> list[Tensor]:
+        results = []
+        for tensor, received in zip(tensors, wires, strict=True):
+            if whole_numbers:
+                received.copy_(torch.div(received, active, rounding_mode="trunc"))
+            elif active != expected:
+                received.mul_(expected / active)
+            if not in_place:
+                results.append(received.to(tensor.dtype))
+                continue
+            if not wire.same_memory(received, tensor):
+                tensor.detach().copy_(received)
+            results.append(tensor)
+        return results
+
+    return Handle(parts, finish)
+
+
+class _Allreduce(torch.autograd.Function):
+    """The gradient of a reduction is the same reduction of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, how: Reduction, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.how, ctx.count = how, len(tensors)
+        return tuple(submit(tensors, how, name=name, in_place=False).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        name = engine.auto_name("allreduce", ctx.how.process_set)
+        return (None, None, *submit(grads, ctx.how, name=name, in_place=False).wait())
+
+
+def _options(
+    average: bool | None, name: str | None, op: int | None, prescale: float, postscale: float, process_set: Any
+) -> tuple[Reduction, str]:
+    process_set = engine.global_set(process_set)
+    how = Reduction(resolve_op(op, average), prescale, postscale, process_set)
+    return how, name or engine.auto_name("allreduce", process_set)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> Tensor:
+    """Return `tensor` reduced over ranks; differentiable.
+
+    Unlike Horovod's, the mean is over the ranks that have not joined, and bfloat16 tensors are taken.
+
+    Args:
+        tensor: shape and type equal on all ranks; not modified.
+        average: Horovod's old word for op.
+        name: equal on all ranks; unnamed calls are matched by their order.
+        compression: `Compression.none`, `.fp16`, `.bf16`, or your own `Compressor`.
+        op: Average (default), Sum, Min, Max, Product or Adasum.
+        prescale_factor: multiplies before the reduction.
+        postscale_factor: multiplies after it.
+        process_set: the ranks that take part; None means all.
+
+    Raises:
+        HorovodInternalError: the collective failed, for example since shapes differ over ranks.
+        TypeError: no reduction is defined for the tensor's type.
+    """
+    return grouped_allreduce(
+        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
+    )[0]  # fmt: skip
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> list[Tensor]:
+    """Return `tensors`, each reduced over ranks, sent together; see `allreduce`."""
+    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
+    if compression is BF16Compressor and how.op in (Average, Sum) and how.process_set.size() > 1:
+        active = active_ranks_async(name).wait() if engine.is_global(how.process_set) else how.process_set.size()
+        if active == how.process_set.size():  # Horovod has no alltoall with ranks that joined
+            return list(_Bf16Allreduce.apply(how, name, *tensors))
+    compressed, contexts = zip(*(compression.compress(t) for t in tensors), strict=True)
+    reduced = _Allreduce.apply(how, name, *compressed)
+    return [compression.decompress(t, context) for t, context in zip(reduced, contexts, strict=True)]
+
+
+class _Bf16Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: Reduction, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.how = how
+        exchange = bf16.Exchange(
+            tensors,
+            name=name,
+            process_set=how.process_set,
+            prescale=how.prescale_factor,
+            postscale=how.postscale_factor / (how.process_set.size() if how.op == Average else 1),
+        )
+        return tuple(exchange.wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        name = engine.auto_name("allreduce", ctx.how.process_set)
+        return (None, None, *_Bf16Allreduce.apply(ctx.how, name, *grads))
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> Handle:
+    """Start an allreduce and return a handle on the result; see `allreduce`."""
+    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
+    return _first(submit([tensor], how, name=name, in_place=False))
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> Handle:
+    """Start an allreduce in place; leave `tensor` alone until `synchronize`. See `allreduce`."""
+    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
+    return _first(submit([tensor], how, name=name, in_place=True))
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> Any:
+    """Reduce `tensor` in place and return it; see `allreduce`."""
+    return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> Handle:
+    """Start a grouped allreduce and return a handle on the list of results; see `allreduce`."""
+    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
+    return submit(tensors, how, name=name, in_place=False)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> Handle:
+    """Start a grouped allreduce in place; see `allreduce`."""
+    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
+    return submit(tensors, how, name=name, in_place=True)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> Any:
+    """Reduce `tensors` in place, sent together, and return them; see `allreduce`."""
+    return grouped_allreduce_async_(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    ).wait()  # fmt: skip
+
+
+def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any = None) -> Handle:
+    """Start the reduction of a sparse tensor: everybody's entries are gathered, entries at one place add up.
+
+    Args:
+        tensor: sparse COO tensor, its shape equal on all ranks.
+        name: equal on all ranks.
+        op: Average or Sum.
+        process_set: the ranks that take part; None means all.
+
+    Returns:
+        A handle on a new sparse tensor, not coalesced.
+    """
+    process_set = engine.global_set(process_set)
+    native = engine.native()
+    values = wire.to_move(tensor._values())
+    # Ranks differ in their number of entries, which must be the first dimension.
+    indices = tensor._indices().t().contiguous()  # (entries, sparse_dim)
+    parts = [
+        native.allgather_async(values, name=f"{name}.values", process_set=process_set),
+        native.allgather_async(indices, name=f"{name}.indices", process_set=process_set),
+    ]
+
+    def finish(all_values: Tensor, all_indices: Tensor) -> Tensor:
+        gathered = wire.from_move(all_values, tensor.dtype)
+        if op == Average:
+            gathered = gathered / process_set.size()
+        return torch.sparse_coo_tensor(all_indices.t(), gathered, tensor.shape, check_invariants=False)
+
+    return Handle(parts, finish)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until every rank says so.
+
+    Meanwhile the others go on reducing, and this rank adds zeros; their means are over the ranks still there.
+
+    Args:
+        device: GPU on which to make the zeros; -1 is the CPU.
+
+    Returns:
+        The rank that joined last.
+    """
+    last = int(engine.native().join(device))
+    engine.joined_together()
+    return last
+
+
+def barrier(process_set: Any = None) -> None:
+    """Return once every rank of the process set (None: all) has called it."""
+    engine.native().barrier(process_set=engine.global_set(process_set))
+
+
+def _first(handle: Handle) -> Handle:
+    return Handle([handle], lambda results: results[0])
+
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "join",
+    "sparse_allreduce_async",
+    "synchronize",
+]

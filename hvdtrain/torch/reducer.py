@@ -1,0 +1,257 @@
+"""Reduce gradients over ranks while backward is still running."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch import engine, units
+from hvdtrain.torch.compression import BF16Compressor, Compression
+from hvdtrain.torch.engine import Average, Sum
+from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.reduce_ops import active_ranks_async
+from hvdtrain.torch.units import Unit
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """What `DistributedOptimizer` was asked for; see there."""
+
+    compression: Any = Compression.none
+    op: int = Average
+    gradient_predivide_factor: float = 1.0
+    groups: Any = None
+    sparse_as_dense: bool = False
+    process_set: Any = None
+    average_aggregated_gradients: bool = False
+
+
+@dataclass
+class _Step:
+    """What is known of the step under way."""
+
+    started: list[Unit] = field(default_factory=list)
+    active: Handle | None = None
+
+
+class Reducer:
+    """Owns the gradients' way over the ranks; the optimizer asks it to `synchronize` before each step.
+
+    A unit (a parameter, a group, or a bucket under bf16 compression) is sent as soon as backward has made all of its
+    gradients. In `synchronize` the ranks first tell each other which gradients they have: what is missing on one rank
+    counts as zeros, what is missing on all stays missing, as it would in one process.
+
+    Args:
+        named: all parameters with their names; equal names, shapes and order on all ranks.
+        options: how to reduce.
+        passes_per_step: backward passes that make up one gradient.
+        hooked: False where gradients stay as they are (Adasum adds up steps instead).
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        options: ReducerOptions,
+        passes_per_step: int,
+        *,
+        hooked: bool = True,
+    ) -> None:
+        self.options = options
+        self.passes_per_step = passes_per_step
+        self.is_synchronized = False
+        self._names: dict[Parameter, str] = {}
+        self._passes: dict[Parameter, int] = {}  # backward passes since the last step
+        self._units: list[Unit] = []
+        self._unit_of: dict[Parameter, Unit] = {}
+        self._hooks: dict[Parameter, Any] = {}
+        self._step = _Step()
+        included = options.process_set.included() is not False
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # one rank now, perhaps more after the next reset
+        self.is_distributed = bool(hooked and included and (options.process_set.size() > 1 or elastic))
+        self.extend(named)
+
+    # Parameters
+
+    def extend(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        """Reduce these parameters too, from the next step on."""
+        for name, param in named:
+            self._names[param] = name
+            self._passes[param] = 0
+        if self.is_distributed:
+            for members in units.partition([p for _, p in named], self._names, self.options):
+                unit = Unit(members, [self._names[p] for p in members], self.options, self.scale)
+                self._units.append(unit)
+                self._unit_of.update((p, unit) for p in members)
+            self._watch()
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """Return the parameters that are reduced, with their names."""
+        return [(name, param) for param, name in self._names.items()]
+
+    def knows(self, param: Parameter) -> bool:
+        """Return whether this parameter is reduced."""
+        return param in self._names
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters: another reducer takes over."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _watch(self) -> None:
+        # Also those unfrozen since the last step.
+        this = weakref.ref(self)  # parameters outlive optimizers; a forgotten one must not go on reducing
+
+        def hook(param: Tensor) -> None:
+            reducer = this()
+            if reducer is not None:
+                reducer._on_gradient(param)  # type: ignore[arg-type]
+
+        for param in self._names:
+            if param.requires_grad and param.is_leaf and param not in self._hooks:
+                self._hooks[param] = param.register_post_accumulate_grad_hook(hook)
+
+    # Steps
+
+    @property
+    def scale(self) -> float:
+        """What a gradient summed over a step's backward passes is multiplied by."""
+        return 1.0 / self.passes_per_step if self.options.average_aggregated_gradients else 1.0
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while Horovod may be writing into gradients."""
+        return bool(self._step.started)
+
+    def set_passes_per_step(self, passes: int) -> None:
+        """Change the number of backward passes a step, from the next step on."""
+        self.passes_per_step = passes
+        self._passes = dict.fromkeys(self._passes, 0)
+        for unit in self._units:
+            unit.scale = self.scale
+
+    def forget(self) -> None:
+        """Start the step anew; what is under way is waited for before its name is used again."""
+        for unit in self._units:
+            unit.abandon()
+        self._end_step()
+        self.is_synchronized = False
+
+    def _end_step(self) -> None:
+        self._step = _Step()
+        for param in self._passes:
+            self._passes[param] = 0
+        for unit in self._units:
+            unit.reset()
+
+    def _on_gradient(self, param: Parameter) -> None:
+        if self._passes[param] >= self.passes_per_step:
+            raise AssertionError(
+                f"The gradient of {self._names[param]} was computed more than backward_passes_per_step="
+                f"{self.passes_per_step} times before step(). Raise backward_passes_per_step to accumulate, or call "
+                "optimizer.step() after each backward."
+            )
+        self.is_synchronized = False
+        self._passes[param] += 1
+        if self._passes[param] == self.passes_per_step:
+            unit = self._unit_of[param]
+            unit.ready += 1
+            if unit.ready == len(unit.params):
+                self._start(unit)
+
+    def _start(self, unit: Unit) -> None:
+        unit.start(self._all_active)
+        self._step.started.append(unit)
+
+    def _all_active(self) -> bool:
+        """Return whether no rank has joined; asked by bf16 buckets, which need everybody."""
+        return not self._counts_ranks or self._active().wait() == self.options.process_set.size()
+
+    @property
+    def _counts_ranks(self) -> bool:
+        return engine.is_global(self.options.process_set)
+
+    def _active(self) -> Handle:
+        if self._step.active is None:
+            self._step.active = active_ranks_async("gradients")
+        return self._step.active
+
+    def synchronize(self) -> None:
+        """Reduce all gradients of this step and wait for them.
+
+        Raises:
+            HorovodInternalError: a collective failed.
+            HvdTrainError: a gradient is sparse on one rank and dense on another.
+        """
+        if not self.is_distributed:
+            self.scale_gradients()
+            self._end_step()
+            self.is_synchronized = True
+            return
+        self._watch()
+        try:
+            self._synchronize()
+        except BaseException:
+            for unit in self._units:
+                unit.abandon()
+            raise
+        finally:
+            self._end_step()
+        self.is_synchronized = True
+
+    def _synchronize(self) -> None:
+        size = self.options.process_set.size()
+        if self.options.compression is BF16Compressor:
+            self._all_active()  # every rank counts in every step, whether or not it started a bucket
+        waiting = []
+        for unit in self._units:
+            if unit.is_started:
+                continue
+            if any(p.grad is not None for p in unit.params):
+                self._start(unit)
+            else:
+                waiting.append(unit)
+        have = torch.tensor([1.0] + [float(flag) for unit in self._units for flag in unit.flags()])
+        name = "gradients.present"
+        part = engine.native().allreduce_async_(have, name=name, op=Sum, process_set=self.options.process_set)
+        engine.native().synchronize(part)
+        active = round(have[0].item()) if self._counts_ranks else size
+        offset = 1
+        present = []
+        for unit in self._units:
+            flags = have[offset : offset + 2 * len(unit.params)].view(-1, 2)  # (params, dense or sparse)
+            offset += flags.numel()
+            present.append(flags)
+            self._refuse_mixture(unit, flags)
+        for unit, flags in zip(self._units, present, strict=True):
+            if unit in waiting and flags.any():
+                unit.start(self._all_active, sparse=bool(flags[0, 1] > 0))
+                self._step.started.append(unit)
+        for unit in self._step.started:
+            unit.begin_second_half()
+        correction = size / active if self.options.op == Average and active != size else 1.0
+        for unit, flags in zip(self._units, present, strict=True):
+            if unit.is_started:
+                unit.finish((flags.sum(1) > 0).tolist(), correction)
+
+    def _refuse_mixture(self, unit: Unit, flags: Tensor) -> None:
+        if unit.takes_sparse and flags[0, 0] > 0 and flags[0, 1] > 0:
+            raise HvdTrainError(
+                f"The gradient of {unit.names[0]} is sparse on {int(flags[0, 1])} rank(s) and dense on "
+                f"{int(flags[0, 0])}. Use the same layer on every rank, or sparse_as_dense=True."
+            )
+
+    def scale_gradients(self) -> None:
+        """Average the gradients over the step's backward passes, where asked for, without any reduction."""
+        if self.scale != 1.0 and self.options.process_set.included() is not False:
+            for param in self._names:
+                if param.grad is not None:
+                    param.grad.mul_(self.scale)

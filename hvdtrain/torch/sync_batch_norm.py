@@ -1,0 +1,110 @@
+"""Batch normalization over the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.torch import engine
+from hvdtrain.torch.engine import Sum
+from hvdtrain.torch.gather_ops import allgather_async
+from hvdtrain.torch.reduce_ops import Reduction, submit
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm whose mean and variance are the global batch's; on CPU and GPU, local batches may differ in length.
+
+    Takes input of shape (local_batch, channels, ...) and BatchNorm's own arguments. Every rank must call it equally
+    often. As with any layer, the gradients of weight and bias are this rank's share: DistributedOptimizer reduces them.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm needs input of at least 2 dimensions. Received: {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalize `input`: (local_batch, channels, ...)."""
+        self._check_input_dim(input)
+        by_batch = self.training or self.running_mean is None
+        if not by_batch or engine.native().size() == 1:
+            return super().forward(input)
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
+        if self.training and self.track_running_stats:
+            self._track(mean, variance, count)
+        return output  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Normalize(torch.autograd.Function):
+    """One collective forward, one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        channels = x.shape[1]
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [1, channels] + [1] * (x.dim() - 2)
+        xw = x.to(wide)
+        local_count = x.numel() // max(channels, 1)
+        if local_count:
+            local_var, local_mean = torch.var_mean(xw, dim=dims, correction=0)
+        else:
+            local_var = local_mean = torch.zeros(channels, dtype=wide, device=x.device)
+        mine = torch.cat([local_mean, local_var, local_mean.new_tensor([float(local_count)])])
+        # (size, 2 * channels + 1)
+        parts = allgather_async(mine.unsqueeze(0), name=f"sync_batch_norm.{channels}.{wide}").wait()
+        counts = parts[:, -1:]  # (size, 1)
+        count = counts.sum()
+        if count <= 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel over all ranks when training. Received: {int(count)}, locally "
+                f"{tuple(x.shape)}"
+            )
+        means, variances = parts[:, :channels], parts[:, channels:-1]
+        mean = (means * counts).sum(0) / count
+        # Variances of parts, and of the parts' means: stable where a difference of squares is not.
+        variance = ((variances + (means - mean) ** 2) * counts).sum(0) / count
+        invstd = (variance + eps).rsqrt()
+        normed = (xw - mean.view(shape)) * invstd.view(shape)
+        output = normed if weight is None else normed * weight.to(wide).view(shape)
+        if bias is not None:
+            output = output + bias.to(wide).view(shape)
+        ctx.save_for_backward(x, weight, mean, invstd, count)
+        ctx.has_bias = bias is not None
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, mean, invstd, count = ctx.saved_tensors
+        channels = x.shape[1]
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [1, channels] + [1] * (x.dim() - 2)
+        dy = grads[0].to(mean.dtype)
+        normed = (x.to(mean.dtype) - mean.view(shape)) * invstd.view(shape)
+        sum_dy = dy.sum(dims)
+        sum_dy_normed = (dy * normed).sum(dims)
+        grad_weight = None if weight is None else sum_dy_normed.to(weight.dtype)
+        grad_bias = sum_dy.to(weight.dtype if weight is not None else x.dtype) if ctx.has_bias else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([sum_dy, sum_dy_normed])
+            how = Reduction(Sum, process_set=engine.global_set())
+            submit([sums], how, name=f"sync_batch_norm.{channels}.{mean.dtype}.grad", in_place=True).wait()
+            mean_dy, mean_dy_normed = (sums / count).split(channels)
+            grad_x = dy - mean_dy.view(shape) - normed * mean_dy_normed.view(shape)
+            scale = invstd if weight is None else invstd * weight.to(mean.dtype)
+            grad_x = (grad_x * scale.view(shape)).to(x.dtype)
+        return grad_x, grad_weight, grad_bias, None

@@ -1,0 +1,211 @@
+"""What is sent over the ranks as one: a gradient, a group of gradients, or a bucket under bf16 compression."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvdtrain.torch import bf16, wire
+from hvdtrain.torch.compression import BF16Compressor, NoneCompressor
+from hvdtrain.torch.engine import Average, Sum
+from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.reduce_ops import Reduction, sparse_allreduce_async, submit
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.reducer import ReducerOptions
+
+_BUCKET_BYTES = 25 * 2**20  # alltoall is not fused by Horovod, so bf16 fuses here; backward still overlaps
+
+
+def partition(
+    params: Sequence[Parameter], names: Mapping[Parameter, str], options: ReducerOptions
+) -> list[list[Parameter]]:
+    """Return the parameters that are sent together, in an order that all ranks share."""
+    if isinstance(options.groups, int) and options.groups > 0:
+        quotient, rest = divmod(len(params), options.groups)
+        starts = [i * quotient + min(i, rest) for i in range(options.groups + 1)]
+        return [list(params[a:b]) for a, b in itertools.pairwise(starts) if a < b]
+    if isinstance(options.groups, list):
+        known = {id(p) for p in params}
+        groups = [[p for p in group if id(p) in known] for group in options.groups]
+        grouped = {id(p) for group in groups for p in group}
+        return [group for group in groups if group] + [[p] for p in params if id(p) not in grouped]
+    if options.compression is BF16Compressor:
+        return _buckets(params)
+    return [[p] for p in params]
+
+
+def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
+    buckets: list[list[Parameter]] = []
+    room = 0
+    for param in reversed(params):  # about the order in which backward makes gradients
+        nbytes = param.numel() * param.element_size()
+        if not buckets or nbytes > room or param.device != buckets[-1][0].device:
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1].append(param)
+        room -= nbytes
+    return buckets
+
+
+class Unit:
+    """Gradients that are sent as one.
+
+    Args:
+        params: the parameters, on one device.
+        names: their names; the first one names the operation.
+        options: how to reduce.
+        scale: multiplies the gradients.
+    """
+
+    def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
+        self.params, self.names, self.scale = params, names, scale
+        self.ready = 0
+        self._options = options
+        self._handle: Any = None
+        self._sent: list[Tensor] = []  # what `finish` copies from, or None where the gradient itself was sent
+        self._contexts: list[Any] = []
+        self._flags: list[bool] = []
+        self._abandoned: Any = None
+
+    @property
+    def is_started(self) -> bool:
+        """True from `start` to `reset`."""
+        return self._handle is not None
+
+    @property
+    def takes_sparse(self) -> bool:
+        """True if a sparse gradient is sent as such: it is made dense in company."""
+        return len(self.params) == 1 and not self._options.sparse_as_dense
+
+    def flags(self) -> list[bool]:
+        """Return for each parameter two flags: it has a dense gradient, it has a sparse one."""
+        if self._flags:
+            return self._flags
+        flags = []
+        for param in self.params:
+            sparse = param.grad is not None and param.grad.is_sparse
+            flags += [param.grad is not None and not sparse, sparse]
+        return flags
+
+    def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
+        """Send the gradients; a missing one as zeros.
+
+        Args:
+            all_active: says whether no rank has joined.
+            sparse: the missing gradient is sparse on other ranks.
+        """
+        self._drain()
+        self._flags = self.flags()
+        options = self._options
+        grad = self.params[0].grad
+        if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
+            self._start_sparse()
+            return
+        tensors = [_dense(p) for p in self.params]
+        mean = options.op == Average
+        prescale = 1.0 / options.gradient_predivide_factor if mean else 1.0
+        postscale = self.scale * (options.gradient_predivide_factor if mean else 1.0)
+        process_set = options.process_set
+        if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
+            self._contexts = []
+            self._sent = tensors
+            self._handle = bf16.Exchange(
+                tensors,
+                name=self.names[0],
+                process_set=process_set,
+                prescale=prescale,
+                postscale=postscale / (process_set.size() if mean else 1),
+            )
+            return
+        # bf16 without all ranks: as it is, since joined ranks can only take part in an allreduce
+        compression = NoneCompressor if options.compression is BF16Compressor else options.compression
+        compressed = [compression.compress(t) for t in tensors]
+        self._sent = [t for t, _ in compressed]
+        self._contexts = [context for _, context in compressed]
+        how = Reduction(options.op, prescale, postscale, process_set)
+        self._handle = submit(self._sent, how, name=self.names[0], in_place=True, counted=False)
+
+    def _start_sparse(self) -> None:
+        param, options = self.params[0], self._options
+        grad = param.grad
+        if grad is None:
+            grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=param.device),
+                torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
+                param.shape,
+            )
+        self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
+        self._sent = []
+
+    def finish(self, present: Sequence[bool], correction: float) -> None:
+        """Wait, and put the results into the gradients.
+
+        Args:
+            present: for each parameter, whether any rank has a gradient; one that nobody has stays None.
+            correction: multiplies the results; not 1 where ranks have joined.
+        """
+        handle, options = self._handle, self._options
+        if isinstance(handle, Handle) and not self._sent:
+            param = self.params[0]
+            param.grad = (handle.wait() * (self.scale * correction)).coalesce()
+            return
+        results = handle.wait()
+        if self._contexts and options.compression is not BF16Compressor:
+            results = [
+                options.compression.decompress(t, context)
+                for t, context in zip(results, self._contexts, strict=True)
+            ]  # fmt: skip
+        for param, result, there in zip(self.params, results, present, strict=True):
+            if not there:
+                continue
+            if correction != 1.0:
+                result.mul_(correction)
+            _store(param, result)
+
+    def begin_second_half(self) -> None:
+        """Let a bf16 exchange go on, so that several do at once."""
+        if isinstance(self._handle, bf16.Exchange):
+            self._handle.add_up()
+
+    def abandon(self) -> None:
+        """Leave what is under way to itself; the next `start` waits for it, since its name is taken until then."""
+        if self._handle is not None:
+            self._abandoned = self._handle
+
+    def _drain(self) -> None:
+        handle, self._abandoned = self._abandoned, None
+        if handle is None or handle.is_stale:
+            return
+        try:
+            handle.wait()
+        except RuntimeError:
+            pass  # it failed, and that was reported where it mattered
+
+    def reset(self) -> None:
+        """Forget this step."""
+        self.ready = 0
+        self._handle, self._sent, self._contexts, self._flags = None, [], [], []
+
+
+def _dense(param: Parameter) -> Tensor:
+    """Return the gradient as a dense tensor, the gradient itself where it is one; zeros for none."""
+    if param.grad is None:
+        return torch.zeros_like(param, memory_format=torch.contiguous_format)
+    grad = param.grad.detach()
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _store(param: Parameter, result: Tensor) -> None:
+    grad = param.grad
+    if grad is None:
+        param.grad = result.to(param.dtype)
+    elif grad.is_sparse:
+        param.grad = result.to(grad.dtype).to_sparse(grad.sparse_dim())
+    elif not wire.same_memory(grad, result):
+        grad.detach().copy_(result)
