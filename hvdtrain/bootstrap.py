@@ -11,12 +11,12 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_STEPS = 5
+_STEPS = 4
 _HEARTBEAT_S = 15
 _APT_TIMEOUT_S = 180
 
@@ -32,7 +32,7 @@ class Setup:
         self.root = root
         self.venv = venv
         self.python = venv / "bin" / "python"
-        self.log = venv / "setup.log"
+        self.log = venv / "set-up-logs"
         self._begun = time.monotonic()
 
     def say(self, step: int, text: str) -> None:
@@ -47,10 +47,12 @@ class Setup:
         """Run `command` with its output in the log and a sign of life every 15 s; return "" or why it failed."""
         words = [str(word) for word in command]
         started = time.monotonic()
-        with self.log.open("ab") as log:
-            log.write(f"\n$ {' '.join(words)}\n".encode())
+        # Several commands run at once: each writes a file of its own.
+        self.log.mkdir(exist_ok=True)
+        path = self.log / f"{re.sub('[^a-z0-9]+', '-', what.lower()).strip('-')}.log"
+        with path.open("wb") as log:
+            log.write(f"$ {' '.join(words)}\n".encode())
             log.flush()
-            begin = log.tell()
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.root)
             while process.poll() is None:
                 try:
@@ -63,9 +65,7 @@ class Setup:
         if process.returncode == 0:
             self.note(f"{what}: {time.monotonic() - started:.0f} s")
             return ""
-        with self.log.open("rb") as log:
-            log.seek(begin)
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()[1:] if line.strip()]
         errors = [line for line in lines if line.startswith(("ERROR", "error", "E:"))] or lines[-1:]
         return errors[0] if errors else f"exit status {process.returncode}"
 
@@ -140,7 +140,18 @@ def install_torch(setup: Setup, version: str, *, gpu: bool) -> str:
         return setup.run(plain, f"torch {version} for CUDA")
     if not setup.run(setup.pip("--no-deps", f"torch=={version}+cpu"), f"torch {version} for CPU"):
         return ""
-    uv = [setup.python, "-m", "uv", "pip", "install", "--python", setup.python, "--torch-backend", "cpu", "--no-deps"]
+    uv: list[str | Path] = [
+        setup.python,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--python",
+        setup.python,
+        "--torch-backend",
+        "cpu",
+        "--no-deps",
+    ]
     if not setup.run(setup.pip("uv"), "uv, which knows where PyTorch keeps its CPU builds") and not setup.run(
         [*uv, f"torch=={version}"], f"torch {version} for CPU, with uv"
     ):
@@ -149,20 +160,25 @@ def install_torch(setup: Setup, version: str, *, gpu: bool) -> str:
     return setup.run(plain, f"torch {version}")
 
 
-def install_frameworks(setup: Setup, pinned: dict[str, str], *, gpu: bool) -> None:
-    """Install torch and TensorFlow side by side: unpacking them is most of the time."""
-    problems: dict[str, str] = {}
+def install_packages(setup: Setup, pinned: dict[str, str], *, gpu: bool) -> None:
+    """Install everything that comes from a package index.
 
-    def torch() -> None:
-        problems["torch"] = install_torch(setup, pinned["torch"], gpu=gpu)
-
-    thread = threading.Thread(target=torch)
-    thread.start()
+    Unpacking the large wheels is most of the time and takes one core each, so torch, TensorFlow and the rest go side
+    by side, each without the others in it; a last pip adds what torch and TensorFlow need and checks the whole.
+    """
     name = "tensorflow" if gpu or os.uname().machine != "x86_64" else "tensorflow-cpu"
-    problem = setup.run(setup.pip("--no-deps", f"{name}=={pinned['tensorflow']}"), f"{name} {pinned['tensorflow']}")
-    thread.join()
-    setup.require(problem, f"Installing {name}")
-    setup.require(problems.get("torch", "it was interrupted"), "Installing torch")
+    rest = f"{setup.root}[dev,examples,jax,keras]"
+    side_by_side: dict[str, Callable[[], str]] = {
+        "torch": lambda: install_torch(setup, pinned["torch"], gpu=gpu),
+        name: lambda: setup.run(setup.pip("--no-deps", f"{name}=={pinned[name]}"), f"{name} {pinned[name]}"),
+        "hvdtrain": lambda: setup.run(setup.pip("-e", rest), "hvdtrain, JAX, Keras, tools for the tests"),
+    }
+    with ThreadPoolExecutor(len(side_by_side)) as pool:
+        problems = {what: pool.submit(install) for what, install in side_by_side.items()}
+    for what, problem in problems.items():
+        setup.require(problem.result(), f"Installing {what}")
+    whole = f"{setup.root}[dev,examples,jax,keras,torch,{'tensorflow-gpu' if gpu else 'tensorflow'}]"
+    setup.require(setup.run(setup.pip("-e", whole), "what torch and TensorFlow need"), "Installing hvdtrain")
 
 
 def install_mpi(setup: Setup) -> None:
@@ -195,14 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gpu, why = wants_gpu()
         setup.say(1, f"Virtual environment for Python {sys.version.split()[0]} in {options.venv}")
         make_venv(setup)
-        setup.say(2, f"Frameworks, {'GPU' if gpu else 'CPU'} builds ({why})")
-        install_frameworks(setup, pinned, gpu=gpu)
-        setup.say(3, "hvdtrain, what it needs, and the tools of its tests")
-        extras = f"dev,examples,jax,keras,torch,{'tensorflow-gpu' if gpu else 'tensorflow'}"
-        setup.require(setup.run(setup.pip("-e", f"{root}[{extras}]"), "packages"), "Installing hvdtrain")
-        setup.say(4, "MPI")
+        setup.say(2, f"hvdtrain and the frameworks, {'GPU' if gpu else 'CPU'} builds ({why})")
+        install_packages(setup, pinned, gpu=gpu)
+        setup.say(3, "MPI")
         install_mpi(setup)
-        setup.say(5, "Horovod: hvdtrain build")
+        setup.say(4, "Horovod: hvdtrain build")
         status = subprocess.run([setup.python.parent / "hvdtrain", "build"], cwd=root, check=False).returncode
         if status != 0:
             raise SetupError("Horovod could not be built; see above.")

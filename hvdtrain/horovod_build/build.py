@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,27 +155,31 @@ def prove(found: Found, *, progress: Progress) -> None:
     from hvdtrain import probe
 
     failed: list[str] = []
+
+    def try_one(job: tuple[str, probe.Plane, int]) -> probe.Probe:
+        framework, plane, ranks = job
+        return probe.allreduce(framework, plane, ranks=ranks, timeout_s=_PROOF_TIMEOUT_S)
+
+    jobs: list[tuple[str, probe.Plane, int]] = []
     for framework in found.frameworks:
         for plane in found.planes:
-            ranks = 2
-            if plane == "nccl":
-                if not framework.cuda or not found.gpus:
-                    progress.note(f"{framework.name} over nccl: not tried, there is no GPU for it here")
-                    continue
+            if plane != "nccl":
+                jobs.append((framework.name, plane, 2))
+            elif framework.cuda and found.gpus:
                 # NCCL refuses two ranks on one GPU.
-                ranks = min(2, len(found.gpus))
-            result = probe.allreduce(
-                framework.name,
-                plane,  # type: ignore[arg-type]
-                ranks=ranks,
-                timeout_s=_PROOF_TIMEOUT_S,
-            )
-            if result.ok:
-                count = f"{ranks} process{'es' if ranks > 1 else ''}"
-                progress.note(f"{framework.name} over {plane}, {count}: {result.allreduce_ms} ms for 1 MiB")
+                jobs.append((framework.name, plane, min(2, len(found.gpus))))
             else:
-                progress.note(f"{framework.name} over {plane}: FAILED")
-                failed.append(f"{framework.name} over {plane}: {result.error}")
+                progress.note(f"{framework.name} over nccl: not tried, there is no GPU for it here")
+    # Two at a time: importing the frameworks is nearly all of it.
+    with ThreadPoolExecutor(2) as pool:
+        for result in pool.map(try_one, jobs):
+            what = f"{result.framework} over {result.plane}"
+            if result.ok:
+                count = f"{result.ranks} process{'es' if result.ranks > 1 else ''}"
+                progress.note(f"{what}, {count}: {result.allreduce_ms} ms for 1 MiB")
+            else:
+                progress.note(f"{what}: FAILED")
+                failed.append(f"{what}: {result.error}")
     if failed:
         raise ProofError(
             "Horovod is built and installed, but its proof failed:\n" + "\n".join(failed) + "\n`hvdtrain doctor` says "

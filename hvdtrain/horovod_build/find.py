@@ -11,10 +11,13 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 
 from hvdtrain.horovod_build.errors import MissingToolError, NoFrameworkError, UntestedVersionError
+
+Plane = Literal["mpi", "gloo", "nccl"]
 
 # [first, last): releases that the tests ran on. Widen after a test run, not before.
 TESTED = {"torch": ("2.11", "2.14"), "tensorflow": ("2.21", "2.22")}
@@ -73,9 +76,10 @@ class Found:
         return self.cuda is not None and self.nccl is not None
 
     @property
-    def planes(self) -> tuple[str, ...]:
+    def planes(self) -> tuple[Plane, ...]:
         """Data planes of the wheel: Gloo always, then "mpi" and "nccl"."""
-        return ("gloo",) + (("mpi",) if self.mpi else ()) + (("nccl",) if self.gpu else ())
+        present: dict[Plane, bool] = {"gloo": True, "mpi": self.mpi is not None, "nccl": self.gpu}
+        return tuple(plane for plane, there in present.items() if there)
 
 
 def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
