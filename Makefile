@@ -16,7 +16,7 @@ RUN := OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3 horovodrun -np $(NP)
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e clean
+.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e docker-test clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ ranks: $(STAMP) ## Tests under horovodrun
 
 e2e: $(STAMP) ## Commands as a person types them
 	python -m pytest tests/e2e
+
+docker-test: $(STAMP) ## The Dockerfile's cpu steps, run in a clean root (needs root and debootstrap)
+	python tests/docker/run_steps.py || test $$? -eq 77
 
 clean: ## Remove what set-up and tests made; the wheel cache stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

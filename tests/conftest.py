@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Generator
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,3 +37,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} did not run although {GPU_SWITCH}=1. {reason}"
     return report
+
+
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[str], ModuleType]:
+    """Return a function that imports a script of tests/ by its path under tests/, e.g. "readme/run_blocks.py"."""
+
+    def load(name: str) -> ModuleType:
+        path = Path(__file__).parent / name
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"not a Python file: {path}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses look their module up by name
+        spec.loader.exec_module(module)
+        return module
+
+    return load

@@ -91,7 +91,7 @@ def gather() -> Facts:
             for name, key in (("torch", "pytorch"), ("tensorflow", "tensorflow"))
             if key in metadata
         },
-        horovod_planes=_horovod_planes(),
+        horovod_planes=_horovod_planes(metadata),
         horovod_by_hvdtrain="hvdtrain" in metadata,
         mpi=_first_line(find.output_of(["mpirun", "--version"])),
         gpus=gpus,
@@ -130,8 +130,11 @@ def _horovod_metadata() -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _horovod_planes() -> tuple[str, ...]:
-    """Read from Horovod's native libraries which data planes they hold, without loading them."""
+def _horovod_planes(metadata: dict[str, Any]) -> tuple[str, ...]:
+    """Return Horovod's data planes: as `hvdtrain build` wrote them down, else read off the native libraries."""
+    record = metadata.get("hvdtrain")
+    if isinstance(record, dict) and record.get("data_planes"):
+        return tuple(str(record["data_planes"]).split(","))
     folder = find.package_folder("horovod")
     libraries = sorted(folder.glob("*/mpi_lib*.so")) if folder else []
     if not libraries:

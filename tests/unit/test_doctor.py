@@ -195,9 +195,13 @@ def test_damaged_metadata_counts_as_none(fake_horovod: Path, text: str) -> None:
 
 
 def test_data_planes_are_read_from_the_library(fake_horovod: Path) -> None:
-    assert facts_module._horovod_planes() == ()
+    assert facts_module._horovod_planes({}) == ()
     (fake_horovod / "torch" / "mpi_lib_v2.so").write_bytes(b"..GlooContext..libmpi.so.40..")
-    assert facts_module._horovod_planes() == ("gloo", "mpi")
+    assert facts_module._horovod_planes({}) == ("gloo", "mpi")
+
+
+def test_data_planes_are_taken_from_the_builds_own_record(fake_horovod: Path) -> None:
+    assert facts_module._horovod_planes({"hvdtrain": {"data_planes": "gloo,nccl"}}) == ("gloo", "nccl")
 
 
 def test_gpu_lines_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+# Two images of hvdtrain with Horovod built for the frameworks inside: `cpu` and `gpu`.
+#
+#   docker build --target cpu -t hvdtrain:cpu .      docker run --rm --shm-size=1g hvdtrain:cpu
+#   docker build --target gpu -t hvdtrain:gpu .      docker run --rm --shm-size=1g --gpus all hvdtrain:gpu
+#
+# tests/docker/run_steps.py runs the cpu steps as written here where there is no Docker engine: keep to the
+# instructions that it knows.
+
+ARG DEBIAN_IMAGE=debian:bookworm-slim
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1
+ARG UBUNTU=ubuntu24.04
+
+# ---- cpu: compile -----------------------------------------------------------------------------------------------
+FROM ${DEBIAN_IMAGE} AS cpu-builder
+RUN apt-get update && apt-get install -y --no-install-recommends \
+        ca-certificates g++ make python3-dev python3-venv openmpi-bin libopenmpi-dev \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/hvdtrain
+ENV PATH=/opt/hvdtrain/bin:/usr/local/bin:/usr/bin:/bin
+WORKDIR /src
+# PyPI's torch for Linux carries CUDA; this index holds the CPU builds.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG EXTRAS=torch,tensorflow,jax,keras,examples
+# The frameworks come first, in a layer that only new pins make stale.
+COPY pyproject.toml README.md LICENSE ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    mkdir hvdtrain && touch hvdtrain/__init__.py \
+    && pip install --extra-index-url "${TORCH_INDEX}" ".[${EXTRAS}]"
+COPY hvdtrain hvdtrain
+RUN pip install --no-deps --force-reinstall .
+RUN --mount=type=cache,target=/root/.cache/hvdtrain hvdtrain build
+
+# ---- cpu: run ---------------------------------------------------------------------------------------------------
+FROM ${DEBIAN_IMAGE} AS cpu
+RUN apt-get update && apt-get install -y --no-install-recommends \
+        ca-certificates openmpi-bin openssh-client openssh-server python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
+COPY --from=cpu-builder /opt/hvdtrain /opt/hvdtrain
+COPY docker/hvdtrain-sshd /usr/local/bin/
+COPY examples /home/hvdtrain/examples
+# Docker's default seccomp profile forbids the single-copy system call that Open MPI uses between local ranks.
+ENV PATH=/opt/hvdtrain/bin:/usr/local/bin:/usr/bin:/bin \
+    OMPI_MCA_btl_vader_single_copy_mechanism=none \
+    OMPI_MCA_mpi_yield_when_idle=1 \
+    PYTHONUNBUFFERED=1
+USER hvdtrain
+WORKDIR /home/hvdtrain
+EXPOSE 2222
+HEALTHCHECK --interval=10m --timeout=3m --start-period=1m CMD ["hvdtrain", "doctor"]
+CMD ["hvdtrain", "doctor"]
+
+# ---- gpu: compile -----------------------------------------------------------------------------------------------
+FROM ${CUDA_IMAGE}-devel-${UBUNTU} AS gpu-builder
+RUN apt-get update && apt-get install -y --no-install-recommends \
+        ca-certificates g++ make python3-dev python3-venv openmpi-bin libopenmpi-dev \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/hvdtrain
+ENV PATH=/opt/hvdtrain/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin
+WORKDIR /src
+# No TensorFlow here: its wheels are for CUDA 12. Keras runs on torch or JAX.
+ARG EXTRAS=torch,jax,keras,examples
+ARG CUDA_ARCH=80,90
+COPY pyproject.toml README.md LICENSE ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    mkdir hvdtrain && touch hvdtrain/__init__.py \
+    && pip install ".[${EXTRAS}]"
+COPY hvdtrain hvdtrain
+RUN pip install --no-deps --force-reinstall .
+# An image build has no GPU, so the NCCL plane is proven by the health check where the image runs.
+RUN --mount=type=cache,target=/root/.cache/hvdtrain hvdtrain build --cuda-arch "${CUDA_ARCH}"
+
+# ---- gpu: run ---------------------------------------------------------------------------------------------------
+# The base image: torch's wheels bring cuDNN, cuBLAS and NCCL themselves.
+FROM ${CUDA_IMAGE}-base-${UBUNTU} AS gpu
+RUN apt-get update && apt-get install -y --no-install-recommends \
+        ca-certificates openmpi-bin openssh-client openssh-server python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && (userdel --remove ubuntu || true) \
+    && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
+COPY --from=gpu-builder /opt/hvdtrain /opt/hvdtrain
+COPY docker/hvdtrain-sshd /usr/local/bin/
+COPY examples /home/hvdtrain/examples
+ENV PATH=/opt/hvdtrain/bin:/usr/local/bin:/usr/bin:/bin \
+    KERAS_BACKEND=torch \
+    OMPI_MCA_btl_vader_single_copy_mechanism=none \
+    OMPI_MCA_mpi_yield_when_idle=1 \
+    PYTHONUNBUFFERED=1
+USER hvdtrain
+WORKDIR /home/hvdtrain
+EXPOSE 2222
+HEALTHCHECK --interval=10m --timeout=3m --start-period=1m CMD ["hvdtrain", "doctor"]
+CMD ["hvdtrain", "doctor"]
