@@ -74,7 +74,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
     """Say what is installed and whether training would work; exits non-zero when it would not."""
     from hvdtrain.doctor import run
 
-    raise typer.Exit(run(json=json))
+    raise typer.Exit(run(as_json=json))
 
 
 def main() -> None:
