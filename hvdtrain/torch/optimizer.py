@@ -165,7 +165,7 @@ class DistributedMixin(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the user's own class: a file must not need hvdtrain to be read.
         state = {k: v for k, v in self.__getstate__().items() if k not in (*_OURS, "step")}
-        return copyreg.__newobj__, (self._hvd_plain_class,), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (self._hvd_plain_class, object, None), state  # type: ignore[attr-defined]
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

@@ -139,6 +139,7 @@ class Unit:
                 torch.empty((1, 0), dtype=torch.int64, device=param.device),
                 torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
                 param.shape,
+                check_invariants=False,  # torch warns where it is not said
             )
         self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
         self._sent = []

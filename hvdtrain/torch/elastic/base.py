@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -95,11 +96,11 @@ def solo_run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[
 
 
 # Horovod's listen to its driver for hosts that come and go, which only Horovod's run-time knows how to do.
-_horovod: Any
+_horovod: Any = None
 try:
-    from horovod.common import elastic as _horovod
+    _horovod = importlib.import_module("horovod.common.elastic")
 except ImportError:
-    _horovod = None
+    pass
 State: Any = _horovod.State if _horovod else SoloState
 ObjectState: Any = _horovod.ObjectState if _horovod else SoloObjectState
 run_fn: Any = _horovod.run_fn if _horovod else solo_run_fn

@@ -1,0 +1,133 @@
+"""What the PyTorch rank tests share: Horovod, started once, and a global batch that every rank can compute alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hvdtrain.torch as hvdtrain_torch
+
+
+@pytest.fixture(scope="session")
+def hvd() -> Any:
+    hvdtrain_torch.init(process_sets="dynamic")
+    return hvdtrain_torch
+
+
+@pytest.fixture
+def rank(hvd: Any) -> int:
+    return int(hvd.rank())
+
+
+@pytest.fixture
+def size(hvd: Any) -> int:
+    return int(hvd.size())
+
+
+@pytest.fixture
+def assert_same_on_all_ranks(hvd: Any) -> Callable[..., None]:
+    """Fail unless these tensors hold the same bits on every rank."""
+
+    def check(*tensors: Tensor) -> None:
+        mine = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+        everyones = hvd.allgather_object(mine)
+        assert all(theirs == everyones[0] for theirs in everyones)
+
+    return check
+
+
+@dataclass
+class Task:
+    """A small model with data: each rank trains on its share of every global batch."""
+
+    rank: int
+    size: int
+    local_batch: int = 4
+
+    def model(self) -> torch.nn.Sequential:
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+    def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(5)
+        shape = (self.size * self.local_batch,)
+        return [
+            (torch.randn(*shape, 6, generator=generator), torch.randn(*shape, 3, generator=generator))
+            for _ in range(steps)
+        ]
+
+    def mine(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        return x[self.rank :: self.size], y[self.rank :: self.size]
+
+    def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def train_alone(self, model: torch.nn.Module, optimizer: Any, steps: int) -> None:
+        """What one process does with the global batches."""
+        for batch in self.batches(steps):
+            optimizer.zero_grad()
+            self.loss(model, batch).backward()
+            optimizer.step()
+
+    def train(self, model: torch.nn.Module, optimizer: Any, steps: int) -> None:
+        for batch in self.batches(steps):
+            optimizer.zero_grad()
+            self.loss(model, self.mine(batch)).backward()
+            optimizer.step()
+
+
+@pytest.fixture
+def task(rank: int, size: int) -> Task:
+    return Task(rank, size)
+
+
+def largest_difference(a: torch.nn.Module, b: torch.nn.Module) -> float:
+    return max(
+        float((p.detach() - q.detach()).abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+@pytest.fixture
+def difference() -> Callable[[torch.nn.Module, torch.nn.Module], float]:
+    return largest_difference
+
+
+class CountingLibrary:
+    """Horovod's native library, with its calls counted by kind and by the name of the operation."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.calls: Counter[str] = Counter()
+        self.names: list[str] = []
+        self.bytes_sent: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.library, name)
+        if "_async_" not in name:
+            return function
+        kind = name.removeprefix("horovod_torch_").partition("_async_")[0]
+
+        def counted(*args: Any) -> Any:
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.calls[kind] += 1
+            self.bytes_sent[kind] += sum(t.numel() * t.element_size() for t in tensors)
+            self.names += [arg.decode() for arg in args if isinstance(arg, bytes)]
+            return function(*args)
+
+        return counted
+
+
+@pytest.fixture
+def native_calls(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> CountingLibrary:
+    from horovod.torch import mpi_ops
+
+    library = CountingLibrary(mpi_ops.mpi_lib)
+    monkeypatch.setattr(mpi_ops, "mpi_lib", library)
+    return library
