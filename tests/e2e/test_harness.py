@@ -61,7 +61,7 @@ class Harness:
             [*command, *arguments],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=100,
             env={**os.environ, "TMPDIR": str(temporary), **(env or {})},
         )
         assert "ResourceWarning" not in result.stderr, result.stderr
