@@ -167,7 +167,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = self._learning_rate()
 
     def _learning_rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return float(host.to_numpy(self.model.optimizer.learning_rate))
 
     def _adjust(self, epoch: float) -> None:
         _sync_from_jax(self.model)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.keras import basics, ops
+from hvdtrain.keras import basics, host, ops
 from hvdtrain.keras.callbacks import Logs, _sync_from_jax
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.variables import broadcast_model
@@ -104,7 +104,7 @@ class KerasState(_Base):
 
     def _save_values(self) -> None:
         _sync_from_jax(self.model)
-        self._values = [np.array(keras.ops.convert_to_numpy(v)) for v in self._variables()]
+        self._values = [np.array(host.to_numpy(v)) for v in self._variables()]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

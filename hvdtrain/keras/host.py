@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import keras
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +46,20 @@ def alltoall(array: Array, splits: Array, *, name: str, process_set: Any | None 
     with _eagerly():
         rows, received = module.alltoall(_to_tensor(module, array), _to_tensor(module, splits), name=name, **options)
         return _from_tensor(rows), _from_tensor(received)
+
+
+def to_numpy(tensor: Any) -> Array:
+    """Return a variable's or tensor's value as a host array."""
+    value = tensor.value if isinstance(tensor, keras.Variable) else tensor
+    if not hasattr(value, "detach"):
+        return np.asarray(keras.ops.convert_to_numpy(value))
+    # torch: Keras would ask the tensor for an array in a way that NumPy 2 deprecates.
+    value = value.detach().cpu()
+    if "bfloat16" not in str(value.dtype):
+        return np.asarray(value.numpy())
+    import ml_dtypes
+
+    return np.asarray(value.float().numpy().astype(ml_dtypes.bfloat16))
 
 
 def allgather_bytes(data: bytes, *, name: str, process_set: Any | None = None) -> list[bytes]:

@@ -85,11 +85,11 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, process_se
     tensor = keras.ops.convert_to_tensor(value)
     if splits is None:
         return _run("alltoall", tensor, name=name, process_set=process_set)
-    lengths = np.asarray(keras.ops.convert_to_numpy(splits), np.int32)
+    lengths = np.asarray(host.to_numpy(splits), np.int32)
     if basics.running() is None:
         return tensor, keras.ops.convert_to_tensor(lengths)
     rows, received = host.alltoall(
-        np.asarray(keras.ops.convert_to_numpy(tensor)), lengths, name=_name(name, "alltoall"), process_set=process_set
+        host.to_numpy(tensor), lengths, name=_name(name, "alltoall"), process_set=process_set
     )
     return keras.ops.convert_to_tensor(rows), keras.ops.convert_to_tensor(received)
 
@@ -134,7 +134,7 @@ def _run(kind: str, tensor: Any, *args: Any, name: str | None, **kwargs: Any) ->
         return getattr(module, kind)(tensor, *args, name=name.replace(".", "_"), **options)
     if keras.backend.backend() == "jax" and not isinstance(tensor, np.ndarray):
         _refuse_tracer(tensor, kind)
-    array = np.asarray(keras.ops.convert_to_numpy(tensor))
+    array = host.to_numpy(tensor)
     return keras.ops.convert_to_tensor(host.call(kind, array, *args, name=name, **kwargs))
 
 

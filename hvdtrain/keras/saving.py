@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from hvdtrain.keras.compression import Compression
+from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.seams import without_xla
 from hvdtrain.keras.wrapping import DistributedOptimizer
 
@@ -48,6 +49,8 @@ def distribute_model(model: Any, **options: Any) -> None:
         options: see `DistributedOptimizer`.
     """
     model.optimizer = DistributedOptimizer(model.optimizer, **options)
-    model._compile_config.config["optimizer"] = model.optimizer
+    compiled = model._compile_config.config  # what the next save writes down
+    wrapped = isinstance(compiled.get("optimizer"), keras.optimizers.LossScaleOptimizer)
+    compiled["optimizer"] = model.optimizer if wrapped else distributed_part(model.optimizer)
     model.train_function = None  # it may hold the plain optimizer
     without_xla(model)

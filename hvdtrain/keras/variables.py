@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from hvdtrain import world
@@ -105,7 +104,7 @@ def _chunks(variables: list[Any]) -> list[list[Any]]:
 
 
 def _broadcast_chunk(variables: list[Any], root_rank: int, process_set: Any | None) -> None:
-    values = [np.ascontiguousarray(keras.ops.convert_to_numpy(v)).reshape(v.shape) for v in variables]
+    values = [np.ascontiguousarray(host.to_numpy(v)).reshape(v.shape) for v in variables]
     # As bytes, so that integers, booleans, bfloat16 and NaNs all arrive as they were.
     data = np.concatenate([v.reshape(-1).view(np.uint8) for v in values])
     received = host.call("broadcast", data, root_rank, name="hvdtrain.broadcast_variables", process_set=process_set)

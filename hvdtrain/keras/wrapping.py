@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -196,21 +195,29 @@ def _twin(optimizer: Any, cls: type) -> Any:
     Not from its config: that would lose built state, learning rates that are functions, and variables excluded from
     weight decay.
     """
-    from keras.src import backend
-    from keras.src.utils.tracking import Tracker
-
     twin: Any = object.__new__(cls)
     twin._lock = False
     for key, value in vars(optimizer).items():
         # TensorFlow's notes of what belongs to what ("_self_...") are taken anew as the attributes are set.
-        if key in ("_tracker", "_lock", "_hvdtrain_state") or key.startswith("_self_"):
+        if key in ("_tracker", "_variables", "_lock", "_hvdtrain_state") or key.startswith("_self_"):
             continue
         setattr(twin, key, _own(value))
-    variables: list[Any] = twin._variables
-    tracker = Tracker({"variables": (lambda x: isinstance(x, backend.Variable), variables)})
-    tracker.stored_ids["variables"].update(id(v) for v in variables)
-    twin._tracker = tracker
+    _track(twin, list(optimizer._variables))
     return twin
+
+
+def _track(optimizer: Any, variables: list[Any]) -> None:
+    """Make `variables` the ones that Keras saves and loads for `optimizer`, in this order."""
+    from keras.src import backend
+    from keras.src.utils.tracking import Tracker
+
+    # As in an optimizer's own __init__: the list first, so that it is not tracked itself, then what adds to it.
+    vars(optimizer).pop("_tracker", None)
+    optimizer._variables = variables
+    store = optimizer._variables  # TensorFlow's __setattr__ has wrapped it
+    tracker = Tracker({"variables": (lambda x: isinstance(x, backend.Variable), store)})
+    tracker.stored_ids["variables"].update(id(v) for v in variables)
+    optimizer._tracker = tracker
 
 
 def _own(value: Any) -> Any:
@@ -227,15 +234,12 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     optimizer.gradient_accumulation_steps = (had or 1) * passes
     if not optimizer.built or had:
         return
-    variables: Sequence[Any] = optimizer._trainable_variables
     known = len(optimizer._variables)
     optimizer._accumulated_gradients = [
-        optimizer.add_variable_from_reference(v, name="gradient_accumulator") for v in variables
+        optimizer.add_variable_from_reference(v, name="gradient_accumulator") for v in optimizer._trainable_variables
     ]
     # Files number an optimizer's variables, and Keras makes accumulators right after the base ones.
-    tracked = optimizer._variables
-    added = list(tracked[known:])
-    del tracked[known:]
+    variables, added = list(optimizer._variables[:known]), list(optimizer._variables[known:])
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     base = 1 + isinstance(optimizer._learning_rate, keras.Variable) + sum(a is not None for a in averages)
-    tracked[base:base] = added
+    _track(optimizer, variables[:base] + added + variables[base:])
