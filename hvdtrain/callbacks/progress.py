@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import Callback, Logs
@@ -22,4 +23,6 @@ class ProgressLine(Callback):
             return
         metrics = [f"{name} {value:.4f}" for name, value in logs.items() if name not in _UNITS]
         speed = [template.format(logs[name]) for name, template in _UNITS.items() if name in logs]
-        print(f"epoch {epoch + 1}/{trainer.epochs}  " + "  ".join(metrics + speed), flush=True)
+        # One write: launchers prefix what they read, and print() would send the line's end separately.
+        sys.stdout.write(f"epoch {epoch + 1}/{trainer.epochs}  " + "  ".join(metrics + speed) + "\n")
+        sys.stdout.flush()
