@@ -1,0 +1,88 @@
+"""A Keras script as Horovod's users write them; the one change is the import of hvdtrain.keras.
+
+horovodrun -np 2 python keras_script.py
+KERAS_BACKEND=jax horovodrun -np 2 python keras_script.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported: its start-up notes, once a rank
+
+import keras
+import mnist_data
+
+import hvdtrain.keras as hvd
+
+
+def make_model(side: int) -> keras.Model:
+    """Return two convolutions and a dense layer that gives logits: (batch, 10)."""
+    return keras.Sequential(
+        [
+            keras.Input((side, side, 1)),
+            keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def shard(images: mnist_data.Images) -> mnist_data.Images:
+    """Return this rank's images, as many as every other rank's: fit must take the same steps on all of them.
+
+    Up to size - 1 images are left out. hvdtrain.Trainer leaves none out.
+    """
+    even = len(images.y) // hvd.size() * hvd.size()
+    mine = slice(hvd.rank(), even, hvd.size())
+    return mnist_data.Images(images.x[mine, ..., None], images.y[mine])
+
+
+def main() -> None:
+    """Train on this rank's share, test, save on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=12, help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step; default: %(default)s")
+    parser.add_argument("--lr", type=float, default=0.005, help="learning rate; default: %(default)s")
+    parser.add_argument("--save", default="checkpoints/mnist.keras", metavar="FILE", help="default: %(default)s")
+    mnist_data.add_arguments(parser)
+    args = parser.parse_args()
+
+    hvd.init()  # also makes this rank's GPU the current one, by local rank
+    keras.utils.set_random_seed(0)
+    train, test = mnist_data.load_or_exit(args)
+
+    model = make_model(side=train.x.shape[1])
+    model.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(args.lr)),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # every rank starts from rank 0's weights
+        hvd.callbacks.MetricAverageCallback(),  # before all callbacks that read metrics
+        hvd.callbacks.LearningRateWarmupCallback(args.lr, warmup_epochs=1),
+    ]
+    history = model.fit(
+        *shard(train),
+        validation_data=shard(test),
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        callbacks=callbacks,
+        verbose=2 if hvd.rank() == 0 else 0,
+    )
+    if hvd.rank() == 0:  # only I/O in here
+        path = Path(args.save)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        model.save(path)
+        loss, accuracy = history.history["val_loss"][-1], history.history["val_accuracy"][-1]
+        print(f"ranks {hvd.size()}  loss {loss:.4f}  accuracy {accuracy:.4f}  saved {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
