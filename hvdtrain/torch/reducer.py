@@ -73,6 +73,7 @@ class Reducer:
         self._unit_of: dict[Parameter, Unit] = {}
         self._hooks: dict[Parameter, Any] = {}
         self._step = _Step()
+        self._abandoned_active: Handle | None = None
         included = options.process_set.included() is not False
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # one rank now, perhaps more after the next reset
         self.is_distributed = bool(hooked and included and (options.process_set.size() > 1 or elastic))
@@ -140,10 +141,14 @@ class Reducer:
 
     def forget(self) -> None:
         """Start the step anew; what is under way is waited for before its name is used again."""
-        for unit in self._units:
-            unit.abandon()
+        self._abandon()
         self._end_step()
         self.is_synchronized = False
+
+    def _abandon(self) -> None:
+        for unit in self._units:
+            unit.abandon()
+        self._abandoned_active = self._step.active
 
     def _end_step(self) -> None:
         self._step = _Step()
@@ -181,6 +186,8 @@ class Reducer:
 
     def _active(self) -> Handle:
         if self._step.active is None:
+            units.drain(self._abandoned_active)
+            self._abandoned_active = None
             self._step.active = active_ranks_async("gradients")
         return self._step.active
 
@@ -200,8 +207,7 @@ class Reducer:
         try:
             self._synchronize()
         except BaseException:
-            for unit in self._units:
-                unit.abandon()
+            self._abandon()
             raise
         finally:
             self._end_step()
@@ -244,6 +250,7 @@ class Reducer:
 
     def _refuse_mixture(self, unit: Unit, flags: Tensor) -> None:
         if unit.takes_sparse and flags[0, 0] > 0 and flags[0, 1] > 0:
+            unit.reset()  # nobody will ever meet what was started: do not wait for it
             raise HvdTrainError(
                 f"The gradient of {unit.names[0]} is sparse on {int(flags[0, 1])} rank(s) and dense on "
                 f"{int(flags[0, 0])}. Use the same layer on every rank, or sparse_as_dense=True."

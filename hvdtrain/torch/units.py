@@ -100,7 +100,8 @@ class Unit:
             all_active: says whether no rank has joined.
             sparse: the missing gradient is sparse on other ranks.
         """
-        self._drain()
+        drain(self._abandoned)
+        self._abandoned = None
         self._flags = self.flags()
         options = self._options
         grad = self.params[0].grad
@@ -179,19 +180,20 @@ class Unit:
         if self._handle is not None:
             self._abandoned = self._handle
 
-    def _drain(self) -> None:
-        handle, self._abandoned = self._abandoned, None
-        if handle is None or handle.is_stale:
-            return
-        try:
-            handle.wait()
-        except RuntimeError:
-            pass  # it failed, and that was reported where it mattered
-
     def reset(self) -> None:
         """Forget this step."""
         self.ready = 0
         self._handle, self._sent, self._contexts, self._flags = None, [], [], []
+
+
+def drain(handle: Any) -> None:
+    """Wait for an operation whose result nobody wants, so that its name is free again."""
+    if handle is None or handle.is_stale:
+        return
+    try:
+        handle.wait()
+    except RuntimeError:
+        pass  # it failed, and that was reported where it mattered
 
 
 def _dense(param: Parameter) -> Tensor:

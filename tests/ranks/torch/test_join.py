@@ -29,7 +29,9 @@ def test_gradients_are_averaged_over_the_ranks_still_there(hvd, rank, size, opti
         left = [r for r in range(size) if step < 2 * r + 1]
         expected = sum(r + 1 for r in left) / (1 if sums else len(left))
         for p in params:
-            assert torch.equal(p.grad, torch.full((3,), float(expected)))
+            # float16 rounds the sum divided by all ranks, before it is divided by those left
+            tolerance = 1e-3 if options.get("compression") is hvd.Compression.fp16 else 1e-6
+            torch.testing.assert_close(p.grad, torch.full((3,), float(expected)), rtol=tolerance, atol=0)
         with optimizer.skip_synchronize():
             optimizer.step()
     assert hvd.join() == size - 1
@@ -39,11 +41,11 @@ def test_allreduce_averages_over_the_ranks_still_there(hvd, rank, size):
     for step in range(rank + 1):
         left = [r for r in range(size) if step <= r]
         mean = sum(left) / len(left)
-        assert float(hvd.allreduce(torch.tensor(float(rank)))) == mean
-        assert float(hvd.allreduce_(torch.tensor([float(rank)]))) == mean
+        assert float(hvd.allreduce(torch.tensor(float(rank)))) == pytest.approx(mean)
+        assert float(hvd.allreduce_(torch.tensor([float(rank)]))) == pytest.approx(mean)
         assert float(hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum)) == sum(left)
         a, b = hvd.grouped_allreduce([torch.tensor([float(rank)]), torch.tensor([2.0 * rank])])
-        assert (float(a), float(b)) == (mean, 2 * mean)
+        assert (float(a), float(b)) == pytest.approx((mean, 2 * mean))
         assert float(hvd.allreduce(torch.tensor([float(rank)]), compression=hvd.Compression.bf16)) == mean
     assert hvd.join() == size - 1
 
