@@ -76,22 +76,35 @@ class IndexedSource:
         self._batch_size = batch_size
         self._world = world
         self._seed = seed
+        self._kept: tuple[Any, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
         self.steps: int | None = sampling.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
 
     def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
         """Yield batches by index arithmetic: no communication."""
-        rank, size = self._world.rank, self._world.size
-        mine = sampling.shard_indices(
-            self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle
-        )
-        for step in range(self.steps or 0):
-            held = sampling.samples_in_step(step, self._num_samples, batch_size=self._batch_size, size=size)
-            indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
-            if len(indices):
-                data = self._fetch(indices)
-            elif step == 0:  # fewer samples than ranks: any sample will do as a filler
-                data = self._fetch(np.zeros(1, np.int64))
-            yield Batch(*data, local_count=len(indices), global_count=held, indices=indices)
+        return (self.batch(epoch, step, shuffle=shuffle) for step in range(self.steps or 0))
+
+    def batch(self, epoch: int, step: int, *, shuffle: bool) -> Batch:
+        """Return this rank's batch of one step."""
+        mine = self._shard(epoch, shuffle)
+        held = sampling.samples_in_step(step, self._num_samples, batch_size=self._batch_size, size=self._world.size)
+        indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
+        # Nothing left: this rank's first samples, or any where it has none, are the filler.
+        chosen = indices if len(indices) else mine[: self._batch_size] if len(mine) else np.zeros(1, np.int64)
+        return Batch(*self._fetch(chosen), local_count=len(indices), global_count=held, indices=indices)
+
+    def _shard(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+        key = (epoch, shuffle, self._world.rank, self._world.size)
+        if self._kept[0] != key:  # one epoch's order is kept: making it costs more than a step
+            order = sampling.shard_indices(
+                self._num_samples,
+                rank=self._world.rank,
+                size=self._world.size,
+                epoch=epoch,
+                seed=self._seed,
+                shuffle=shuffle,
+            )
+            self._kept = (key, order)
+        return self._kept[1]
 
 
 class IteratedSource:

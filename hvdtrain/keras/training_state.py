@@ -41,10 +41,15 @@ def restore(state: State, model: keras.Model) -> None:
 
 
 def _variables(model: keras.Model) -> dict[str, Any]:
-    """Return every variable under a name that does not depend on how many layers this process has made before."""
+    """Return every variable under a name that does not depend on how many layers this process has made before.
+
+    Gradient accumulators are left out: they hold this rank's gradients, and between steps nothing but zeros.
+    """
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    local = {id(v) for v in getattr(inner, "_accumulated_gradients", None) or ()}
     groups = {"model": model.weights, "optimizer": model.optimizer.variables}
     return {
         f"{group}.{index}.{_COUNTER.sub('', path(variable))}": variable
         for group, variables in groups.items()
-        for index, variable in enumerate(variables)
+        for index, variable in enumerate(v for v in variables if id(v) not in local)
     }

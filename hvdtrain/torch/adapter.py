@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -160,13 +160,30 @@ class TorchAdapter:
                 f"sample_weight, on rank {self._world.rank}"
             )
         inputs, targets = self._to_device(batch.inputs), self._to_device(batch.targets)
-        with self._autocast():
+        with self._autocast(), self._one_sample_can_be_normalised(batch):
             outputs = self._model(inputs)
             if not self._checked:
                 check_shapes(self._loss, outputs, targets, rank=self._world.rank)
                 self._checked = True
             loss = self._loss(outputs, targets)
         return outputs, targets, loss.mean() if loss.dim() else loss
+
+    @contextmanager
+    def _one_sample_can_be_normalised(self, batch: Batch) -> Iterator[None]:
+        """Let BatchNorm1d use its running statistics where a rank's share of a short tail is one sample.
+
+        One process would have the other ranks' samples beside it; torch raises for one alone, at an epoch's end.
+        """
+        norms = []
+        if batch.local_count == 1 and batch.global_count > 1 and self._model.training:
+            norms = [m for m in self._model.modules() if isinstance(m, torch.nn.BatchNorm1d) and m.training]
+        for norm in norms:
+            norm.eval()
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.train()
 
     def _to_device(self, tree: Any) -> Any:
         return tree_map(lambda value: as_tensor(value, self._device), tree)

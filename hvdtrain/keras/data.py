@@ -1,0 +1,83 @@
+"""tf.data.Datasets and keras PyDatasets, shared out over ranks batch by batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain import sampling
+from hvdtrain.data import IteratedSource, Source, tree_map
+from hvdtrain.world import World
+
+log = logging.getLogger("hvdtrain")
+
+
+def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:
+    """Return the source for a tf.data.Dataset or a PyDataset; None for anything else (a KerasTensor, say).
+
+    Both yield batches: step k is batches k * size to (k + 1) * size - 1 of one process, one a rank, as they come.
+    """
+    if isinstance(data, keras.utils.PyDataset):
+        return _pydataset(data, world, seed)
+    if any(base.__name__ == "DatasetV2" for base in type(data).__mro__):
+        return _tf_dataset(data, world)
+    return None
+
+
+def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
+    if len(data) == 0:
+        raise ValueError(f"data holds no samples. Received: a {type(data).__name__} of length 0 on rank {world.rank}")
+    if type(data).on_epoch_end is not keras.utils.PyDataset.on_epoch_end and world.size > 1 and world.is_root:
+        log.warning(
+            "%s.on_epoch_end is not called: ranks might shuffle differently. Batches are shuffled by (seed, epoch).",
+            type(data).__name__,
+        )
+
+    def batches(epoch: int, shuffle: bool) -> Iterator[Any]:
+        order = sampling.shard_indices(
+            len(data), rank=world.rank, size=world.size, epoch=epoch, seed=seed, shuffle=shuffle
+        )
+        return (data[int(index)] for index in order)
+
+    return IteratedSource(batches, world=world, steps=-(-len(data) // world.size))
+
+
+def _tf_dataset(data: Any, world: World) -> Source:
+    if world.size > 1:
+        _refuse_own_orders(data, world)
+    cardinality = int(data.cardinality())  # in batches; negative: infinite or unknown
+    if cardinality == 0:
+        raise ValueError(f"data holds no samples. Received: an empty tf.data.Dataset on rank {world.rank}")
+    if cardinality == -1:
+        raise ValueError(
+            "data never ends. Received: an infinite tf.data.Dataset. Bound it with .take(batches an epoch)."
+        )
+    mine = data.shard(world.size, world.rank) if world.size > 1 else data
+    to_host = keras.backend.backend() != "tensorflow"
+
+    def batches(epoch: int, shuffle: bool) -> Iterator[Any]:
+        return (tree_map(np.asarray, item) for item in mine) if to_host else iter(mine)
+
+    return IteratedSource(batches, world=world, steps=-(-cardinality // world.size) if cardinality > 0 else None)
+
+
+def _refuse_own_orders(data: Any, world: World) -> None:
+    """Raise for a shuffle without a seed: each rank would draw its own order, and samples be seen twice or never."""
+    pending, seen = [data], set()
+    while pending:
+        dataset = pending.pop()
+        if id(dataset) in seen:
+            continue
+        seen.add(id(dataset))
+        seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+        if type(dataset).__name__ == "_ShuffleDataset" and all(seed is not None and int(seed) == 0 for seed in seeds):
+            raise ValueError(
+                "tf.data's shuffle() needs a seed: without one each rank has an order of its own, and samples would be "
+                f"seen twice or never. Received: an unseeded shuffle on rank {world.rank}. Use shuffle(n, seed=0), or "
+                "hvdtrain.Sharded(dataset) if every rank already has its own share."
+            )
+        pending += [each for each in dataset._inputs() if hasattr(each, "_inputs")]

@@ -1,0 +1,80 @@
+"""Own loops in Keras: the model, its optimizer and its data, for this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdtrain.keras as hvd
+from hvdtrain.data import Batch, IndexedSource, as_source, leaves, tree_map
+from hvdtrain.keras.broadcast import broadcast_model
+from hvdtrain.world import World
+
+
+def prepare(
+    model: keras.Model, optimizer: Any, data: tuple[Any, ...], *, batch_size: int, world: World
+) -> tuple[Any, ...]:
+    """See `hvdtrain.prepare`; use the result in `model.compile` and `model.fit`, or in a loop of your own.
+
+    The model must be built, so that its weights can be made equal.
+    """
+    if not model.built:
+        raise ValueError(
+            f"prepare needs a built model. Received: {model.name}. Give it a keras.Input, or call it once."
+        )
+    if not model.trainable_variables:
+        raise ValueError(f"model has no trainable parameters. Received: {model.name}")
+    distributed = hvd.DistributedOptimizer(optimizer)
+    if world.size > 1:
+        distributed.build(model.trainable_variables)
+        broadcast_model(model, distributed, root_rank=0)
+    return (model, distributed, *(PreparedData(each, batch_size, world) for each in data))
+
+
+class PreparedData(keras.utils.PyDataset):
+    """This rank's batches (inputs, targets, sample_weight), every rank the same number; a new order each epoch.
+
+    Sample weights make a short tail weigh what it holds; where a rank has none left it gets a filler of weight 0.
+
+    Args:
+        data: arrays `(x, y)` or `(x, y, sample_weight)`, or a map-style dataset of such samples.
+        batch_size: samples a rank takes in a step.
+        world: whose ranks share the data.
+
+    Raises:
+        TypeError: data that can only be iterated: the Trainer keeps such data in step.
+    """
+
+    def __init__(self, data: Any, batch_size: int, world: World) -> None:
+        super().__init__()
+        source = as_source(data, batch_size=batch_size, world=world, seed=world.seed or 0)
+        if not isinstance(source, IndexedSource):
+            raise TypeError(
+                f"prepare needs arrays or a map-style dataset. Received: {type(data).__name__} on rank {world.rank}. "
+                "Use hvdtrain.Trainer, which keeps such data in step."
+            )
+        self._source = source
+        self._world = world
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next pass has."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._source.steps or 0
+
+    def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
+        return self._weighted(self._source.batch(self._epoch, index, shuffle=True))
+
+    def on_epoch_end(self) -> None:
+        """Go on to the next epoch's order; Keras calls it."""
+        self.set_epoch(self._epoch + 1)
+
+    def _weighted(self, batch: Batch) -> tuple[Any, Any, Any]:
+        weight = batch.local_count * self._world.size / batch.global_count
+        rows = leaves(batch.inputs)[0].shape[0]
+        given = np.ones(rows, np.float32) if batch.sample_weight is None else np.asarray(batch.sample_weight)
+        return tree_map(np.asarray, batch.inputs), tree_map(np.asarray, batch.targets), given * np.float32(weight)

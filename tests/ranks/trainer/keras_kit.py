@@ -1,0 +1,83 @@
+"""The tests' model and a reference loop in plain Keras; torch_kit.py is its twin."""
+
+from __future__ import annotations
+
+import importlib
+
+import keras
+import numpy as np
+
+import hvdtrain
+from hvdtrain.launcher import engine_for
+
+LR, MOMENTUM, DECAY = 0.1, 0.9, 0.01
+
+
+def model(seed=0, *, hidden=16):
+    net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(hidden, activation="tanh"), keras.layers.Dense(3)])
+    generator = np.random.default_rng(seed)
+    net.set_weights([generator.normal(size=w.shape).astype(np.float32) * 0.3 for w in net.get_weights()])
+    return net
+
+
+def optimizer(clip_norm=None):
+    return keras.optimizers.SGD(LR, momentum=MOMENTUM, weight_decay=DECAY, global_clipnorm=clip_norm)
+
+
+def optimizer_of(net):
+    return keras.optimizers.SGD(LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+
+def loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def trainer(net, **options):
+    options.setdefault("optimizer", optimizer_of(net))
+    options.setdefault("loss", loss())
+    return hvdtrain.Trainer(net, metrics=["accuracy"], **options)
+
+
+def weights(net):
+    return [np.array(w) for w in net.get_weights()]
+
+
+def optimizer_steps(net, groups, *, clip_norm=None):
+    """Train in one process: each group is a list of (x, y) whose samples all weigh the same in one step."""
+    net.compile(optimizer=optimizer(clip_norm), loss=loss(), jit_compile=False)
+    for group in groups:
+        net.train_on_batch(np.concatenate([x for x, _ in group]), np.concatenate([y for _, y in group]))
+
+
+def outputs(net, x):
+    return np.array(net.predict_on_batch(x))
+
+
+def unequal_iterable(x, y, *, rank):
+    """Return a dataset that can only be iterated, with rank-dependent length, in batches of 4."""
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return -(-len(x) // 4)
+
+        def __getitem__(self, index):
+            rows = slice(4 * index, 4 * index + 4)
+            return x[rows], y[rows]
+
+    return Batches()
+
+
+def timeline():
+    return importlib.import_module(f"horovod.{engine_for('keras')}")
+
+
+def set_first_weight(net, value):
+    first = net.get_weights()
+    first[0][:] = value
+    net.set_weights(first)
+
+
+def batch_norm_model():
+    norm = keras.layers.BatchNormalization()
+    net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), norm, keras.layers.Dense(3)])
+    return net, lambda: [np.array(w) for w in norm.get_weights()[2:]]
