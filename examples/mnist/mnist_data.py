@@ -110,7 +110,7 @@ def load_idx(directory: str | Path, name: str) -> Images:
     if len(pixels) != len(labels):
         raise DataError(f"{labels_path} must hold one label for each of the {len(pixels)} images in {images_path}. "
                         f"Found: {len(labels)} labels")  # fmt: skip
-    if not len(pixels) or pixels.shape[1] != pixels.shape[2]:
+    if not pixels.size or pixels.shape[1] != pixels.shape[2]:
         raise DataError(f"{images_path} must hold square images, at least one. Found: shape {pixels.shape}")
     if labels.max() > 9:
         raise DataError(f"{labels_path} must hold labels from 0 to 9. Found: {labels.max()}")
