@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.horovod_build import cache, edits, native
+from hvdtrain.horovod_build.find import Cuda, Found, Framework, Mpi, Nccl
+
+FOUND = Found(
+    frameworks=(Framework("torch", "2.13.0+cu130", "13.0"), Framework("tensorflow", "2.21.0")),
+    compiler="g++ 12.2.0",
+    mpi=Mpi("4.1.4", Path("/usr/bin/mpirun")),
+    cuda=Cuda("13.0", Path("/usr/local/cuda")),
+    nccl=Nccl("2.28.3", Path("/n/include"), Path("/n/lib/libnccl.so.2"), True),
+    gpus=("9.0",),
+)
+
+
+def key(found: Found = FOUND, **settings: str) -> str:
+    return cache.key_of(cache.key_parts(found, {**native.settings(found), **settings}))
+
+
+def test_the_same_build_has_the_same_key() -> None:
+    assert key() == key()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(FOUND, frameworks=(Framework("torch", "2.12.0+cu130", "13.0"), FOUND.frameworks[1])),
+        replace(FOUND, frameworks=(FOUND.frameworks[0], Framework("tensorflow", "2.21.1"))),
+        replace(FOUND, frameworks=FOUND.frameworks[:1]),
+        replace(FOUND, compiler="g++ 13.1.0"),
+        replace(FOUND, mpi=None),
+        replace(FOUND, mpi=Mpi("4.1.6", Path("/usr/bin/mpirun"))),
+        replace(FOUND, cuda=Cuda("13.1", Path("/usr/local/cuda"))),
+        replace(FOUND, nccl=None),
+        replace(FOUND, nccl=replace(FOUND.nccl, version="2.29.0")),
+        replace(FOUND, gpus=("8.0",)),
+    ],
+)
+def test_whatever_changes_the_wheel_changes_the_key(other: Found) -> None:
+    assert key(other) != key()
+
+
+def test_flags_python_and_edits_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {key(), key(CXXFLAGS="-g"), key(HOROVOD_BUILD_ARCH_FLAGS="-mavx2")}
+    monkeypatch.setattr(cache.sysconfig, "get_config_var", lambda name: ".cpython-399-other.so")
+    keys.add(key())
+    monkeypatch.setattr(edits, "fingerprint", lambda: "other")
+    keys.add(key())
+    assert len(keys) == 5
+
+
+def test_the_number_of_jobs_is_not_in_the_key() -> None:
+    assert not any("MAKEFLAGS" in part for part in cache.key_parts(FOUND, native.settings(FOUND)))
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    path.write_bytes(b"a wheel")
+    return path
+
+
+def test_a_stored_wheel_comes_back_with_what_it_was_built_from(tmp_path: Path, wheel: Path) -> None:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    assert cache.load(folder, "k") is None
+    cache.store(folder, "k", wheel, parts={"horovod": "0.28.1"}, seconds=61.2)
+    entry = cache.load(folder, "k")
+    assert entry is not None
+    assert (entry.wheel.read_bytes(), entry.parts, entry.seconds) == (b"a wheel", {"horovod": "0.28.1"}, 61.2)
+    assert sorted(p.name for p in folder.iterdir()) == ["k"]
+
+
+@pytest.mark.parametrize("damage", ["wheel", "record", "no record"])
+def test_a_damaged_entry_is_built_again_and_replaced(tmp_path: Path, wheel: Path, damage: str) -> None:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    entry = cache.store(folder, "k", wheel, parts={}, seconds=1)
+    record = entry.wheel.parent / "build.json"
+    if damage == "wheel":
+        entry.wheel.write_bytes(b"cut")
+    elif damage == "record":
+        record.write_text("{")
+    else:
+        record.unlink()
+    assert cache.load(folder, "k") is None
+    cache.store(folder, "k", wheel, parts={}, seconds=1)
+    assert cache.load(folder, "k") is not None
+
+
+def test_a_second_build_of_the_same_wheel_waits_for_the_first(tmp_path: Path) -> None:
+    order: list[str] = []
+    inside = threading.Event()
+
+    def second() -> None:
+        inside.wait(10)
+        with cache.locked(tmp_path, "k"):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with cache.locked(tmp_path, "k"):
+        inside.set()
+        thread.join(0.2)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+
+
+def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path / "mine"))
+    assert cache.cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("HVDTRAIN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.cache_folder() == tmp_path / "xdg" / "hvdtrain"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.cache_folder() == tmp_path / ".cache" / "hvdtrain"

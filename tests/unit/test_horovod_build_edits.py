@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.horovod_build import edits
+from hvdtrain.horovod_build.errors import EditMismatchError
+
+
+def fake_source(root: Path) -> Path:
+    """Lay out a tree that holds exactly what the edits look for."""
+    for edit in edits.EDITS:
+        path = root / edit.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text() if path.exists() else ""
+        path.write_text(text + f"\n<before>\n{edit.old * edit.count}\n<after>\n")
+    return root
+
+
+def test_every_edit_is_applied_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    source = fake_source(tmp_path)
+    edits.apply(source)
+    for edit in edits.EDITS:
+        text = (source / edit.path).read_text()
+        assert edit.new in text
+        if edit.old not in edit.new:
+            assert edit.old not in text
+        assert text.count("<before>") == text.count("<after>") == sum(e.path == edit.path for e in edits.EDITS)
+
+
+def test_an_edit_that_no_longer_matches_names_file_and_text(tmp_path: Path) -> None:
+    source = fake_source(tmp_path)
+    path = source / "horovod/torch/CMakeLists.txt"
+    path.write_text(path.read_text().replace("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"))
+    with pytest.raises(
+        EditMismatchError, match=r"horovod/torch/CMakeLists.txt.*CMAKE_CXX_STANDARD 14.*0 times"
+    ) as info:
+        edits.apply(source)
+    assert "torch's headers need C++17" in str(info.value)
+
+
+def test_an_edit_that_matches_more_often_than_expected_is_refused(tmp_path: Path) -> None:
+    source = fake_source(tmp_path)
+    path = source / "CMakeLists.txt"
+    path.write_text(path.read_text() + "set(CMAKE_CXX_STANDARD 14)\n")
+    with pytest.raises(EditMismatchError, match="2 times, expected 1"):
+        edits.apply(source)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    source = fake_source(tmp_path)
+    (source / "setup.py").unlink()
+    with pytest.raises(EditMismatchError, match=r"setup\.py is missing"):
+        edits.apply(source)
+
+
+def test_other_edits_have_another_fingerprint() -> None:
+    changed = (replace(edits.EDITS[0], new="set(CMAKE_CXX_STANDARD 20)"), *edits.EDITS[1:])
+    assert edits.fingerprint() == edits.fingerprint(edits.EDITS)
+    assert edits.fingerprint(changed) != edits.fingerprint()
+
+
+def test_every_edit_says_why() -> None:
+    assert all(len(edit.why) > 15 for edit in edits.EDITS)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.horovod_build import find
+from hvdtrain.horovod_build.errors import MissingToolError, NoFrameworkError, UntestedVersionError
+from hvdtrain.horovod_build.find import Cuda, Framework, Nccl
+
+TORCH_CPU = Framework("torch", "2.13.0+cpu")
+TORCH_CUDA = Framework("torch", "2.13.0+cu130", "13.0")
+TENSORFLOW = Framework("tensorflow", "2.21.0")
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Programs on PATH and what they print: {"mpirun": "mpirun (Open MPI) 4.1.4"}."""
+    there: dict[str, str] = {}
+
+    def which(name: str) -> str | None:
+        return f"/fake/bin/{name}" if name in there else None
+
+    def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
+        return there.get(Path(command[0]).name)
+
+    monkeypatch.setattr(find.shutil, "which", which)
+    monkeypatch.setattr(find, "output_of", output_of)
+    monkeypatch.delenv("CXX", raising=False)
+    return there
+
+
+@pytest.fixture
+def frameworks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def install(*there: Framework) -> None:
+        for name in ("torch", "tensorflow"):
+            found = next((f for f in there if f.name == name), None)
+            monkeypatch.setattr(find, f"find_{name}", lambda found=found: found)
+
+    install()
+    return install
+
+
+def test_open_mpi_4_is_usable(programs: dict[str, str]) -> None:
+    programs |= {"mpirun": "mpirun (Open MPI) 4.1.4\n", "mpicxx": "mpicxx: Open MPI 4.1.4 (Language: C++)\n"}
+    mpi, why = find.find_mpi()
+    assert mpi is not None
+    assert (mpi.version, mpi.launcher, why) == ("4.1.4", Path("/fake/bin/mpirun"), "")
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "mpicxx", "reason"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "mpicxx: Open MPI 5.0.11", "Open MPI 5.0.11 rejects the options"),
+        ("HYDRA build details:\nMPICH Version: 4.2", "MPICH", "Open MPI 4 only, found: HYDRA build details"),
+        ("mpirun (Open MPI) 4.1.4", "mpicxx: Open MPI 5.0.1", "mpirun is Open MPI 4.1.4, but mpicxx says"),
+        (None, "mpicxx: Open MPI 4.1.4", "mpirun not on PATH"),
+        (None, None, "mpicxx and mpirun not on PATH"),
+    ],
+)
+def test_an_mpi_that_horovodrun_cannot_launch_is_left_out_with_the_reason(
+    programs: dict[str, str], mpirun: str | None, mpicxx: str | None, reason: str
+) -> None:
+    programs |= {k: v for k, v in {"mpirun": mpirun, "mpicxx": mpicxx}.items() if v}
+    mpi, why = find.find_mpi()
+    assert mpi is None
+    assert reason in why
+
+
+def test_a_missing_compiler_is_named(programs: dict[str, str]) -> None:
+    programs["make"] = "GNU Make"
+    with pytest.raises(MissingToolError, match=r"No C\+\+ compiler.*apt-get install g\+\+"):
+        find.find_compiler()
+
+
+def test_a_compiler_that_does_not_run_is_named(programs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++-99")
+    with pytest.raises(MissingToolError, match=r"CXX=g\+\+-99 does not run"):
+        find.find_compiler()
+
+
+def test_a_missing_make_is_named(programs: dict[str, str]) -> None:
+    programs["g++"] = "g++ 12.2.0"
+    with pytest.raises(MissingToolError, match="No make on PATH"):
+        find.find_compiler()
+
+
+def test_no_framework_is_an_error(frameworks: Callable[..., None]) -> None:
+    with pytest.raises(NoFrameworkError, match="pip install torch"):
+        find.find_frameworks()
+
+
+def test_leaving_out_the_only_framework_is_an_error(frameworks: Callable[..., None]) -> None:
+    frameworks(TORCH_CPU)
+    with pytest.raises(NoFrameworkError, match="left out: torch"):
+        find.find_frameworks(without=frozenset({"torch"}))
+
+
+def test_both_frameworks_go_into_one_build(frameworks: Callable[..., None]) -> None:
+    frameworks(TORCH_CPU, TENSORFLOW)
+    assert find.find_frameworks() == (TORCH_CPU, TENSORFLOW)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "2.13.0a0+git1234", "3.0", "unknown"])
+def test_an_untested_version_is_refused_by_name_and_taken_by_force(
+    frameworks: Callable[..., None], version: str
+) -> None:
+    framework = Framework("torch", version)
+    frameworks(framework)
+    with pytest.raises(UntestedVersionError) as info:
+        find.find_frameworks()
+    for said in (f"torch {version}", ">= 2.11 and < 2.14", "--force"):
+        assert said in str(info.value)
+    assert find.find_frameworks(force=True) == (framework,)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", TORCH_CPU),
+        ("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n", TORCH_CUDA),
+        ("nothing here", None),
+    ],
+)
+def test_torch_is_known_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: Framework | None
+) -> None:
+    (tmp_path / "version.py").write_text(text)
+    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path)
+    assert find.find_torch() == expected
+
+
+def test_nccl_of_pip_is_found_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("include", "lib"):
+        (tmp_path / "nccl" / folder).mkdir(parents=True)
+    (tmp_path / "nccl/include/nccl.h").write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 3\n")
+    (tmp_path / "nccl/lib/libnccl.so.2").touch()
+    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path)
+    nccl = find.find_nccl()
+    assert nccl == Nccl("2.28.3", tmp_path / "nccl/include", tmp_path / "nccl/lib/libnccl.so.2", True)
+
+
+class TestWhole:
+    """find_all on machines of several kinds."""
+
+    @pytest.fixture(autouse=True)
+    def machine(
+        self, programs: dict[str, str], frameworks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        programs |= {"g++": "g++ 12.2.0", "make": "GNU Make"}
+        self.install = frameworks
+        self.monkeypatch = monkeypatch
+        self.hardware(gpus=(), cuda=None, nccl=None)
+
+    def hardware(self, *, gpus: tuple[str, ...], cuda: str | None, nccl: str | None) -> None:
+        toolkit = Cuda(cuda, Path("/cuda")) if cuda else None
+        library = Nccl(nccl, Path("/i"), Path("/l/libnccl.so.2"), True) if nccl else None
+        self.monkeypatch.setattr(find, "find_gpus", lambda: gpus)
+        self.monkeypatch.setattr(find, "find_cuda", lambda: toolkit)
+        self.monkeypatch.setattr(find, "find_nccl", lambda cuda=None: library)
+
+    def test_without_mpi_and_gpu_gloo_alone_is_built(self) -> None:
+        self.install(TORCH_CPU, TENSORFLOW)
+        found = find.find_all()
+        assert found.planes == ("gloo",)
+        assert found.notes == ("no MPI: mpicxx and mpirun not on PATH",)
+
+    def test_a_gpu_machine_gets_nccl(self) -> None:
+        self.install(TORCH_CUDA)
+        self.hardware(gpus=("9.0",), cuda="13.0", nccl="2.28.3")
+        assert find.find_all().planes == ("gloo", "nccl")
+
+    def test_a_cpu_torch_gets_no_nccl_even_beside_a_toolkit(self) -> None:
+        self.install(TORCH_CPU)
+        self.hardware(gpus=(), cuda="13.0", nccl="2.28.3")
+        assert find.find_all().planes == ("gloo",)
+
+    @pytest.mark.parametrize(
+        ("cuda", "nccl", "reason"),
+        [(None, "2.28.3", "no CUDA toolkit"), ("13.0", None, "no NCCL"), ("12.4", "2.28.3", "nvcc in /cuda is 12.4")],
+    )
+    def test_gpus_are_not_left_idle_unasked(self, cuda: str | None, nccl: str | None, reason: str) -> None:
+        self.install(TORCH_CUDA)
+        self.hardware(gpus=("9.0",), cuda=cuda, nccl=nccl)
+        with pytest.raises(MissingToolError, match=reason):
+            find.find_all()
+        assert find.find_all(without=frozenset({"nccl"})).planes == ("gloo",)
+
+    def test_a_cuda_torch_on_a_machine_without_gpus_is_built_for_cpus_with_a_note(self) -> None:
+        self.install(TORCH_CUDA)
+        found = find.find_all()
+        assert found.planes == ("gloo",)
+        assert any("NCCL left out: no CUDA toolkit" in note for note in found.notes)
