@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from hvdtrain.horovod_build.errors import CompileError
@@ -109,8 +108,9 @@ def run(source: Path, *, env: dict[str, str], log: Path, progress: Progress) -> 
     started = time.monotonic()
     out = source / "hvdtrain-dist"
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(out)]
-    with log.open("w", encoding="utf-8", errors="replace") as file:
-        process = subprocess.Popen(
+    with (
+        log.open("w", encoding="utf-8", errors="replace") as file,
+        subprocess.Popen(
             command,
             cwd=source,
             env=env,
@@ -119,13 +119,19 @@ def run(source: Path, *, env: dict[str, str], log: Path, progress: Progress) -> 
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-        )
+        ) as process,
+    ):
         try:
-            _follow(process.stdout or (), file.write, progress)
-            code = process.wait()
-        finally:
-            if process.poll() is None:
-                process.terminate()
+            for line in process.stdout or ():
+                file.write(line)
+                match = _PERCENT.match(line)
+                if match:
+                    progress.percent(int(match.group(1)))
+        except BaseException:
+            # A full disk under the log, or Ctrl-C: make must not go on alone.
+            process.terminate()
+            raise
+    code = process.returncode
     wheels = sorted(out.glob("horovod-*.whl"))
     if code != 0 or len(wheels) != 1:
         raise CompileError(
@@ -133,17 +139,6 @@ def run(source: Path, *, env: dict[str, str], log: Path, progress: Progress) -> 
             f"  first error: {first_error(log)}\n  whole log:   {log}"
         )
     return wheels[0]
-
-
-def _follow(lines: Iterable[str], write: object, progress: Progress) -> None:
-    """Copy each line to the log and tell `progress` what make says."""
-    if not callable(write):
-        raise TypeError(f"write must be callable. Received: {write!r}")
-    for line in lines:
-        write(line)
-        match = _PERCENT.match(line)
-        if match:
-            progress.percent(int(match.group(1)))
 
 
 def first_error(log: Path) -> str:

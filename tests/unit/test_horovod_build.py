@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain import probe
+from hvdtrain.horovod_build import build as steps
+from hvdtrain.horovod_build import cache, native, sdist
+from hvdtrain.horovod_build import install as installing
+from hvdtrain.horovod_build.build import Options, build
+from hvdtrain.horovod_build.errors import ProofError
+from hvdtrain.horovod_build.find import Found, Framework, Mpi
+
+FOUND = Found(
+    (Framework("torch", "2.13.0+cpu"), Framework("tensorflow", "2.21.0")),
+    "g++ 12",
+    Mpi("4.1.4", Path("/usr/bin/mpirun")),
+    None,
+    None,
+    (),
+    ("a note",),
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine where everything works at once; it records what was done."""
+    done = SimpleNamespace(compiled=0, installed=[], proved=[], broken=(), record={}, cache=tmp_path / "cache")
+
+    def compile_(source: Path, **_: object) -> Path:
+        done.compiled += 1
+        wheel = source / f"horovod-{done.compiled}.whl"
+        wheel.write_text(f"wheel {done.compiled}")
+        return wheel
+
+    def unpack(path: Path, folder: Path) -> Path:
+        folder.joinpath("source").mkdir()
+        return folder / "source"
+
+    def allreduce(framework: str, plane: probe.Plane, *, ranks: int, timeout_s: float) -> probe.Probe:
+        done.proved.append((framework, plane, ranks))
+        error = "no answer within 90 s" if (framework, plane) in done.broken else ""
+        return probe.Probe(framework, plane, ranks, error, 1.0, None if error else 0.5)
+
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(done.cache))
+    monkeypatch.setattr(steps, "find_all", lambda **_: FOUND)
+    monkeypatch.setattr(sdist, "fetch_tools", lambda home: tmp_path / "tools")
+    monkeypatch.setattr(sdist, "fetch", lambda home, tools: tmp_path / "sdist")
+    monkeypatch.setattr(sdist, "unpack", unpack)
+    monkeypatch.setattr(steps.edits, "apply", lambda tree: None)
+    monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
+    monkeypatch.setattr(installing, "install", lambda wheel: done.installed.append(wheel))
+    monkeypatch.setattr(installing, "installed_record", lambda: done.record)
+    monkeypatch.setattr(probe, "allreduce", allreduce)
+    return done
+
+
+def test_each_framework_is_proved_over_each_data_plane(machine: SimpleNamespace) -> None:
+    build(Options())
+    frameworks, planes = ("torch", "tensorflow"), ("gloo", "mpi")
+    assert sorted(machine.proved) == sorted((f, p, 2) for f in frameworks for p in planes)
+
+
+def test_a_second_build_takes_the_wheel_from_the_cache(machine: SimpleNamespace) -> None:
+    first, second = build(Options()), build(Options())
+    assert first == second
+    assert machine.compiled == 1
+    assert len(machine.installed) == 2
+    assert list((machine.cache / "logs").iterdir()) == []
+
+
+def test_rebuild_compiles_again_and_replaces_the_wheel(machine: SimpleNamespace) -> None:
+    build(Options())
+    wheel = build(Options(rebuild=True))
+    assert machine.compiled == 2
+    assert wheel is not None
+    assert wheel.read_text() == "wheel 2"
+
+
+def test_the_wheel_that_is_installed_already_is_proved_but_not_installed_again(machine: SimpleNamespace) -> None:
+    wheel = build(Options())
+    assert wheel is not None
+    machine.record = {"key": wheel.parent.name}
+    machine.proved.clear()
+    build(Options())
+    assert len(machine.installed) == 1
+    assert len(machine.proved) == 4
+
+
+def test_a_dry_run_prints_the_plan_and_changes_nothing(
+    machine: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build(Options(dry_run=True)) is None
+    shown = capsys.readouterr().out
+    for said in ("torch 2.13.0+cpu", "Open MPI 4.1.4", "data planes: gloo, mpi", "would compile", "a note", "C++17"):
+        assert said in shown
+    assert (machine.compiled, machine.installed, machine.proved) == (0, [], [])
+    assert not machine.cache.exists()
+
+
+def test_a_failed_proof_is_an_error_that_names_framework_and_plane_after_all_were_tried(
+    machine: SimpleNamespace,
+) -> None:
+    machine.broken = (("torch", "mpi"),)
+    with pytest.raises(ProofError, match="torch over mpi: no answer within 90 s"):
+        build(Options())
+    assert len(machine.proved) == 4
+
+
+def test_a_copy_of_the_wheel_goes_where_it_was_asked_for(machine: SimpleNamespace, tmp_path: Path) -> None:
+    build(Options(wheel_dir=tmp_path / "out", install=False))
+    assert [p.read_text() for p in (tmp_path / "out").iterdir()] == ["wheel 1"]
+    assert (machine.installed, machine.proved) == ([], [])
+
+
+def test_the_wheel_carries_its_data_planes_and_versions() -> None:
+    record = json.loads(steps.record(FOUND, "k"))
+    assert (record["key"], record["data_planes"], record["mpi"]) == ("k", "gloo,mpi", "4.1.4")
+
+
+def test_the_installed_record_is_read_from_horovods_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installing, "package_folder", lambda name: tmp_path)
+    assert installing.installed_record() == {}
+    (tmp_path / "metadata.json").write_text('{\n"pytorch": "2.13.0",\n"dummy": "none"\n}')
+    assert installing.installed_record() == {}
+    (tmp_path / "metadata.json").write_text('{\n"pytorch": "2.13.0",\n"hvdtrain": {"key": "k"}\n}')
+    assert installing.installed_record() == {"key": "k"}
+
+
+def test_an_unfinished_entry_is_never_seen(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.shutil, "copy", full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        build(Options())
+    assert [p.name for p in (machine.cache / "wheels").iterdir() if p.is_dir()] == []

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.horovod_build import sdist
+from hvdtrain.horovod_build.errors import MissingToolError, SdistError
+
+
+@pytest.fixture
+def fake_sdist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small archive that passes for Horovod's, hash included."""
+    root = tmp_path / f"horovod-{sdist.VERSION}"
+    root.mkdir()
+    (root / "setup.py").write_text("print('hello')\n")
+    path = tmp_path / sdist.FILE_NAME
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(root, arcname=root.name)
+    monkeypatch.setattr(sdist, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    return path
+
+
+def pip_that(monkeypatch: pytest.MonkeyPatch, *, code: int = 0, stderr: str = "", bring: Path | None = None) -> list:
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        calls.append([str(c) for c in command])
+        if bring is not None and "download" in command:
+            folder = Path(command[command.index("--dest") + 1])
+            (folder / sdist.FILE_NAME).write_bytes(bring.read_bytes())
+        return subprocess.CompletedProcess(command, code, "", stderr)
+
+    monkeypatch.setattr(sdist.subprocess, "run", run)
+    monkeypatch.setattr(sdist, "pip_command", lambda: ["pip"])
+    return calls
+
+
+def test_another_file_is_refused_with_both_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "other.tar.gz"
+    path.write_bytes(b"not Horovod")
+    with pytest.raises(SdistError) as info:
+        sdist.check(path)
+    assert hashlib.sha256(b"not Horovod").hexdigest() in str(info.value)
+    assert sdist.SHA256 in str(info.value)
+
+
+def test_unpack_checks_the_hash_first(tmp_path: Path, fake_sdist: Path) -> None:
+    assert (sdist.unpack(fake_sdist, tmp_path / "out") / "setup.py").read_text() == "print('hello')\n"
+    fake_sdist.write_bytes(b"changed")
+    with pytest.raises(SdistError, match="sha256"):
+        sdist.unpack(fake_sdist, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_fetched_sdist_is_kept_and_not_fetched_again(
+    tmp_path: Path, fake_sdist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = pip_that(monkeypatch, bring=fake_sdist)
+    first = sdist.fetch(tmp_path / "cache", tools=tmp_path)
+    assert "--require-hashes" in calls[0]
+    assert sdist.fetch(tmp_path / "cache", tools=tmp_path) == first
+    assert len(calls) == 1
+
+
+def test_a_download_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip_that(monkeypatch, code=1, stderr="ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
+    with pytest.raises(SdistError, match=f"sha256 is not {sdist.SHA256}"):
+        sdist.fetch(tmp_path, tools=tmp_path)
+
+
+def test_an_impossible_download_says_so_and_offers_sdist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip_that(monkeypatch, code=1, stderr="ERROR: No matching distribution found for horovod==0.28.1")
+    with pytest.raises(SdistError, match=r"No matching distribution.*--sdist"):
+        sdist.fetch(tmp_path, tools=tmp_path)
+    assert list((tmp_path / "sdists").iterdir()) == []
+
+
+def test_build_tools_that_cannot_be_fetched_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip_that(monkeypatch, code=1, stderr="ERROR: no network")
+    with pytest.raises(SdistError, match=r"setuptools==79.0.1 cmake==3.31.10: ERROR: no network"):
+        sdist.fetch_tools(tmp_path)
+
+
+def test_an_environment_without_pip_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sdist.subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 1, b"", b"")
+    )
+    with pytest.raises(MissingToolError, match="-m ensurepip"):
+        sdist.pip_command()
