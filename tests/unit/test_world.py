@@ -1,0 +1,151 @@
+"""One process is one rank; several silent copies are refused; importing costs nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hvdtrain import installed, launcher, world
+from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
+
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+LAUNCHERS = {
+    "horovodrun": {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"},
+    "mpirun": {"OMPI_COMM_WORLD_SIZE": "2"},
+    "mpiexec": {"PMI_SIZE": "2"},
+    "Slurm": {"SLURM_NTASKS": "2"},
+    "srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8"},
+    "torchrun": {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"},
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_launched(monkeypatch):
+    """A clean environment and a fresh process state."""
+    for name in ("HOROVOD_RANK", "HVDTRAIN_SOLO", *(name for each in LAUNCHERS.values() for name in each)):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.setattr(world, "_loaded", {})
+
+
+@pytest.fixture
+def no_horovod(monkeypatch):
+    find = world.importlib.util.find_spec
+    monkeypatch.setattr(world.importlib.util, "find_spec", lambda name: None if name == "horovod" else find(name))
+
+
+def test_importing_hvdtrain_imports_no_framework_and_no_horovod():
+    code = "import sys, hvdtrain; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"torch", "tensorflow", "keras", "jax", "horovod", "numpy", "rich", "typer", "safetensors"}
+    assert not heavy & set(modules)
+
+
+def test_one_process_without_horovod_is_rank_0_of_1(no_horovod):
+    alone = world.init("torch")
+    assert (alone.rank, alone.size, alone.is_root, alone.engine) == (0, 1, True, "solo")
+    assert world.current() is alone is world.init("torch")
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_several_processes_without_horovod_are_refused(name, monkeypatch, no_horovod):
+    for variable, value in LAUNCHERS[name].items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(HorovodMissingError, match=rf"{name} .*2.*hvdtrain build"):
+        world.init("torch")
+
+
+def test_horovod_built_for_another_version_is_refused_under_a_launcher(monkeypatch, caplog):
+    monkeypatch.setattr(installed, "built_for", lambda: {"torch": "1.0"})
+    monkeypatch.setattr(installed, "framework_version", lambda framework: "2.13.0")
+    monkeypatch.setattr(world.importlib.util, "find_spec", lambda name: object())
+    assert world.load_engine("torch") is None
+    assert "built for torch 1.0, but torch 2.13.0 is installed" in caplog.text
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.raises(HorovodMismatchError, match=r"torch 1\.0.*torch 2\.13\.0.*hvdtrain build"):
+        world.load_engine("torch")
+    with pytest.raises(HorovodMismatchError, match="built without tensorflow"):
+        world.load_engine("tensorflow")
+
+
+class FakeHorovod:
+    """Sees one rank, whatever was launched."""
+
+    def init(self):
+        pass
+
+    def shutdown(self):
+        pass
+
+    def size(self):
+        return 1
+
+
+def test_a_launcher_that_announces_more_ranks_than_horovod_sees_is_refused(monkeypatch):
+    monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(LaunchError, match=r"4 ranks.*sees 1 rank.*horovodrun"):
+        world.init_engine("torch")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert world.init_engine("torch").size() == 1
+
+
+def test_one_process_on_purpose_is_allowed_under_a_launcher(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("HVDTRAIN_SOLO", "1")
+    assert world.init("torch").size == 1
+
+
+def test_two_engines_in_one_process_are_refused(monkeypatch):
+    monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
+    with pytest.raises(EngineConflictError, match=r"Horovod for torch.*request for tensorflow"):
+        world.load_engine("tensorflow")
+
+
+def test_yielding_waits_are_the_default_and_the_users_choice_wins(monkeypatch):
+    monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
+    monkeypatch.delenv(YIELD, raising=False)
+    world.init_engine("torch")
+    assert os.environ[YIELD] == "1"
+    monkeypatch.setenv(YIELD, "0")
+    world.init_engine("torch")
+    assert os.environ[YIELD] == "0"
+
+
+def test_the_world_before_init_is_an_error_that_says_what_to_call():
+    with pytest.raises(HvdTrainError, match=r"hvdtrain\.init\(\)"):
+        world.current()
+
+
+def test_horovodrun_inside_slurm_is_horovodruns(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    assert launcher.detect().name == "horovodrun"
+    assert launcher.detect().size == 2
+
+
+@pytest.mark.parametrize(("framework", "engine"), [("torch", "torch"), ("tensorflow", "tensorflow"), ("jax", "torch")])
+def test_each_framework_has_its_engine(framework, engine):
+    assert launcher.engine_for(framework) == engine
+
+
+def test_an_unknown_framework_is_an_error_that_names_the_known():
+    with pytest.raises(ValueError, match=r"torch.*keras.*'mxnet'"):
+        world.init("mxnet")
+
+
+def test_collectives_of_one_rank_return_what_they_were_given():
+    alone = world.SoloWorld()
+    array = np.arange(3.0)
+    for result in (alone.allreduce(array), alone.allgather(array), alone.broadcast(array)):
+        assert result.tolist() == [0, 1, 2]
+        assert result is not array
+    assert alone.allgather_object({"a": [1]}) == [{"a": [1]}]
+    assert alone.broadcast_object(None) is None
+    alone.barrier()
+    with pytest.raises(ValueError, match="root=1"):
+        alone.broadcast(array, root=1)
