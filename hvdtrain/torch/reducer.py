@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine, units
 from hvdtrain.torch.compression import BF16Compressor, Compression
-from hvdtrain.torch.engine import Average, Sum
+from hvdtrain.torch.engine import Average
 from hvdtrain.torch.handles import Handle
 from hvdtrain.torch.reduce_ops import active_ranks_async
 from hvdtrain.torch.units import Unit
@@ -73,6 +73,7 @@ class Reducer:
         self._unit_of: dict[Parameter, Unit] = {}
         self._hooks: dict[Parameter, Any] = {}
         self._step = _Step()
+        self._generation = engine.generation()
         self._abandoned_active: Handle | None = None
         included = options.process_set.included() is not False
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # one rank now, perhaps more after the next reset
@@ -130,6 +131,7 @@ class Reducer:
     @property
     def is_under_way(self) -> bool:
         """True while Horovod may be writing into gradients."""
+        self._renew()
         return bool(self._step.started)
 
     def set_passes_per_step(self, passes: int) -> None:
@@ -141,9 +143,16 @@ class Reducer:
 
     def forget(self) -> None:
         """Start the step anew; what is under way is waited for before its name is used again."""
+        self._renew()
         self._abandon()
         self._end_step()
         self.is_synchronized = False
+
+    def _renew(self) -> None:
+        """Drop a step that an elastic reset has interrupted: its handles mean nothing to the new run."""
+        if self._generation != engine.generation():
+            self._generation = engine.generation()
+            self._end_step()
 
     def _abandon(self) -> None:
         for unit in self._units:
@@ -158,6 +167,7 @@ class Reducer:
             unit.reset()
 
     def _on_gradient(self, param: Parameter) -> None:
+        self._renew()
         if self._passes[param] >= self.passes_per_step:
             raise AssertionError(
                 f"The gradient of {self._names[param]} was computed more than backward_passes_per_step="
@@ -203,6 +213,7 @@ class Reducer:
             self._end_step()
             self.is_synchronized = True
             return
+        self._renew()
         self._watch()
         try:
             self._synchronize()
@@ -217,44 +228,58 @@ class Reducer:
         size = self.options.process_set.size()
         if self.options.compression is BF16Compressor:
             self._all_active()  # every rank counts in every step, whether or not it started a bucket
-        waiting = []
         for unit in self._units:
-            if unit.is_started:
-                continue
-            if any(p.grad is not None for p in unit.params):
+            if not unit.is_started and any(p.grad is not None for p in unit.params):
                 self._start(unit)
-            else:
-                waiting.append(unit)
-        have = torch.tensor([1.0] + [float(flag) for unit in self._units for flag in unit.flags()])
-        name = "gradients.present"
-        part = engine.native().allreduce_async_(have, name=name, op=Sum, process_set=self.options.process_set)
-        engine.native().synchronize(part)
-        active = round(have[0].item()) if self._counts_ranks else size
-        offset = 1
-        present = []
+        active, everywhere = self._exchange_presence()
+        for unit, (dense, sparse) in zip(self._units, everywhere, strict=True):
+            if unit.takes_sparse and dense[0] and sparse[0]:
+                unit.reset()  # nobody will ever meet what was started: do not wait for it
+                raise HvdTrainError(
+                    f"The gradient of {unit.names[0]} is sparse on {sparse[0]} rank(s) and dense on {dense[0]}. Use "
+                    "the same layer on every rank, or sparse_as_dense=True."
+                )
+        for unit, (dense, sparse) in zip(self._units, everywhere, strict=True):
+            if not unit.is_started and (any(dense) or any(sparse)):
+                unit.start(self._all_active, sparse=bool(sparse[0]))
         for unit in self._units:
-            flags = have[offset : offset + 2 * len(unit.params)].view(-1, 2)  # (params, dense or sparse)
-            offset += flags.numel()
-            present.append(flags)
-            self._refuse_mixture(unit, flags)
-        for unit, flags in zip(self._units, present, strict=True):
-            if unit in waiting and flags.any():
-                unit.start(self._all_active, sparse=bool(flags[0, 1] > 0))
-                self._step.started.append(unit)
-        for unit in self._step.started:
             unit.begin_second_half()
         correction = size / active if self.options.op == Average and active != size else 1.0
-        for unit, flags in zip(self._units, present, strict=True):
+        for unit, (dense, sparse) in zip(self._units, everywhere, strict=True):
             if unit.is_started:
-                unit.finish((flags.sum(1) > 0).tolist(), correction)
+                unit.finish([bool(d or s) for d, s in zip(dense, sparse, strict=True)], correction)
 
-    def _refuse_mixture(self, unit: Unit, flags: Tensor) -> None:
-        if unit.takes_sparse and flags[0, 0] > 0 and flags[0, 1] > 0:
-            unit.reset()  # nobody will ever meet what was started: do not wait for it
-            raise HvdTrainError(
-                f"The gradient of {unit.names[0]} is sparse on {int(flags[0, 1])} rank(s) and dense on "
-                f"{int(flags[0, 0])}. Use the same layer on every rank, or sparse_as_dense=True."
-            )
+    def _exchange_presence(self) -> tuple[int, list[tuple[list[int], list[int]]]]:
+        """Return how many ranks are left, and for each unit's parameters on how many the gradient is dense, or sparse.
+
+        The vector joins the last gradients in Horovod's fusion buffer, and so costs no round of its own: for that it is
+        reduced with the same operation and factors, which are undone here.
+        """
+        options = self.options
+        size = options.process_set.size()
+        mine = [1.0]
+        for unit in self._units:
+            mine += unit.flags()
+        vector = torch.tensor(mine)
+        how = units.reduction(options, self.scale)
+        part = engine.native().allreduce_async_(
+            vector,
+            name="gradients.present",
+            op=how.op,
+            prescale_factor=how.prescale_factor,
+            postscale_factor=how.postscale_factor,
+            process_set=options.process_set,
+        )
+        engine.native().synchronize(part)
+        unit_of_count = how.prescale_factor * how.postscale_factor / (size if how.op == Average else 1)
+        totals = [round(value / unit_of_count) for value in vector.tolist()]
+        active = totals[0] if self._counts_ranks else size
+        everywhere, offset = [], 1
+        for unit in self._units:
+            end = offset + 2 * len(unit.params)
+            everywhere.append((totals[offset:end:2], totals[offset + 1 : end : 2]))
+            offset = end
+        return active, everywhere
 
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, where asked for, without any reduction."""

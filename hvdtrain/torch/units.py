@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain.torch import bf16, wire
+from hvdtrain.torch import bf16, engine, wire
 from hvdtrain.torch.compression import BF16Compressor, NoneCompressor
 from hvdtrain.torch.engine import Average, Sum
 from hvdtrain.torch.handles import Handle
@@ -40,6 +40,14 @@ def partition(
     return [[p] for p in params]
 
 
+def reduction(options: ReducerOptions, scale: float) -> Reduction:
+    """Return the operation and factors that reduce a gradient; `scale` multiplies it."""
+    predivide = options.gradient_predivide_factor
+    if options.op != Average:
+        return Reduction(options.op, 1.0, scale, options.process_set)
+    return Reduction(Average, 1.0 / predivide, scale * predivide, options.process_set)
+
+
 def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
     buckets: list[list[Parameter]] = []
     room = 0
@@ -64,9 +72,10 @@ class Unit:
     """
 
     def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
-        self.params, self.names, self.scale = params, names, scale
+        self.params, self.names, self._options = params, names, options
+        self.scale = scale
         self.ready = 0
-        self._options = options
+        self._direct: int | None = None  # Horovod's own handle, where the gradient itself is sent
         self._handle: Any = None
         self._sent: list[Tensor] = []  # what `finish` copies from, or None where the gradient itself was sent
         self._contexts: list[Any] = []
@@ -74,9 +83,19 @@ class Unit:
         self._abandoned: Any = None
 
     @property
+    def scale(self) -> float:
+        """What multiplies the gradients."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale = value
+        self._how = reduction(self._options, value)
+
+    @property
     def is_started(self) -> bool:
         """True from `start` to `reset`."""
-        return self._handle is not None
+        return self._direct is not None or self._handle is not None
 
     @property
     def takes_sparse(self) -> bool:
@@ -89,8 +108,9 @@ class Unit:
             return self._flags
         flags = []
         for param in self.params:
-            sparse = param.grad is not None and param.grad.is_sparse
-            flags += [param.grad is not None and not sparse, sparse]
+            grad = param.grad
+            sparse = grad is not None and grad.is_sparse
+            flags += [grad is not None and not sparse, sparse]
         return flags
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
@@ -100,28 +120,28 @@ class Unit:
             all_active: says whether no rank has joined.
             sparse: the missing gradient is sparse on other ranks.
         """
-        drain(self._abandoned)
-        self._abandoned = None
+        if self._abandoned is not None:
+            drain(self._abandoned)
+            self._abandoned = None
         self._flags = self.flags()
         options = self._options
         grad = self.params[0].grad
+        if len(self.params) == 1 and grad is not None and self._start_direct(grad):
+            return
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
             self._start_sparse()
             return
         tensors = [_dense(p) for p in self.params]
-        mean = options.op == Average
-        prescale = 1.0 / options.gradient_predivide_factor if mean else 1.0
-        postscale = self.scale * (options.gradient_predivide_factor if mean else 1.0)
-        process_set = options.process_set
+        how = self._how
         if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
             self._contexts = []
             self._sent = tensors
             self._handle = bf16.Exchange(
                 tensors,
                 name=self.names[0],
-                process_set=process_set,
-                prescale=prescale,
-                postscale=postscale / (process_set.size() if mean else 1),
+                process_set=how.process_set,
+                prescale=how.prescale_factor,
+                postscale=how.postscale_factor / (how.process_set.size() if how.op == Average else 1),
             )
             return
         # bf16 without all ranks: as it is, since joined ranks can only take part in an allreduce
@@ -129,8 +149,22 @@ class Unit:
         compressed = [compression.compress(t) for t in tensors]
         self._sent = [t for t, _ in compressed]
         self._contexts = [context for _, context in compressed]
-        how = Reduction(options.op, prescale, postscale, process_set)
         self._handle = submit(self._sent, how, name=self.names[0], in_place=True, counted=False)
+
+    def _start_direct(self, grad: Tensor) -> bool:
+        """Give the gradient itself to Horovod, if it can be: backward waits for this, so it is kept short."""
+        if self._options.compression is not NoneCompressor or not wire.is_native(grad):
+            return False
+        how = self._how
+        self._direct = engine.native().allreduce_async_(
+            grad,
+            name=self.names[0],
+            op=how.op,
+            prescale_factor=how.prescale_factor,
+            postscale_factor=how.postscale_factor,
+            process_set=how.process_set,
+        )
+        return True
 
     def _start_sparse(self) -> None:
         param, options = self.params[0], self._options
@@ -152,6 +186,12 @@ class Unit:
             present: for each parameter, whether any rank has a gradient; one that nobody has stays None.
             correction: multiplies the results; not 1 where ranks have joined.
         """
+        if self._direct is not None:
+            engine.native().synchronize(self._direct)
+            grad = self.params[0].grad
+            if correction != 1.0 and grad is not None:
+                grad.detach().mul_(correction)
+            return
         handle, options = self._handle, self._options
         if isinstance(handle, Handle) and not self._sent:
             param = self.params[0]
@@ -177,12 +217,15 @@ class Unit:
 
     def abandon(self) -> None:
         """Leave what is under way to itself; the next `start` waits for it, since its name is taken until then."""
-        if self._handle is not None:
+        if self._direct is not None:
+            self._abandoned = Handle([self._direct], lambda _: None)
+        elif self._handle is not None:
             self._abandoned = self._handle
 
     def reset(self) -> None:
         """Forget this step."""
         self.ready = 0
+        self._direct = None
         self._handle, self._sent, self._contexts, self._flags = None, [], [], []
 
 

@@ -17,6 +17,16 @@ _MOVED = {*_REDUCED, torch.uint8, torch.int8, torch.int16}
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
+def is_native(tensor: Tensor) -> bool:
+    """Return whether Horovod can reduce this very tensor in place."""
+    return (
+        tensor.dtype in _REDUCED
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+    )
+
+
 def to_reduce(tensor: Tensor) -> Tensor:
     """Return `tensor` as something that can be added up; the tensor itself where that is possible.
 
