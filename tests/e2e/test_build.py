@@ -1,0 +1,98 @@
+"""`hvdtrain build` as a person types it, in an environment without Horovod that sees the frameworks of this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+# With the wheel in the cache, as after `make setup`, this takes half a minute; without it, a compile comes first.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new virtual environment that has links to all of this one's packages but Horovod."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if not package.name.startswith("horovod"):
+            (own / package.name).symlink_to(package)
+    return folder
+
+
+def hvdtrain(environment: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [str(environment / "bin" / "python"), "-m", "hvdtrain.cli", *arguments]
+    path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=env)
+
+
+def test_build_installs_horovod_and_proves_every_framework_over_every_data_plane(environment: Path) -> None:
+    plan = hvdtrain(environment, "build", "--dry-run")
+    assert plan.returncode == 0, plan.stderr
+    (planes,) = [line.split(":")[1].split(",") for line in plan.stdout.splitlines() if "data planes:" in line]
+    assert not list(environment.glob("lib/python*/site-packages/horovod"))
+
+    done = hvdtrain(environment, "build")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for framework in ("torch", "tensorflow"):
+        for plane in (plane.strip() for plane in planes):
+            assert f"{framework} over {plane}, 2 processes:" in done.stdout
+    (metadata,) = environment.glob("lib/python*/site-packages/horovod/metadata.json")
+    record = json.loads(metadata.read_text())
+    assert set(record["hvdtrain"]["data_planes"].split(",")) == {plane.strip() for plane in planes}
+
+    again = hvdtrain(environment, "build", "--no-install")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "Taking the wheel from the cache" in again.stdout
+
+
+def test_plain_horovodrun_works_after_build(environment: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "import horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()\n"
+        # One write a rank: mpirun interleaves smaller ones.
+        "sys.stdout.write(f'rank {hvd.rank()} of {hvd.size()}: {total}\\n')\n"
+    )
+    done = subprocess.run(
+        ["horovodrun", "-np", "2", "python", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: 2.0" in done.stdout
+
+
+def test_a_missing_compiler_ends_the_build_with_one_sentence(environment: Path, tmp_path: Path) -> None:
+    done = hvdtrain(environment, "build", PATH=str(tmp_path), CXX="")
+    assert done.returncode == 1
+    assert done.stderr.startswith("hvdtrain: No C++ compiler")
+    assert "Traceback" not in done.stderr
+
+
+def test_another_sdist_is_refused_by_its_hash(environment: Path, tmp_path: Path) -> None:
+    other = tmp_path / "horovod-0.28.1.tar.gz"
+    other.write_bytes(b"not Horovod")
+    done = hvdtrain(environment, "build", "--rebuild", "--sdist", str(other))
+    assert done.returncode == 1
+    assert "is not Horovod 0.28.1's sdist: its sha256 is" in done.stderr

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import bootstrap
+from hvdtrain.bootstrap import Setup, SetupError
+
+ROOT = Path(bootstrap.__file__).resolve().parent.parent
+
+
+class FakeSetup(Setup):
+    """Records commands instead of running them; those that contain a word of `failing` fail."""
+
+    def __init__(self, root: Path, *, failing: tuple[str, ...] = ()) -> None:
+        super().__init__(root, root / ".venv")
+        self.failing = failing
+        self.commands: list[str] = []
+        self.notes: list[str] = []
+
+    def run(self, command, what, *, timeout_s=None):  # type: ignore[no-untyped-def]
+        line = " ".join(map(str, command))
+        self.commands.append(line)
+        return next((f"no {word}" for word in self.failing if word in line), "")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_set_up_needs_only_the_standard_library() -> None:
+    tree = ast.parse(Path(bootstrap.__file__).read_text())
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    }
+    assert imported <= set(sys.stdlib_module_names)
+
+
+def test_the_pins_are_those_of_pyproject() -> None:
+    pinned = bootstrap.pins(ROOT / "pyproject.toml")
+    assert {"torch", "tensorflow-cpu", "tensorflow", "keras", "jax"} <= set(pinned)
+    assert all(re.fullmatch(r"\d[\w.]*", version) for version in pinned.values())
+
+
+def test_a_cpu_machine_gets_torchs_cpu_build_from_the_configured_sources(tmp_path: Path) -> None:
+    setup = FakeSetup(tmp_path)
+    assert bootstrap.install_torch(setup, "2.13.0", gpu=False) == ""
+    assert [c.split()[-1] for c in setup.commands] == ["torch==2.13.0+cpu"]
+
+
+def test_uv_finds_the_cpu_build_where_pip_cannot(tmp_path: Path) -> None:
+    setup = FakeSetup(tmp_path, failing=("torch==2.13.0+cpu",))
+    assert bootstrap.install_torch(setup, "2.13.0", gpu=False) == ""
+    assert [c.split()[-1] for c in setup.commands] == ["torch==2.13.0+cpu", "uv", "torch==2.13.0"]
+    assert "--torch-backend cpu" in setup.commands[-1]
+
+
+@pytest.mark.parametrize("broken", ["install uv", "--torch-backend"])
+def test_the_large_build_is_the_last_resort_and_is_announced(tmp_path: Path, broken: str) -> None:
+    setup = FakeSetup(tmp_path, failing=("torch==2.13.0+cpu", broken))
+    assert bootstrap.install_torch(setup, "2.13.0", gpu=False) == ""
+    assert setup.commands[-1].endswith("-m pip --disable-pip-version-check --no-input install --no-deps torch==2.13.0")
+    assert any("large" in note for note in setup.notes)
+
+
+def test_a_gpu_machine_gets_the_cuda_builds(tmp_path: Path) -> None:
+    setup = FakeSetup(tmp_path)
+    bootstrap.install_packages(setup, bootstrap.pins(ROOT / "pyproject.toml"), gpu=True)
+    assert any(c.split()[-1].startswith("tensorflow==") for c in setup.commands)
+    assert "tensorflow-gpu" in setup.commands[-1]
+    assert not any("+cpu" in c or "tensorflow-cpu" in c for c in setup.commands)
+
+
+def test_a_package_that_cannot_be_installed_ends_the_set_up_by_name(tmp_path: Path) -> None:
+    setup = FakeSetup(tmp_path, failing=("tensorflow-cpu==",))
+    with pytest.raises(SetupError, match="Installing tensorflow-cpu failed"):
+        bootstrap.install_packages(setup, bootstrap.pins(ROOT / "pyproject.toml"), gpu=False)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [("0", False), ("1", True)])
+def test_the_environment_decides_about_the_gpu(monkeypatch: pytest.MonkeyPatch, chosen: str, *, expected: bool) -> None:
+    monkeypatch.setenv("HVDTRAIN_GPU", chosen)
+    assert bootstrap.wants_gpu()[0] is expected
+
+
+@pytest.mark.parametrize(
+    ("listed", "nvcc", "expected"),
+    [("GPU 0: H100\nGPU 1: H100\n", True, True), ("GPU 0: H100\n", False, False), ("", True, False)],
+)
+def test_gpu_builds_need_a_gpu_and_nvcc(
+    monkeypatch: pytest.MonkeyPatch, listed: str, *, nvcc: bool, expected: bool
+) -> None:
+    monkeypatch.delenv("HVDTRAIN_GPU", raising=False)
+    monkeypatch.setattr(
+        bootstrap.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listed, "")
+    )
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: "/cuda/bin/nvcc" if nvcc else None)
+    monkeypatch.setattr(bootstrap.Path, "exists", lambda path: False)
+    assert bootstrap.wants_gpu()[0] is expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "programs", "user", "expected"),
+    [
+        ({"HVDTRAIN_MPI": "0"}, {"apt-get"}, 0, "HVDTRAIN_MPI=0"),
+        ({}, {"mpirun", "mpicxx", "apt-get"}, 0, "/bin/mpirun"),
+        ({}, {"apt-get"}, 1000, "Gloo alone will do"),
+        ({}, set(), 0, "Gloo alone will do"),
+    ],
+)
+def test_open_mpi_is_not_installed_where_it_is_there_unwanted_or_impossible(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    programs: set[str],
+    user: int,
+    expected: str,
+) -> None:
+    monkeypatch.delenv("HVDTRAIN_MPI", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: f"/bin/{name}" if name in programs else None)
+    monkeypatch.setattr(bootstrap.os, "geteuid", lambda: user)
+    setup = FakeSetup(tmp_path)
+    bootstrap.install_mpi(setup)
+    assert setup.commands == []
+    assert expected in " ".join(setup.notes)
+
+
+@pytest.mark.parametrize("failing", [(), ("apt-get",)])
+def test_root_with_apt_gets_open_mpi_and_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("HVDTRAIN_MPI", raising=False)
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
+    monkeypatch.setattr(bootstrap.os, "geteuid", lambda: 0)
+    setup = FakeSetup(tmp_path, failing=failing)
+    bootstrap.install_mpi(setup)
+    assert "apt-get install -y openmpi-bin libopenmpi-dev" in setup.commands[0]
+    assert bool(setup.notes) is bool(failing)
+
+
+@pytest.mark.parametrize(("there", "missing"), [({"make"}, r"No C\+\+ compiler"), ({"g++"}, "No make on PATH")])
+def test_a_missing_tool_is_named_before_anything_is_downloaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    there: set[str],
+    missing: str,
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
+    assert bootstrap.main(["--venv", str(tmp_path / "venv")]) == 1
+    assert re.search(missing, capsys.readouterr().err)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_failing_command_tells_its_first_error_and_keeps_its_output(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, tmp_path)
+    code = "import sys; print('starting'); print('ERROR: no such wheel'); print('hint: look'); sys.exit(3)"
+    assert setup.run([sys.executable, "-c", code], "A Package") == "ERROR: no such wheel"
+    assert "starting" in (tmp_path / "set-up-logs" / "a-package.log").read_text()
+    assert setup.run([sys.executable, "-c", "pass"], "A Package") == ""
