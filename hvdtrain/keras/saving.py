@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -37,6 +38,7 @@ def load_model(
     objects.update(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
+        _mend_optimizer(model, filepath)
         distribute_model(model, compression=compression)
     return model
 
@@ -54,3 +56,27 @@ def distribute_model(model: Any, **options: Any) -> None:
     compiled["optimizer"] = model.optimizer if wrapped else distributed_part(model.optimizer)
     model.train_function = None  # it may hold the plain optimizer
     without_xla(model)
+
+
+def _mend_optimizer(model: Any, filepath: Any) -> None:
+    """Give a model from an HDF5 file an optimizer that can go on: Keras 3.15 builds it over no variables at all."""
+    optimizer = model.optimizer
+    if not optimizer.built or optimizer._trainable_variables or not model.trainable_variables:
+        return
+    from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
+
+    model.optimizer = type(optimizer).from_config(optimizer.get_config())
+    model.optimizer.build(model.trainable_variables)
+    with contextlib.ExitStack() as stack:
+        file = filepath
+        if not hasattr(filepath, "attrs"):
+            import h5py
+
+            file = stack.enter_context(h5py.File(filepath, "r"))
+        values = load_optimizer_weights_from_hdf5_group(file)
+        if len(values) != len(model.optimizer.variables):
+            raise ValueError(
+                f"{filepath} holds {len(values)} values of its optimizer's state, but {type(optimizer).__name__} has "
+                f"{len(model.optimizer.variables)}. Save the model as .keras instead."
+            )
+        model.optimizer.set_weights(values)

@@ -60,14 +60,14 @@ class Kit:
     def alone(self, model: Any, optimizer: Any, epochs: int = 3, **options: Any) -> Any:
         """Train as one process on whole batches; return the model."""
         x, y = self.data()
-        model.compile(optimizer=optimizer, loss="mse", **options)
+        model.compile(optimizer=optimizer, **{"loss": "mse", **options})
         model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
         return model
 
     def together(self, model: Any, optimizer: Any, epochs: int = 3, callbacks: Any = None, **options: Any) -> Any:
         """Train on this rank's shard, with `optimizer` as given; return the model."""
         x, y = self.data()
-        model.compile(optimizer=optimizer, loss="mse", **options)
+        model.compile(optimizer=optimizer, **{"loss": "mse", **options})
         local = BATCH // hvd.size()
         model.fit(
             self.shard(x), self.shard(y), batch_size=local, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks

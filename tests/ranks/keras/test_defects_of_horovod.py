@@ -1,0 +1,86 @@
+"""What horovod.keras does on Keras 3, beside what is done here. TensorFlow alone: Horovod's Keras knows no other."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import hvdtrain.keras as hvd
+
+pytestmark = [
+    pytest.mark.world_size(2),
+    pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="horovod.keras needs the TensorFlow backend"),
+]
+
+
+@pytest.fixture
+def theirs():
+    return pytest.importorskip("horovod.tensorflow.keras")
+
+
+def test_theirs_trains_without_averaging_and_ours_averages(kit, theirs):
+    digests = {}
+    for name, module in (("theirs", theirs), ("ours", hvd)):
+        model = kit.together(kit.model(), module.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)))
+        digests[name] = set(hvd.allgather_object(kit.digest(model.weights)))
+    assert len(digests["theirs"]) == 2  # no error, no averaging
+    assert len(digests["ours"]) == 1
+
+
+def test_their_optimizer_forgets_its_state_and_ours_keeps_it(kit, theirs):
+    trained = kit.alone(kit.model(), keras.optimizers.SGD(0.1, momentum=0.9), epochs=1)
+    assert len(hvd.DistributedOptimizer(trained.optimizer).variables.copy()) == len(trained.optimizer.variables)
+    assert not theirs.DistributedOptimizer(trained.optimizer).built
+
+
+CALLBACKS = {
+    "broadcast": lambda module: module.callbacks.BroadcastGlobalVariablesCallback(0),
+    "warmup": lambda module: module.callbacks.LearningRateWarmupCallback(initial_lr=0.1, warmup_epochs=1),
+    "schedule": lambda module: module.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5),
+    "metrics": lambda module: module.callbacks.MetricAverageCallback(),
+    "best": lambda module: module.callbacks.BestModelCheckpoint(monitor="loss"),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_their_callbacks_raise_and_ours_work(kit, theirs, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        kit.together(kit.model(), keras.optimizers.SGD(0.1), epochs=1, callbacks=[CALLBACKS[name](theirs)])
+    kit.together(kit.model(), keras.optimizers.SGD(0.1), epochs=1, callbacks=[CALLBACKS[name](hvd)])
+
+
+def test_their_variables_broadcast_raises_and_ours_works(kit):
+    import horovod.tensorflow as native
+
+    model = kit.model(seed=1 + hvd.rank())
+    with pytest.raises(AttributeError):
+        native.broadcast_variables(model.variables, root_rank=0)
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    assert len(set(hvd.allgather_object(kit.digest(model.weights)))) == 1
+
+
+def test_their_elastic_state_raises_and_ours_works(kit, theirs):
+    model = kit.alone(kit.model(), keras.optimizers.SGD(0.1), epochs=1)
+    with pytest.raises((TypeError, AttributeError)):
+        theirs.elastic.KerasState(model, epoch=0)
+    assert hvd.elastic.KerasState(model, epoch=0).epoch == 0
+
+
+def test_their_load_model_gives_a_model_that_is_not_averaged(kit, theirs, tmp_path):
+    kit.alone(kit.model(), keras.optimizers.SGD(0.1), epochs=1).save(tmp_path / "model.keras")
+    x, y = kit.data()
+    digests = {}
+    for name, module in (("theirs", theirs), ("ours", hvd)):
+        model = module.load_model(tmp_path / "model.keras")
+        model.fit(kit.shard(x), kit.shard(y), batch_size=12, epochs=1, verbose=0)
+        digests[name] = set(hvd.allgather_object(kit.digest(model.weights)))
+    assert len(digests["theirs"]) == 2
+    assert len(digests["ours"]) == 1
+
+
+def test_keras_users_are_told_by_horovod_to_pass_what_keras_no_longer_has(kit):
+    model = kit.model()
+    model.compile(optimizer=hvd.DistributedOptimizer("sgd"), loss="mse", experimental_run_tf_function=False)
+    assert np.isfinite(model.train_on_batch(*kit.data()))
