@@ -15,6 +15,7 @@ import fnmatch
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -310,7 +311,9 @@ def check_result(runner: Runner, image: Image, stage: dockerfile.Stage) -> None:
             raise StepError(f"{shlex.join(command)} printed:\n{output}")
         say(f"  {shlex.join(command)}: both ranks sum 2")
     check_ssh(runner, image)
-    size = subprocess.run(["du", "-smx", str(image.root)], capture_output=True, text=True, check=True).stdout.split()[0]
+    mounted = [f"--exclude={image.root / path.relative_to('/')}" for path in runner.host.read_only]
+    command = ["du", "-smx", *mounted, str(image.root)]
+    size = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
     say(f"  the image holds {size} MB")
 
 
@@ -373,7 +376,9 @@ def main(arguments: Sequence[str]) -> int:
     if INSIDE not in os.environ:
         # In a mount namespace of its own, whatever was mounted goes when the process goes.
         command = ["unshare", "--mount", "--propagation", "private", sys.executable, __file__, *arguments]
-        return subprocess.run(command, env={**os.environ, INSIDE: "1"}, check=False).returncode
+        sys.stdout.flush()
+        os.execvpe(command[0], command, {**os.environ, INSIDE: "1"})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the roots are removed then too
     parsed = dockerfile.read(ROOT / "Dockerfile")
     build_arguments = dict(pair.partition("=")[::2] for pair in options.build_arg)
     index = next(
