@@ -43,6 +43,9 @@ def mismatch(framework: str) -> str | None:
     built, installed = built_for().get(framework), framework_version(framework)
     if built is None:
         return f"The installed Horovod was built without {framework}."
+    # The index's CUDA build of torch calls itself 2.13.0+cu130 but is distributed as 2.13.0.
+    if installed is not None and "+" not in installed:
+        built = built.partition("+")[0]
     if installed is not None and built != installed:
         return f"The installed Horovod was built for {framework} {built}, but {framework} {installed} is installed."
     return None

@@ -287,7 +287,9 @@ def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) ->
         why = "no NCCL with nccl.h (pip install nvidia-nccl-cu13, or the system's libnccl-dev)"
     else:
         for framework in frameworks:
-            if framework.cuda and framework.cuda.split(".")[0] != cuda.version.split(".")[0]:
+            # torch's headers are compiled against this toolkit; TensorFlow only hands over a stream.
+            major = framework.cuda.split(".")[0]
+            if framework.name == "torch" and major != cuda.version.split(".")[0]:
                 why = f"{framework.name} is built for CUDA {framework.cuda}, but nvcc in {cuda.home} is {cuda.version}"
     if not why:
         return cuda, nccl, ""
