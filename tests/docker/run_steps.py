@@ -11,6 +11,7 @@ packages that this machine can reach; nothing of that stays in the roots.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import os
 import shlex
@@ -234,14 +235,21 @@ class Runner:
         entered += ["/usr/bin/env", "-i", *(f"{name}={value}" for name, value in environment.items())]
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
-                [*entered, "/bin/sh", "-c", line], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*entered, "/bin/sh", "-c", line],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
             try:
                 status: int | str = process.wait(timeout=STEP_LIMIT_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
                 status = f"no end within {STEP_LIMIT_S} s"
+            finally:
+                # Nothing may go on writing into a root that is about to be removed.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             log.seek(0)
             output = log.read().decode(errors="replace")
         if status != 0:
