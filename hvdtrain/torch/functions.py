@@ -35,7 +35,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     if isinstance(params, Mapping):
         items: list[tuple[Any, Any]] = sorted(params.items(), key=lambda item: str(item[0]))
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, Tensor)):
-        items = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
+        items = [p if isinstance(p, tuple) and p[0] is not None else (i, p) for i, p in enumerate(params)]
+        items = [(name, p[1] if isinstance(p, tuple) else p) for name, p in items]
     else:
         raise ValueError(
             "params must be a dict, or an iterable of tensors or of (name, tensor), such as model.state_dict() or "

@@ -23,6 +23,10 @@ def _mean_of(grads: Sequence[Tensor], process_set: Any) -> list[Tensor]:
 
 def grouped_allgather_async(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> Handle:
     """Start a grouped allgather; the handle gives a list of tensors. See `allgather`."""
+    if any(t.dim() == 0 for t in tensors):
+        raise ValueError(
+            "allgather concatenates on dimension 0. Received: a tensor without dimensions; reshape it to (1,)"
+        )
     process_set = engine.global_set(process_set)
     name = name or engine.auto_name("allgather", process_set)
     sent = [wire.to_move(t) for t in tensors]
@@ -49,8 +53,9 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        handle = grouped_allgather_async(tensors, name, process_set)
         ctx.process_set, ctx.rows = process_set, [t.shape[0] for t in tensors]
-        return tuple(grouped_allgather_async(tensors, name, process_set).wait())
+        return tuple(handle.wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
