@@ -59,6 +59,9 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
     for name in ("CXXFLAGS", "LDFLAGS", "HOROVOD_CPU_OPERATIONS"):
         if os.environ.get(name):
             chosen[name] = os.environ[name]
+    if found.gpu and found.nccl and found.nccl.from_pip:
+        # Next to the frameworks in any environment; torch loads it before Horovod anyway, TensorFlow does not.
+        chosen["LDFLAGS"] = f"{chosen.get('LDFLAGS', '')} -Wl,-rpath,$ORIGIN/../../nvidia/nccl/lib".strip()
     return chosen
 
 

@@ -47,6 +47,7 @@ def test_nccl_of_pip_gets_the_unversioned_link_that_the_linker_asks_for(tmp_path
     link = Path(env["HOROVOD_NCCL_LIB"]) / "libnccl.so"
     assert link.readlink() == Path("/n/lib/libnccl.so.2")
     assert env["HOROVOD_NCCL_INCLUDE"] == "/n/include"
+    assert "$ORIGIN/../../nvidia/nccl/lib" in env["LDFLAGS"]
     assert (env["HOROVOD_GPU_OPERATIONS"], env["HOROVOD_NCCL_LINK"]) == ("NCCL", "SHARED")
 
 
