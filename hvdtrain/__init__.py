@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdtrain.data import Sharded as Sharded
-    from hvdtrain.prepare import prepare as prepare
+    from hvdtrain.own_loop import prepare as prepare
     from hvdtrain.trainer import History as History
     from hvdtrain.trainer import Trainer as Trainer
     from hvdtrain.world import SoloWorld as SoloWorld
@@ -26,7 +26,7 @@ _HOMES = {
     "Trainer": "trainer",
     "World": "world",
     "init": "world",
-    "prepare": "prepare",
+    "prepare": "own_loop",
 }
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import hvdtrain.keras as hvd
 from hvdtrain.data import Batch, IndexedSource, as_source, leaves, tree_map
-from hvdtrain.keras.broadcast import broadcast_model
+from hvdtrain.keras.variables import broadcast_model
 from hvdtrain.world import World
 
 
@@ -58,20 +58,23 @@ class PreparedData(keras.utils.PyDataset):
         self._source = source
         self._world = world
         self._epoch = 0
+        self._next = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next pass has."""
-        self._epoch = epoch
+        """Choose the epoch whose order the next pass has, for example after resuming."""
+        self._epoch, self._next = epoch, 0
 
     def __len__(self) -> int:
         return self._source.steps or 0
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
-        return self._weighted(self._source.batch(self._epoch, index, shuffle=True))
+        # Whatever index Keras asks for: its own shuffle of batches is another on each rank, and they must be in step.
+        step, self._next = self._next % len(self), self._next + 1
+        return self._weighted(self._source.batch(self._epoch, step, shuffle=True))
 
     def on_epoch_end(self) -> None:
-        """Go on to the next epoch's order; Keras calls it."""
-        self.set_epoch(self._epoch + 1)
+        """Go on to the next epoch's order; Keras calls it, once more after it has looked at the first batch."""
+        self.set_epoch(self._epoch + (self._next >= len(self)))
 
     def _weighted(self, batch: Batch) -> tuple[Any, Any, Any]:
         weight = batch.local_count * self._world.size / batch.global_count

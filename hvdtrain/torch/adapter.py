@@ -71,7 +71,7 @@ class TorchAdapter:
                 compression=getattr(hvd.Compression, options.compression),
                 backward_passes_per_step=options.accumulate,
             )
-        self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")  # type: ignore[attr-defined]
+        self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
 
     @property
     def learning_rates(self) -> list[float]:

@@ -171,7 +171,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
         return None
     if isinstance(data.dataset, IterableDataset):
         return IteratedSource(lambda epoch, shuffle: _every_size_th(data, epoch, world), world=world)
-    if not len(data.dataset):
+    if not len(data.sampler):  # type: ignore[arg-type]
         raise ValueError(
             f"data holds no samples. Received: a DataLoader over a dataset of length 0 on rank {world.rank}"
         )

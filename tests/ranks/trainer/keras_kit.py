@@ -81,3 +81,14 @@ def batch_norm_model():
     norm = keras.layers.BatchNormalization()
     net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), norm, keras.layers.Dense(3)])
     return net, lambda: [np.array(w) for w in norm.get_weights()[2:]]
+
+
+def own_loop(net, x, y, *, batch_size, epochs):
+    """Contract C, as a user writes it."""
+    net, optimizer, batches = hvdtrain.prepare(net, optimizer_of(net), (x, y), batch_size=batch_size)
+    net.compile(optimizer=optimizer, loss=loss(), jit_compile=False)
+    net.fit(batches, epochs=epochs, verbose=0)
+
+
+def prepare_stream(net):
+    return hvdtrain.prepare(net, optimizer_of(net), unequal_iterable(np.zeros((4, 6)), np.zeros(4), rank=0))

@@ -79,3 +79,25 @@ def set_first_weight(net, value):
 def batch_norm_model():
     net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
     return net, lambda: [net[1].running_mean.numpy().copy(), net[1].running_var.numpy().copy()]
+
+
+def own_loop(net, x, y, *, batch_size, epochs):
+    """Contract C, as a user writes it."""
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    loader = torch.utils.data.DataLoader(rows, batch_size=batch_size, shuffle=True)
+    net, optimizer, loader = hvdtrain.prepare(net, optimizer_of(net), loader)
+    steps = set()
+    for _ in range(epochs):
+        counts = []
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss()(net(inputs), targets).backward()
+            optimizer.step()
+            counts.append(loader.count)
+        steps.add(len(counts))
+        assert len(counts) == len(loader)
+        assert sum(counts) == len(range(hvdtrain.init().rank, len(x), hvdtrain.init().size))
+
+
+def prepare_stream(net):
+    return hvdtrain.prepare(net, optimizer_of(net), unequal_iterable([], [], rank=0))
