@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import torch
+from packaging.version import Version
 
 from hvdtrain.keras import basics
 from hvdtrain.keras.reduction import Reduction
@@ -57,6 +59,26 @@ def refuse_compiler() -> None:
             "Horovod's operations do not compile under torch.compile, and this step is being compiled. "
             "Compile the model's forward pass instead of the whole step."
         )
+    _refuse_ddp()
+
+
+def _refuse_ddp() -> None:
+    """Raise where Keras's torch trainer (from 3.16 on) averages by itself, through DistributedDataParallel.
+
+    Raises:
+        RuntimeError: torch.distributed was initialised with more than one rank.
+    """
+    available = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if available and torch.distributed.get_world_size() > 1 and _keras_uses_ddp():
+        raise RuntimeError(
+            "torch.distributed is initialised, so Keras's torch trainer averages gradients with "
+            "DistributedDataParallel, and Horovod would reduce them a second time. Use one of the two: do not call "
+            f"torch.distributed.init_process_group. Received: {torch.distributed.get_world_size()} ranks in it"
+        )
+
+
+def _keras_uses_ddp() -> bool:
+    return Version(keras.__version__) >= Version("3.16.0.dev0")
 
 
 def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tensor]], gradients: list[Tensor]) -> Any:
