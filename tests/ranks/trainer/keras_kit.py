@@ -92,3 +92,33 @@ def own_loop(net, x, y, *, batch_size, epochs):
 
 def prepare_stream(net):
     return hvdtrain.prepare(net, optimizer_of(net), unequal_iterable(np.zeros((4, 6)), np.zeros(4), rank=0))
+
+
+def datasets(num_samples):
+    """Every kind of data that Keras users bring, over samples 0 to num_samples - 1."""
+    import tensorflow as tf
+    import torch
+
+    x = np.arange(num_samples, dtype=np.float32)[:, None]
+    rows = tf.data.Dataset.from_tensor_slices((x, x))
+    loader = torch.utils.data.DataLoader(list(zip(x, x, strict=True)), batch_size=3, shuffle=True)
+    return {
+        "arrays": (x, x),
+        "tf.data": rows.batch(3),
+        "tf.data, shuffled": rows.shuffle(100, seed=1).batch(3).prefetch(2),
+        "tf.data of unknown length": rows.filter(lambda x, y: True).batch(2),
+        "PyDataset": unequal_iterable(x, x, rank=0),
+        "torch DataLoader": loader,
+    }
+
+
+def check_random_orders(seen_by_all, *, num_samples):
+    """tf.data's shuffle without a seed is another one on each rank: refused."""
+    import pytest
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.range(num_samples).map(lambda i: (i[None], i))
+    with pytest.raises(ValueError, match=r"needs a seed.*rank [01]"):
+        seen_by_all(rows.shuffle(100).batch(3))
+    with pytest.raises(ValueError, match="never ends"):
+        seen_by_all(rows.batch(3).repeat())

@@ -101,3 +101,56 @@ def own_loop(net, x, y, *, batch_size, epochs):
 
 def prepare_stream(net):
     return hvdtrain.prepare(net, optimizer_of(net), unequal_iterable([], [], rank=0))
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), index
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __iter__(self):
+        return ((torch.tensor([float(index)]), index) for index in range(self.num_samples))
+
+
+def datasets(num_samples):
+    """Every kind of data that torch users bring, over samples 0 to num_samples - 1."""
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+    rows = Rows(num_samples)
+    x = np.arange(num_samples, dtype=np.float32)[:, None]
+    return {
+        "arrays": (x, x),
+        "tensors": (torch.from_numpy(x), torch.from_numpy(x)),
+        "dataset": rows,
+        "loader": DataLoader(rows, batch_size=3),
+        "shuffled loader": DataLoader(rows, batch_size=3, shuffle=True),
+        "loader with workers": DataLoader(rows, batch_size=3, num_workers=1),
+        "batch sampler": DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), 4, drop_last=False)),
+        "stream": Stream(num_samples),
+        "loader of a stream": DataLoader(Stream(num_samples), batch_size=2),
+    }
+
+
+def check_random_orders(seen_by_all, *, num_samples):
+    """A sampler of the user's own draws at random on each rank: rank 0's order is everybody's."""
+    from torch.utils.data import DataLoader
+
+    class Own(torch.utils.data.Sampler):
+        def __len__(self):
+            return num_samples
+
+        def __iter__(self):
+            return iter(np.random.default_rng().permutation(num_samples).tolist())
+
+    seen, _ = seen_by_all(DataLoader(Rows(num_samples), batch_size=3, sampler=Own()))
+    assert sorted(seen) == list(range(num_samples))
