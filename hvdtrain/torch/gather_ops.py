@@ -139,7 +139,10 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
     process_set = engine.global_set(process_set)
     name = name or engine.auto_name("alltoall", process_set)
     if splits is not None:  # Horovod takes 32-bit integers only
-        splits = torch.as_tensor(splits, dtype=torch.int32, device="cpu")
+        splits = torch.as_tensor(splits)
+        if splits.is_floating_point():
+            raise ValueError(f"splits must be whole numbers of rows. Received: {splits.dtype}")
+        splits = splits.to("cpu", torch.int32)
     part = engine.native().alltoall_async(wire.to_move(tensor), splits, name=name, process_set=process_set)
     dtype = tensor.dtype
     return Handle([part], lambda outputs: (wire.from_move(outputs[0], dtype), outputs[1]))
