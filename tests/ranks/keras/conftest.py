@@ -15,6 +15,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.keras.host import to_numpy
 
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # lets a test start one
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # lets a test add one
 hvd.init()
 
 

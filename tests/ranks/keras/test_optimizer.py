@@ -220,9 +220,8 @@ def test_an_optimizer_mid_training_keeps_its_state(kit):
         kit.assert_same_everywhere(model)
 
 
+@pytest.mark.world_size(3)
 def test_process_sets_train_apart(kit):
-    if hvd.size() < 3:
-        pytest.skip("needs a set of two and an outsider")
     pair = hvd.add_process_set(hvd.ProcessSet([0, 1]))
     try:
         model = kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS["sgd"](), process_set=pair))
