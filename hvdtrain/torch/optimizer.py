@@ -18,7 +18,7 @@ from hvdtrain.torch.adasum import AdasumMixin
 from hvdtrain.torch.agreement import check_agreement
 from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.engine import Adasum, Average
-from hvdtrain.torch.reduce_ops import Reduction, submit
+from hvdtrain.torch.reduce_ops import Reduction, check_adasum, submit
 from hvdtrain.torch.reducer import Reducer, ReducerOptions
 
 _OURS = ("_hvd_reducer", "_hvd_names", "_hvd_should_synchronize")
@@ -204,7 +204,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         average_aggregated_gradients: divide by backward_passes_per_step.
 
     Raises:
-        ValueError: no parameters; named_parameters of another model, or with a name twice; an option out of range.
+        ValueError: no parameters; named_parameters of another model, or with a name twice; an option out of range;
+            Adasum over Gloo.
         DesyncError: on every rank, if ranks have different parameters; names the first.
     """
     process_set = engine.global_set(process_set)
@@ -227,6 +228,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if op == Adasum and engine.native().size() > 1:
         if not engine.is_global(process_set):
             raise NotImplementedError("Adasum runs over all ranks. Received: a process set of its own.")
+        check_adasum(named[0][1])
         mixin = type("AdasumDistributedMixin", (AdasumMixin, DistributedMixin), {})
     plain = type(optimizer)
     if isinstance(optimizer, DistributedMixin):  # wrapped again, with other options

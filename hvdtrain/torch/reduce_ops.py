@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvdtrain.torch import bf16, engine, wire
 from hvdtrain.torch.compression import BF16Compressor, Compression
-from hvdtrain.torch.engine import Average, Sum
+from hvdtrain.torch.engine import Adasum, Average, Sum
 from hvdtrain.torch.handles import Handle, synchronize
 
 
@@ -61,6 +61,8 @@ def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bo
         counted: for a mean, ask how many ranks are left and divide by that; False if the caller does.
     """
     native = engine.native()
+    if how.op == Adasum:
+        check_adasum(tensors[0])
     wires = []
     for tensor in tensors:
         sent = wire.to_reduce(tensor)
@@ -98,6 +100,19 @@ def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bo
         return results
 
     return Handle(parts, finish)
+
+
+def check_adasum(tensor: Tensor) -> None:
+    """Raise ValueError where Horovod has no Adasum: on the host it runs over MPI alone.
+
+    Horovod itself says "No Adasum operation enabled", after the tensor was sent.
+    """
+    native = engine.native()
+    if native.size() > 1 and not tensor.is_cuda and not native.mpi_enabled():
+        raise ValueError(
+            f"Adasum needs MPI. Received: a tensor on {tensor.device}, and Gloo as data plane on rank {native.rank()}. "
+            "Launch with `horovodrun --mpi`, or use op=Average."
+        )
 
 
 class _Allreduce(torch.autograd.Function):

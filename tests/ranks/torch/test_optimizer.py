@@ -299,6 +299,12 @@ def test_a_process_set_reduces_among_its_own(hvd, task, rank, size, difference):
 @pytest.mark.world_size(2)
 def test_adasum_averages_equal_steps_and_adds_orthogonal_ones(hvd, rank):
     param = torch.nn.Parameter(torch.zeros(2))
+    if hvd.gloo_enabled():  # Horovod has none there
+        with pytest.raises(ValueError, match=r"Adasum needs MPI.*--mpi"):
+            hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("p", param)], op=hvd.Adasum)
+        with pytest.raises(ValueError, match="Adasum needs MPI"):
+            hvd.allreduce(torch.ones(2), op=hvd.Adasum)
+        return
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("p", param)], op=hvd.Adasum)
     param.grad = torch.tensor([2.0, 4.0])
     optimizer.step()
