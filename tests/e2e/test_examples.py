@@ -67,7 +67,7 @@ def table(lines: list[str]) -> dict[str, str]:
     assert lines[-2].split() == HEADER, "\n".join(lines[-5:])
     row = dict(zip(HEADER, lines[-1].split(), strict=True))
     assert float(row["images/s"].replace(",", "")) > 0
-    assert float(row["seconds"]) > 0
+    assert float(row["seconds"]) >= 0  # a tenth of a second may round to none
     assert np.isfinite(float(row["loss"]))
     return row
 
@@ -78,6 +78,16 @@ def last_line(lines: list[str], *, ranks: int, saved: str) -> float:
     found = [match for line in lines if (match := re.fullmatch(pattern, line))]
     assert len(found) == 1, "\n".join(lines[-10:])
     return float(found[0].group(1))
+
+
+def require_equal_to_one_process(row: dict[str, str], folder: Path, framework: str, **environment: str) -> None:
+    """Compare two ranks with 32 images each with one process, without Horovod, that takes 64."""
+    command = f"python {EXAMPLES}/train.py --framework {framework} --batch-size 64"
+    one = table(run_well(command, folder, HVDTRAIN_SOLO="1", **environment))
+    assert one["ranks"] == "1"
+    # Sums in another order round differently, and 276 steps of Adam amplify that a little.
+    assert float(row["loss"]) == pytest.approx(float(one["loss"]), abs=2e-3)
+    assert float(row["accuracy"]) == pytest.approx(float(one["accuracy"]), abs=0.003)  # one image in 360
 
 
 def mnist_directory() -> Path | None:
@@ -99,20 +109,22 @@ def write_idx(folder: Path, *, count: int = 70) -> Path:
     return folder
 
 
-def test_trainer_passes_97_percent_on_digits_with_pytorch(tmp_path: Path) -> None:
+def test_trainer_passes_97_percent_on_digits_with_pytorch_like_one_process(tmp_path: Path) -> None:
     lines = run_well(f"horovodrun -np 2 python {EXAMPLES}/train.py", tmp_path)
     row = table(lines)
     assert (row["framework"], row["ranks"]) == ("torch", "2")
     assert float(row["accuracy"]) >= 0.97
+    require_equal_to_one_process(row, tmp_path, "torch")
     assert lines.count("effective batch 64 samples (32 x 2 ranks)") == 1
     assert sum(line.startswith("epoch 12/12  loss ") for line in lines) == 1
 
 
-def test_trainer_passes_97_percent_on_digits_with_keras(tmp_path: Path) -> None:
+def test_trainer_passes_97_percent_on_digits_with_keras_like_one_process(tmp_path: Path) -> None:
     command = f"horovodrun -np 2 python {EXAMPLES}/train.py --framework keras"
     row = table(run_well(command, tmp_path, KERAS_BACKEND="tensorflow"))
     assert (row["framework"], row["ranks"]) == ("keras/tensorflow", "2")
     assert float(row["accuracy"]) >= 0.97
+    require_equal_to_one_process(row, tmp_path, "keras", KERAS_BACKEND="tensorflow")
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
