@@ -42,3 +42,10 @@ def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step:
     assert sum(line.startswith("FAILED") for line in summary) == 1
     assert sum(line.startswith("ok ") for line in summary) == 2
     assert summary[-1] == "1 of 3 steps failed"
+
+
+def test_the_steps_limits_leave_room_in_the_hour_and_a_half_that_ci_allows() -> None:
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    limits = [int(line.split()[1]) for line in lines if line.startswith("step ")]
+    assert len(limits) == 3
+    assert sum(limits) < 90
