@@ -18,14 +18,17 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
 RUN python3 -m venv /opt/hvdtrain
 ENV PATH=/opt/hvdtrain/bin:/usr/local/bin:/usr/bin:/bin
 WORKDIR /src
-# PyPI's torch for Linux carries CUDA; this index holds the CPU builds.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS=torch,tensorflow,jax,keras,examples
-# The frameworks come first, in a layer that only new pins make stale.
+# The frameworks come first, in a layer that only new pins make stale. bootstrap.py finds torch's CPU build, which the
+# usual index lacks; uv, its helper in that, and its logs are not for the image.
 COPY pyproject.toml README.md LICENSE ./
+COPY hvdtrain/bootstrap.py hvdtrain/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    mkdir hvdtrain && touch hvdtrain/__init__.py \
-    && pip install --extra-index-url "${TORCH_INDEX}" ".[${EXTRAS}]"
+    touch hvdtrain/__init__.py \
+    && { HVDTRAIN_GPU=0 python -I hvdtrain/bootstrap.py --venv /opt/hvdtrain --extras "${EXTRAS}" \
+        || { cat /opt/hvdtrain/set-up-logs/*.log; exit 1; }; } \
+    && pip uninstall --yes uv \
+    && rm -r /opt/hvdtrain/set-up-logs
 COPY hvdtrain hvdtrain
 RUN pip install --no-deps --force-reinstall .
 RUN --mount=type=cache,target=/root/.cache/hvdtrain hvdtrain build
@@ -37,7 +40,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
 COPY --from=cpu-builder /opt/hvdtrain /opt/hvdtrain
-COPY docker/hvdtrain-sshd /usr/local/bin/
+COPY hvdtrain/hvdtrain-sshd /usr/local/bin/
 COPY examples /home/hvdtrain/examples
 # Docker's default seccomp profile forbids the single-copy system call that Open MPI uses between local ranks.
 ENV PATH=/opt/hvdtrain/bin:/usr/local/bin:/usr/bin:/bin \
@@ -80,7 +83,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
     && (userdel --remove ubuntu || true) \
     && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
 COPY --from=gpu-builder /opt/hvdtrain /opt/hvdtrain
-COPY docker/hvdtrain-sshd /usr/local/bin/
+COPY hvdtrain/hvdtrain-sshd /usr/local/bin/
 COPY examples /home/hvdtrain/examples
 ENV PATH=/opt/hvdtrain/bin:/usr/local/bin:/usr/bin:/bin \
     KERAS_BACKEND=torch \

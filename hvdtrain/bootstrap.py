@@ -181,6 +181,14 @@ def install_packages(setup: Setup, pinned: dict[str, str], *, gpu: bool) -> None
     setup.require(setup.run(setup.pip("-e", whole), "what torch and TensorFlow need"), "Installing hvdtrain")
 
 
+def install_extras(setup: Setup, pinned: dict[str, str], extras: Sequence[str], *, gpu: bool) -> None:
+    """Install hvdtrain with `extras` and nothing else: no tools for the tests, and not as a link to this folder."""
+    if "torch" in extras:
+        setup.require(install_torch(setup, pinned["torch"], gpu=gpu), "Installing torch")
+    what = ",".join(extras)
+    setup.require(setup.run(setup.pip(f"{setup.root}[{what}]"), f"hvdtrain with {what}"), "Installing hvdtrain")
+
+
 def install_mpi(setup: Setup) -> None:
     """Install Debian's Open MPI where that is possible without asking; Horovod does without it too."""
     if os.environ.get("HVDTRAIN_MPI") == "0":
@@ -202,13 +210,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the whole set-up; a second run only does what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
+    parser.add_argument("--extras", metavar="A,B", help="only install hvdtrain with these extras; build no Horovod")
     options = parser.parse_args(arguments)
     root = Path(__file__).resolve().parent.parent
     setup = Setup(root, options.venv.absolute())
     try:
-        check_tools()
         pinned = pins(root / "pyproject.toml")
         gpu, why = wants_gpu()
+        if options.extras:
+            make_venv(setup)
+            install_extras(setup, pinned, options.extras.split(","), gpu=gpu)
+            return 0
+        check_tools()
         setup.say(1, f"Virtual environment for Python {sys.version.split()[0]} in {options.venv}")
         make_venv(setup)
         setup.say(2, f"hvdtrain and the frameworks, {'GPU' if gpu else 'CPU'} builds ({why})")

@@ -20,22 +20,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import dockerfile
+from host import INSIDE, Host, StepError, bare_root, cache_folder, remove, say, why_not
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SKIPPED = 77
 STEP_LIMIT_S = 900
-INSIDE = "HVDTRAIN_STEPS_INSIDE"  # set once this script runs in a mount namespace of its own
-CERTIFICATE_VARIABLES = ("SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-PROXY_VARIABLES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-SUITES = {"debian:bookworm-slim": "bookworm", "debian:trixie-slim": "trixie"}
 ALLREDUCE = """
 import numpy, hvdtrain
 world = hvdtrain.init("torch")
@@ -43,64 +37,6 @@ total = float(world.allreduce(numpy.ones(1, numpy.float32))[0])
 print(f"rank {world.rank} of {world.size} sums {total:g}", flush=True)
 raise SystemExit(total != 2.0)
 """
-
-
-class StepError(RuntimeError):
-    """A step of the Dockerfile, or a check of the result, failed."""
-
-
-def say(text: str) -> None:
-    """Print at once, with the time since the start."""
-    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
-
-
-STARTED = time.monotonic()
-
-
-def cache_folder() -> Path:
-    """Return the folder that keeps the bare Debian and the build caches between runs."""
-    base = os.environ.get("HVDTRAIN_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hvdtrain"
-    )
-    folder = Path(base) / "docker-steps"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@dataclass
-class Host:
-    """What of this machine the steps may use: pip's configuration, proxies, certificates."""
-
-    variables: dict[str, str] = field(default_factory=dict)
-    read_only: list[Path] = field(default_factory=list)
-    certificate: Path | None = None
-
-    @classmethod
-    def look(cls) -> Host:
-        """Read pip's configuration and the environment."""
-        host = cls(variables={name: os.environ[name] for name in PROXY_VARIABLES if name in os.environ})
-        listing = subprocess.run(
-            [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-        ).stdout
-        for line in listing.splitlines():
-            key, _, value = line.partition("=")
-            section, _, name = key.partition(".")
-            if section in ("global", "install", ":env:") and not name.startswith("."):
-                host.variables["PIP_" + name.upper().replace("-", "_")] = value.strip("'\"")
-            elif section == ":env:":
-                host.variables["PIP_" + name.strip(".").upper().replace("-", "_")] = value.strip("'\"")
-        for value in host.variables.values():
-            for word in value.split():
-                path = Path(word.removeprefix("file://"))
-                # A folder of wheels or an index; the index may link to files beside itself.
-                if path.is_absolute() and path.is_dir():
-                    host.read_only.append(path.parent if word.startswith("file://") else path)
-        found = [os.environ[name] for name in CERTIFICATE_VARIABLES if Path(os.environ.get(name, "")).is_file()]
-        if found:
-            # Not at its own path: installing ca-certificates writes there.
-            host.certificate = Path(found[0])
-            host.variables |= dict.fromkeys(CERTIFICATE_VARIABLES, "/run/host-certificates.crt")
-        return host
 
 
 @dataclass
@@ -258,25 +194,6 @@ class Runner:
         return output
 
 
-def bare_root(image: str, root: Path) -> None:
-    """Make a root like the Debian image's; the archive is kept, since debootstrap takes most of a minute."""
-    suite = SUITES.get(image)
-    if suite is None:
-        raise StepError(f"no way to make {image} without Docker; known: {', '.join(SUITES)}")
-    archive = cache_folder() / f"{suite}.tar"
-    if not archive.exists():
-        say(f"  debootstrap {suite}")
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
-            made = Path(scratch) / "root"
-            options = ["--variant=minbase", suite, str(made), "http://deb.debian.org/debian"]
-            subprocess.run(["debootstrap", *options], check=True, stdout=subprocess.DEVNULL)
-            partial = Path(scratch) / "root.tar"
-            subprocess.run(["tar", "-C", str(made), "-cf", str(partial), "."], check=True)
-            partial.rename(archive)
-    root.mkdir(parents=True)
-    subprocess.run(["tar", "-C", str(root), "-xf", str(archive)], check=True)
-
-
 def make_context(target: Path) -> None:
     """Copy what .dockerignore lets into the build context: it excludes all, then names what comes in."""
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
@@ -347,30 +264,6 @@ def check_ssh(runner: Runner, image: Image) -> None:
     say("  ssh reaches the environment as the image's user")
 
 
-def reachable(address: str) -> bool:
-    """True if a package index answers."""
-    try:
-        with urllib.request.urlopen(address, timeout=10):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def why_not() -> str:
-    """Return why the steps cannot run here, "" if they can."""
-    if os.geteuid() != 0:
-        return "chroot needs root"
-    missing = [tool for tool in ("debootstrap", "chroot", "unshare", "mount") if shutil.which(tool) is None]
-    if missing:
-        return f"not on PATH: {', '.join(missing)} (apt-get install debootstrap)"
-    if INSIDE not in os.environ:
-        probe = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /mnt"], capture_output=True, text=True
-        )
-        return f"mounts are not allowed here: {probe.stderr.strip()}" if probe.returncode else ""
-    return ""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the steps and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -389,13 +282,6 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the roots are removed then too
     parsed = dockerfile.read(ROOT / "Dockerfile")
     build_arguments = dict(pair.partition("=")[::2] for pair in options.build_arg)
-    index = next(
-        (dockerfile.assignments(step.text)["TORCH_INDEX"] for stage in parsed.stages.values() for step in stage.steps
-         if step.keyword == "ARG" and step.text.startswith("TORCH_INDEX=")), None,
-    )  # fmt: skip
-    if index and "TORCH_INDEX" not in build_arguments and not reachable(f"{index}/torch/"):
-        build_arguments["TORCH_INDEX"] = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
-        say(f"{index} does not answer: torch comes from where this machine's pip finds it")
     work = Path(tempfile.mkdtemp(prefix="hvdtrain-docker-steps-"))
     runner = Runner(work, Host.look(), build_arguments)
     try:
@@ -414,19 +300,6 @@ def main(arguments: Sequence[str]) -> int:
             remove(work)
     say(f"the steps of {options.target} do what they say")
     return 0
-
-
-def remove(work: Path) -> None:
-    """Unmount everything under `work`, then delete it: never the other way round."""
-    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    below = [mount for mount in mounts if Path(mount).is_relative_to(work)]
-    for mount in reversed(below):
-        subprocess.run(["umount", "--lazy", mount], check=False)
-    left = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    if any(Path(mount).is_relative_to(work) for mount in left):
-        print(f"left in place, something under it is still mounted: {work}")
-        return
-    subprocess.run(["rm", "-rf", "--one-file-system", str(work)], check=False)
 
 
 if __name__ == "__main__":

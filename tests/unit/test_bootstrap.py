@@ -78,6 +78,32 @@ def test_a_gpu_machine_gets_the_cuda_builds(tmp_path: Path) -> None:
     assert not any("+cpu" in c or "tensorflow-cpu" in c for c in setup.commands)
 
 
+def test_extras_alone_come_without_test_tools_and_without_a_link_to_the_folder(tmp_path: Path) -> None:
+    setup = FakeSetup(tmp_path)
+    pinned = bootstrap.pins(ROOT / "pyproject.toml")
+    bootstrap.install_extras(setup, pinned, ["torch", "keras"], gpu=False)
+    assert [c.split("--no-input install ")[1] for c in setup.commands] == [
+        f"--no-deps torch=={pinned['torch']}+cpu",
+        f"{tmp_path}[torch,keras]",
+    ]
+
+
+def test_extras_without_torch_install_no_torch(tmp_path: Path) -> None:
+    setup = FakeSetup(tmp_path)
+    bootstrap.install_extras(setup, {}, ["jax", "keras"], gpu=False)
+    assert [c.split()[-1] for c in setup.commands] == [f"{tmp_path}[jax,keras]"]
+
+
+def test_extras_alone_need_no_compiler_and_build_no_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[list[str]] = []
+    monkeypatch.setattr(bootstrap, "check_tools", lambda: pytest.fail("looked for a compiler"))
+    monkeypatch.setattr(bootstrap, "make_venv", lambda setup: None)
+    monkeypatch.setattr(bootstrap, "install_extras", lambda setup, pinned, extras, *, gpu: installed.append(extras))
+    assert bootstrap.main(["--venv", str(tmp_path), "--extras", "torch,keras"]) == 0
+    assert installed == [["torch", "keras"]]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_package_that_cannot_be_installed_ends_the_set_up_by_name(tmp_path: Path) -> None:
     setup = FakeSetup(tmp_path, failing=("tensorflow-cpu==",))
     with pytest.raises(SetupError, match="Installing tensorflow-cpu failed"):

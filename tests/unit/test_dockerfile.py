@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,11 @@ def test_everything_copied_is_let_into_the_build_context(reader: ModuleType) -> 
             if step.keyword == "COPY" and not step.options:
                 for source in step.text.split()[:-1]:
                     assert source.split("/")[0] in allowed, f"line {step.line}: {source}"
+
+
+def test_no_package_source_is_named_so_that_the_users_own_configuration_decides() -> None:
+    for path in (ROOT / "Dockerfile", *(ROOT / "tests" / "docker").glob("*.py")):
+        assert not re.search(r"https?://|index-url", path.read_text(encoding="utf-8")), path
 
 
 def test_lines_are_joined_and_comments_dropped(reader: ModuleType, tmp_path: Path) -> None:
