@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain.adapter import State
 from hvdtrain.errors import DesyncError, HvdTrainError
 from hvdtrain.world import World
+
+if TYPE_CHECKING:
+    from hvdtrain.adapter import State
 
 
 def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
@@ -17,7 +20,7 @@ def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
     if world.size == 1:
         return
     gathered = world.allgather_object(values, name="agreement")
-    for name in sorted({key for value in gathered for key in value}):
+    for name in dict.fromkeys(key for value in gathered for key in value):
         seen = [value.get(name) for value in gathered]
         others = [rank for rank, value in enumerate(seen) if value != seen[0]]
         if others:
@@ -33,25 +36,46 @@ def require_equal_state(state: State, *, world: World) -> None:
     require_equal(hashes, world=world, what="the trained weights (crc32)")
 
 
-def together(action: Any, *, world: World, name: str) -> Any:
+def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
     """Run `action` on the root and return its JSON result on every rank; if it fails, every rank raises.
 
     The action does I/O only; the exchange of its outcome is the collective, outside `if is_root`.
 
     Raises:
-        HvdTrainError: the root's own error, on the root; one that quotes it, on the others.
+        Exception: the root's own error, on the root; a HvdTrainError that quotes it, on the others.
     """
     outcome: dict[str, Any] = {}
-    error: HvdTrainError | None = None
+    error: Exception | None = None
     if world.is_root:
         try:
             outcome["result"] = action()
-        except HvdTrainError as caught:
+        except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait for it
             error = caught
-            outcome["error"] = str(caught)
+            outcome["error"] = f"{type(caught).__name__}: {caught}"
     received = world.broadcast_object(outcome, name=name)
     if error is not None:
         raise error
     if "error" in received:
         raise HvdTrainError(f"On rank 0: {received['error']}")
     return received["result"]
+
+
+def everywhere(action: Callable[[], Any], *, world: World, name: str) -> Any:
+    """Run `action` on every rank and return its result there; if it fails on one, every rank raises.
+
+    Raises:
+        Exception: this rank's own error; a HvdTrainError that quotes the first, on ranks where it went well.
+    """
+    if world.size == 1:
+        return action()
+    result, error, text = None, None, None
+    try:
+        result = action()
+    except Exception as caught:  # noqa: BLE001 - likewise
+        error, text = caught, f"{type(caught).__name__}: {caught}"
+    failures = [(rank, each) for rank, each in enumerate(world.allgather_object(text, name=name)) if each]
+    if error is not None:
+        raise error
+    if failures:
+        raise HvdTrainError(f"On rank {failures[0][0]}: {failures[0][1]}")
+    return result

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def save(directory: str | os.PathLike[str], arrays: Arrays, meta: dict[str, Any]
     target = Path(directory)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        temporary = _beside(target)
         try:
             contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
             contents = (to_safetensors(contiguous), json.dumps(meta).encode())
@@ -94,6 +94,27 @@ def newest_first(root: str | os.PathLike[str]) -> Iterator[Path]:
             yield found[epoch]
 
 
+def set_aside(root: str | os.PathLike[str]) -> Path | None:
+    """Move the epoch checkpoints under `root` into a folder of their own; return it, or None where there were none."""
+    found = list(newest_first(root))
+    if not found:
+        return None
+    number = 1
+    while (aside := Path(root) / f"old-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for path in found:
+        path.rename(aside / path.name)
+    return aside
+
+
+def _beside(target: Path) -> Path:
+    """Make an empty folder beside `target`, with the permissions that the user's umask gives."""
+    path = target.parent / f".{target.name}-{uuid.uuid4().hex[:12]}"
+    path.mkdir()
+    return path
+
+
 def _write(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         file.write(content)
@@ -106,7 +127,7 @@ def _replace(temporary: Path, target: Path) -> None:
     _sync_folder(temporary)
     if target.exists():
         # A folder cannot be renamed over one that holds files: move the old one aside, and drop it afterwards.
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+        aside = _beside(target)
         target.rename(aside / "old")
         temporary.rename(target)
         shutil.rmtree(aside)

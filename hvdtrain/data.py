@@ -8,6 +8,7 @@ cost no communication; anything that can only be iterated is counted in step by 
 from __future__ import annotations
 
 import importlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import sampling
+from hvdtrain import agreement, sampling
 from hvdtrain.world import SoloWorld, World
 
 # Datasets that belong to a framework are read in that framework's folder, found by where their class was defined.
@@ -46,6 +47,7 @@ class Source(Protocol):
     """Steps of an epoch, the same number on every rank."""
 
     steps: int | None  # per epoch; None where only iterating tells
+    facts: dict[str, Any]  # what must be equal on all ranks, as JSON
 
     def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
         """Yield this rank's batches of one epoch, in step with the other ranks."""
@@ -77,6 +79,7 @@ class IndexedSource:
         self._world = world
         self._seed = seed
         self._kept: tuple[Any, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
+        self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size, "seed": seed}
         self.steps: int | None = sampling.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
 
     def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
@@ -114,6 +117,7 @@ class IteratedSource:
         self._start = start  # (epoch, shuffle) -> this rank's batches
         self._world = world
         self.steps = steps
+        self.facts: dict[str, Any] = {"steps": steps}
 
     def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
         """Yield batches until no rank has any left; a rank that runs out early goes on with empty ones."""
@@ -128,7 +132,8 @@ class IteratedSource:
             if not going_on:
                 return
             if samples:
-                yield replace(batch, global_count=int(samples))
+                # Indices of a share are not the whole dataset's.
+                yield replace(batch, global_count=int(samples), indices=None)
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Source:
@@ -141,14 +146,26 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
         world: whose ranks share the data.
         seed: order of the shuffle; must be equal on all ranks.
 
+    A collective call: if it fails on one rank, or ranks were given different data, every rank raises.
+
     Raises:
         ValueError: no samples, arrays of different lengths, or batch_size < 1.
         TypeError: data of no known kind.
+        DesyncError: ranks were given different numbers of samples, other arrays, or other options.
     """
-    sampling.check_batch_size(batch_size)
+
+    def make() -> Source:
+        sampling.check_batch_size(batch_size)
+        return _make_source(data, batch_size=int(batch_size), world=world, seed=seed)
+
+    source: Source = agreement.everywhere(make, world=world, name="data")
+    agreement.require_equal(source.facts, world=world, what="the data")
+    return source
+
+
+def _make_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
     if isinstance(data, Sharded):
-        mine = as_source(data.data, batch_size=batch_size, world=SoloWorld(), seed=seed)
-        return IteratedSource(lambda epoch, shuffle: mine.epoch(epoch, shuffle=shuffle), world=world)
+        return IteratedSource(_own_share(data.data, batch_size=batch_size, seed=seed), world=world)
     for base in type(data).__mro__:
         home = _FRAMEWORK_SOURCES.get(base.__module__.partition(".")[0])
         if home is None:
@@ -164,17 +181,43 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
         and all(_is_arrays(part) for part in data if part is not None)
     ):
         parts = tuple(data) + (None,) * (3 - len(data))
-        num_samples = _common_length(parts, world)
-        return _indexed(num_samples, lambda rows: tuple(take(part, rows) for part in parts), batch_size, world, seed)
+        return _array_source(parts, batch_size, world, seed)
     if _is_arrays(data):  # inputs alone, as for predict
-        num_samples = _common_length((data,), world)
-        return _indexed(num_samples, lambda rows: (take(data, rows), None, None), batch_size, world, seed)
+        return _array_source((data, None, None), batch_size, world, seed)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return _indexed(len(data), lambda rows: unpack(collate([data[int(i)] for i in rows])), batch_size, world, seed)
     raise TypeError(
         "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a keras "
         f"PyDataset. Received: {type(data).__name__} on rank {world.rank}"
     )
+
+
+def _own_share(data: Any, *, batch_size: int, seed: int) -> Callable[[int, bool], Iterator[Any]]:
+    """Return how to iterate data that shards itself: a loader as it is, anything else as one process would."""
+    if hasattr(data, "dataset") and hasattr(data, "sampler"):  # a DataLoader, whose sampler knows its rank
+
+        def iterate(epoch: int, shuffle: bool) -> Iterator[Any]:
+            for part in (data.sampler, data.batch_sampler, data.dataset):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+            return iter(data)
+
+        return iterate
+    mine = _make_source(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
+    return lambda epoch, shuffle: mine.epoch(epoch, shuffle=shuffle)
+
+
+def _array_source(parts: tuple[Any, ...], batch_size: int, world: World, seed: int) -> IndexedSource:
+    num_samples = _common_length(parts, world)
+    # Once: a conversion at every batch would copy the whole of what is not yet an array.
+    arrays = [tree_map(np.asarray, part) for part in parts]
+    source = _indexed(num_samples, lambda rows: tuple(take(part, rows) for part in arrays), batch_size, world, seed)
+    # Ranks that each pass a part of their own would each share it out again: their ends differ.
+    ends = np.array([0, num_samples - 1])
+    source.facts["first and last sample (crc32)"] = [
+        zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for part in arrays for leaf in leaves(part)
+    ]
+    return source
 
 
 def _indexed(
@@ -208,8 +251,13 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: tree_map(function, value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(tree_map(function, value) for value in tree)
+        return rebuild(tree, [tree_map(function, value) for value in tree])
     return function(tree)
+
+
+def rebuild(like: Any, values: list[Any]) -> Any:
+    """Return `values` as a tuple, namedtuple or list of the type of `like`."""
+    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -227,7 +275,7 @@ def num_rows(tree: Any) -> int:
 
 def take(tree: Any, rows: NDArray[np.int64]) -> Any:
     """Return the given rows of every array in the tree."""
-    return tree_map(lambda array: np.asarray(array)[rows], tree)
+    return tree_map(lambda array: array[rows], tree)
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -236,7 +284,8 @@ def collate(samples: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: collate([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple | list):
-        return tuple(collate(column) for column in zip(*samples, strict=True))
+        columns = [collate(column) for column in zip(*samples, strict=True)]
+        return rebuild(first, columns) if hasattr(first, "_fields") else tuple(columns)
     return np.stack([np.asarray(sample) for sample in samples])
 
 

@@ -31,7 +31,7 @@ class LearningRate:
     def __init__(self, base: Sequence[float], *, scaling: str, size: int, warmup_epochs: float) -> None:
         check_options(scaling, warmup_epochs)
         self.base = tuple(base)
-        self.factor: float = _FACTORS[scaling](size)
+        self.factor = factor(scaling, size)
         self._scaling = scaling
         self._size = size
         self._warmup_epochs = warmup_epochs
@@ -48,13 +48,12 @@ class LearningRate:
         """
         if self.is_fixed:
             return None
-        # Where an epoch's length is not known before it ends, the ramp cannot be measured in epochs: raised at fit.
-        ramp = math.ceil(self._warmup_epochs * (steps_per_epoch or 0))
-        if step > ramp:
+        # The Trainer refuses a warmup where an epoch's length is not known before it ends.
+        ramp = max(1, math.ceil(self._warmup_epochs * (steps_per_epoch or 0)))
+        if step >= ramp:
             return None
         start = 1.0 if self.factor > 1.0 else 0.0
-        progress = min(1.0, (step + 1) / ramp) if ramp else 1.0
-        return [rate * (start + (self.factor - start) * progress) for rate in self.base]
+        return [rate * (start + (self.factor - start) * (step + 1) / ramp) for rate in self.base]
 
     def announce(self, *, batch_size: int | None, accumulate: int) -> None:
         """Log the effective batch, and the rate or how to ask for a scaled one. For rank 0."""
@@ -68,6 +67,11 @@ class LearningRate:
         elif self._size > 1 and self._scaling == "none":
             rates = ", ".join(f"{rate:g}" for rate in self.base)
             log.info('lr %s, not scaled; lr_scaling="linear" or "sqrt" scales it to %s', rates, ranks)
+
+
+def factor(scaling: str, size: int) -> float:
+    """Return what the rate is multiplied by on `size` ranks."""
+    return float(_FACTORS[scaling](size))
 
 
 def check_options(scaling: str, warmup_epochs: float) -> None:

@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import agreement, checkpoint, learning_rate
+from hvdtrain import resume as progress_of
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.keras_style import as_callback
 from hvdtrain.callbacks.progress import ProgressLine
-from hvdtrain.data import Batch, Source, as_source, tree_map
-from hvdtrain.errors import CheckpointError
+from hvdtrain.data import Batch, IndexedSource, Source, as_source, leaves, rebuild, tree_map
+from hvdtrain.errors import HvdTrainError
 from hvdtrain.world import SoloWorld, World, init
 
 log = logging.getLogger("hvdtrain")
@@ -62,7 +63,15 @@ class Trainer:
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: "none", "fp16" or "bf16" for gradients on the wire.
-        seed: order of the samples; equal on all ranks. No framework's random state is touched.
+        seed: order of the samples; equal on all ranks; by default `hvdtrain.init`'s, else 0. No framework's random
+            state is touched.
+
+    Attributes:
+        model: as given.
+        world: the ranks.
+        history: what the current or last `fit` has recorded so far.
+        epochs: how many epochs the current fit has.
+        steps_per_epoch: optimizer steps, where known beforehand.
 
     Raises:
         ValueError: an option outside its range; a model without trainable parameters; an optimizer over others.
@@ -83,7 +92,7 @@ class Trainer:
         clip_norm: float | None = None,
         precision: str = "fp32",
         compression: str = "none",
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         _check_choice("precision", precision, PRECISIONS)
         _check_choice("compression", compression, COMPRESSIONS)
@@ -93,11 +102,16 @@ class Trainer:
         learning_rate.check_options(lr_scaling, warmup_epochs)
         self.model = model
         self.world: World = init(framework_of(model))
+        self.history = History()
         self.epochs = 0
         self.steps_per_epoch: int | None = None
-        self._config = {
-            "lr_scaling": lr_scaling, "warmup_epochs": warmup_epochs, "accumulate": accumulate,
-            "clip_norm": clip_norm, "precision": precision, "compression": compression, "seed": seed,
+        seed = int((self.world.seed or 0) if seed is None else seed)
+        if seed < 0:
+            raise ValueError(f"seed must be >= 0. Received: seed={seed}")
+        self._config: dict[str, Any] = {
+            "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
+            "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
+            "compression": compression, "seed": seed,
         }  # fmt: skip
         agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         self._accumulate, self._seed = accumulate, seed
@@ -112,8 +126,9 @@ class Trainer:
         self._lr = learning_rate.LearningRate(
             self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
         )
-        self._history = History()
-        self._epochs_done = 0  # by a loaded checkpoint; `fit` goes on from here
+        self._epochs_done = 0
+        self._loaded = False  # a checkpoint, from which the next fit goes on
+        self._in_epoch = False
         self._stop = False
 
     def fit(
@@ -130,6 +145,9 @@ class Trainer:
     ) -> History:
         """Train, and return the metrics of each epoch.
 
+        It begins with epoch 0, and goes on from a checkpoint only after `load` or with `checkpoint_dir`; weights and
+        optimizer state are those the model has.
+
         Args:
             train: data, as `hvdtrain.data.as_source` describes; all ranks give the same and share it out.
             validation: data of the same kind, evaluated after each epoch into "val_" metrics.
@@ -137,7 +155,8 @@ class Trainer:
             batch_size: samples a rank takes in a step; an optimizer step sees batch_size * size * accumulate.
             callbacks: `hvdtrain.callbacks` and, for a Keras model, Keras's own.
             checkpoint_dir: where a checkpoint is written after each epoch.
-            resume: "auto" goes on from the newest whole checkpoint in checkpoint_dir, "never" starts anew.
+            resume: "auto" goes on from the newest whole checkpoint in checkpoint_dir; "never" starts anew, and moves
+                those that are there into a folder "old-1", "old-2", ... beside the new ones.
             progress: print a line an epoch on rank 0.
 
         Raises:
@@ -147,38 +166,50 @@ class Trainer:
         _check_positive("epochs", epochs, int)
         _check_choice("resume", resume, ("auto", "never"))
         source = self._source(train, batch_size)
+        batch_size, epochs = int(batch_size), int(epochs)
         held_out = None if validation is None else self._source(validation, batch_size)
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
-        self._check_agreement(source, held_out, batch_size=batch_size)
-        if checkpoint_dir and resume == "auto":
-            self._resume(checkpoint_dir)
-        first, history = self._epochs_done, self._history
-        # The next fit starts anew, unless it resumes or a checkpoint is loaded in between.
-        self._epochs_done, self._history, self._stop = 0, History(), False
+        self._check_agreement(held_out, batch_size=batch_size)
+        if checkpoint_dir and resume == "never":
+            progress_of.set_aside(checkpoint_dir, world=self.world)
+        elif checkpoint_dir and (newest := progress_of.newest_whole(checkpoint_dir, world=self.world)):
+            self._restore(newest)
+        if not self._loaded:
+            self._epochs_done, self.history = 0, History()
+        self._loaded, self._stop = False, False
         hooks = CallbackList([as_callback(each) for each in callbacks] + [ProgressLine()] * progress)
         self._adapter.start()
         if self.world.is_root:
             self._lr.announce(batch_size=batch_size, accumulate=self._accumulate)
         hooks.on_fit_begin(self)
-        for epoch in range(first, epochs):
-            logs = self._run_epoch(source, held_out, epoch, hooks)
-            history.add(logs)
-            hooks.on_epoch_end(self, epoch, logs)
-            if checkpoint_dir:
-                self._save(checkpoint.epoch_directory(checkpoint_dir, epoch + 1), epoch + 1, history)
+        for epoch in range(self._epochs_done, epochs):
             if self.world.allreduce(np.array([self._stop], np.int32), "max", name="stop")[0]:
                 break
+            logs = self._run_epoch(source, held_out, epoch, hooks)
+            self.history.add(logs)
+            self._epochs_done = epoch + 1
+            hooks.on_epoch_end(self, epoch, logs)
+            if checkpoint_dir:
+                self._save(checkpoint.epoch_directory(checkpoint_dir, epoch + 1))
         hooks.on_fit_end(self)
         if self.world.size > 1:
             agreement.require_equal_state(self._adapter.state(), world=self.world)
-        return history
+        return self.history
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """Return the loss and metrics over all of `data`: exact over all ranks, no sample counted twice.
 
         A collective call: every rank makes it and gets the same numbers.
+
+        Raises:
+            HvdTrainError: it was called within an epoch of `fit`.
         """
+        if self._in_epoch:
+            raise HvdTrainError(
+                "evaluate() was called in the middle of a training epoch, whose metrics it would mix with its own. "
+                "Call it in on_epoch_end, or after fit."
+            )
         return self._evaluate(self._source(data, batch_size))
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
@@ -187,13 +218,15 @@ class Trainer:
         Raises:
             TypeError: `x` can only be iterated, so it has no order that ranks could share.
         """
+        if isinstance(x, tuple | list) and all(hasattr(leaf, "shape") for leaf in leaves(x)):
+            x = (x,)  # several inputs, and no targets among them
+        source = self._source(x, batch_size)
+        if not isinstance(source, IndexedSource):
+            raise TypeError(f"predict needs arrays or a map-style dataset. Received: {type(x).__name__}")
         shards: list[Any] = []
         indices: list[NDArray[np.int64]] = []
-        source = self._source(x, batch_size)
         for batch in source.epoch(0, shuffle=False):
-            if batch.local_count:
-                if batch.indices is None:
-                    raise TypeError(f"predict needs arrays or a map-style dataset. Received: {type(x).__name__}")
+            if batch.local_count and batch.indices is not None:
                 shards.append(self._adapter.predict_step(batch.inputs))
                 indices.append(batch.indices)
         if not shards:  # fewer samples than ranks: one sample tells the shape of what this rank has none of
@@ -211,7 +244,7 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written.
         """
-        self._save(directory, self._epochs_done, self._history)
+        self._save(directory)
 
     @classmethod
     def load(cls, directory: str, model: Any, **options: Any) -> Trainer:
@@ -226,7 +259,7 @@ class Trainer:
             CheckpointError: it is missing, damaged, or of another model (named tensor).
         """
         world = init(framework_of(model))
-        config = agreement.together(lambda: checkpoint.load(directory)[1]["config"], world=world, name="load")
+        config = progress_of.read_config(directory, world=world)
         trainer = cls(model, **{**config, **options})
         trainer._restore(directory)
         trainer._adapter.start()
@@ -247,13 +280,8 @@ class Trainer:
     def _source(self, data: Any, batch_size: int) -> Source:
         return as_source(data, batch_size=batch_size, world=self.world, seed=self._seed)
 
-    def _check_agreement(self, source: Source, held_out: Source | None, *, batch_size: int) -> None:
-        facts = {
-            "epochs": self.epochs,
-            "batch_size": batch_size,
-            "steps of training": source.steps,
-            "steps of validation": held_out.steps if held_out else 0,
-        }
+    def _check_agreement(self, held_out: Source | None, *, batch_size: int) -> None:
+        facts = {"epochs": self.epochs, "batch_size": batch_size, "validation": held_out is not None}
         agreement.require_equal(facts, world=self.world, what="fit")
         if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
             raise ValueError(
@@ -264,13 +292,14 @@ class Trainer:
     def _run_epoch(self, source: Source, held_out: Source | None, epoch: int, hooks: CallbackList) -> dict[str, float]:
         hooks.on_epoch_begin(self, epoch)
         begin = time.perf_counter()
-        samples = 0
-        for step, batches in enumerate(_groups(source.epoch(epoch, shuffle=True), self._accumulate)):
-            hooks.on_step_begin(self, step)
-            self._set_learning_rate(epoch, step)
-            self._adapter.train_step(batches)
-            samples += sum(batch.global_count for batch in batches)
-            hooks.on_step_end(self, step)
+        self._in_epoch = True
+        try:
+            samples = self._train(source, epoch, hooks)
+        except BaseException:
+            self._adapter.metrics(lambda local: local)  # what this rank has counted must not reach the next epoch
+            raise
+        finally:
+            self._in_epoch = False
         if not samples:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated anew."
@@ -282,13 +311,25 @@ class Trainer:
             logs |= {f"val_{name}": value for name, value in self._evaluate(held_out).items()}
         return logs | {"samples_per_s": samples / seconds, "seconds": seconds}
 
+    def _train(self, source: Source, epoch: int, hooks: CallbackList) -> int:
+        """Take an epoch's optimizer steps; return the number of samples over all ranks."""
+        samples = 0
+        for step, batches in enumerate(_groups(source.epoch(epoch, shuffle=True), self._accumulate)):
+            hooks.on_step_begin(self, step)
+            self._set_learning_rate(epoch, step)
+            self._adapter.train_step(batches)
+            samples += sum(batch.global_count for batch in batches)
+            hooks.on_step_end(self, step)
+        return samples
+
     def _evaluate(self, source: Source) -> dict[str, float]:
         for batch in source.epoch(0, shuffle=False):
             self._adapter.eval_step(batch)
         return self._adapter.metrics(self._reduce)
 
     def _set_learning_rate(self, epoch: int, step: int) -> None:
-        rates = self._lr.at(epoch * (self.steps_per_epoch or 0) + step, steps_per_epoch=self.steps_per_epoch)
+        # Where an epoch's length is unknown there is no ramp, and any step but the first is past it.
+        rates = self._lr.at(epoch * (self.steps_per_epoch or 1) + step, steps_per_epoch=self.steps_per_epoch)
         if rates is not None:
             self._adapter.learning_rates = rates
 
@@ -301,43 +342,14 @@ class Trainer:
         result[order] = gathered
         return result
 
-    def _save(self, directory: Any, epochs_done: int, history: History) -> None:
-        state = self._adapter.state()
-        meta = {"adapter": state.meta, "config": self._config, "epochs_done": epochs_done, "history": history,
-                "world_size": self.world.size}  # fmt: skip
-        agreement.together(lambda: checkpoint.save(directory, state.arrays, meta), world=self.world, name="save")
-
-    def _resume(self, checkpoint_dir: str) -> None:
-        """Take on the newest whole checkpoint there is, saying which are skipped and why."""
-
-        def newest_whole() -> str | None:
-            for path in checkpoint.newest_first(checkpoint_dir):
-                try:
-                    checkpoint.load(path)
-                except CheckpointError as error:
-                    log.warning("skipped: %s", error)
-                else:
-                    log.info("resume from %s", path)
-                    return str(path)
-            return None
-
-        path = agreement.together(newest_whole, world=self.world, name="resume")
-        if path is not None:
-            self._restore(path)
+    def _save(self, directory: Any) -> None:
+        meta = {"config": self._config, "epochs_done": self._epochs_done, "history": self.history}
+        progress_of.save(directory, self._adapter, meta, world=self.world)
 
     def _restore(self, directory: str) -> None:
-        """Load on the root; `adapter.start` gives the others its weights and optimizer state."""
-
-        def read() -> dict[str, Any]:
-            arrays, meta = checkpoint.load(directory)
-            try:
-                self._adapter.load_state(State(arrays, meta["adapter"]))
-            except ValueError as error:
-                raise CheckpointError(f"Checkpoint {directory} is of another model: {error}") from error
-            return {"epochs_done": meta["epochs_done"], "history": meta["history"]}
-
-        progress = agreement.together(read, world=self.world, name="restore")
-        self._epochs_done, self._history = progress["epochs_done"], History(progress["history"])
+        meta = progress_of.restore(directory, self._adapter, lr_factor=self._lr.factor, world=self.world)
+        self._epochs_done, self.history = meta["epochs_done"], History(meta["history"])
+        self._loaded = True
 
 
 def _groups(batches: Iterator[Batch], count: int) -> Iterator[list[Batch]]:
@@ -350,7 +362,7 @@ def _join(shards: Sequence[Any], finish: Any) -> Any:
     if isinstance(shards[0], dict):
         return {key: _join([shard[key] for shard in shards], finish) for key in shards[0]}
     if isinstance(shards[0], tuple | list):
-        return type(shards[0])(_join(column, finish) for column in zip(*shards, strict=True))
+        return rebuild(shards[0], [_join(column, finish) for column in zip(*shards, strict=True)])
     return finish(np.concatenate(shards))
 
 

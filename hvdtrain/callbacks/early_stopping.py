@@ -61,16 +61,19 @@ class EarlyStopping(Callback):
         self._best_state: State | None = None
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Forget an earlier run."""
+        """Forget an earlier run; of a resumed one, know the epochs before."""
         self._reset()
+        for epoch, value in enumerate(trainer.history.get(self._monitor, [])):
+            if self._improves(value, epoch):
+                self._best_state = None  # its weights are gone
+            elif epoch - self._best_epoch > self._patience:
+                trainer.stop()
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Compare, and stop the run when patience is spent."""
         if self._monitor not in logs:
             raise ValueError(f"monitor must be one of {sorted(logs)}. Received: monitor={self._monitor!r}")
-        value = self._sign * logs[self._monitor]
-        if value > self._best + self._min_delta:
-            self._best, self._best_epoch = value, epoch
+        if self._improves(logs[self._monitor], epoch):
             if self._restore_best:
                 self._best_state = trainer.state()
         elif epoch - self._best_epoch > self._patience:
@@ -79,3 +82,10 @@ class EarlyStopping(Callback):
             trainer.stop()
             if self._best_state is not None:
                 trainer.load_state(self._best_state)
+
+    def _improves(self, value: float, epoch: int) -> bool:
+        """Return whether this is the best epoch so far, and remember it."""
+        if self._sign * value <= self._best + self._min_delta or math.isnan(value):
+            return False
+        self._best, self._best_epoch = self._sign * value, epoch
+        return True

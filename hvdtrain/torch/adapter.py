@@ -10,11 +10,12 @@ import torch
 
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Options, Reduce, State
-from hvdtrain.data import Batch, tree_map
+from hvdtrain.data import Batch, leaves, tree_map
+from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import training_state
-from hvdtrain.torch.losses import StepWeights, as_tensor, check_shapes, denominator
+from hvdtrain.torch.losses import StepWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
-from hvdtrain.world import World
+from hvdtrain.world import Op, SoloWorld, World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,6 +40,11 @@ def make_adapter(
             f"optimizer must be a torch.optim.Optimizer over the model's parameters. Received: {optimizer!r}"
         )
     check_parameters(model, optimizer)
+    if hasattr(optimizer, "skip_synchronize"):
+        raise ValueError(
+            "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
+            f"DistributedOptimizer of {type(optimizer).__name__}"
+        )
     return TorchAdapter(model, optimizer, loss, named_metrics(metrics, loss), options, world)
 
 
@@ -61,10 +67,13 @@ class TorchAdapter:
         self._options = options
         self._world = world
         self._checked = False
+        self._training = False  # the totals are those of an epoch under way
+        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        self._meets_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         self._totals = Totals(metrics, self._device)
         self._reduced = world.size > 1
         self._optimizer: Any = optimizer
-        if self._reduced and not hasattr(optimizer, "skip_synchronize"):
+        if self._reduced:
             self._optimizer = hvd.DistributedOptimizer(
                 optimizer,
                 named_parameters=model.named_parameters(),
@@ -88,38 +97,50 @@ class TorchAdapter:
 
     def start(self) -> None:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
+        # A scaler makes its scale when it is first used, which a rank without samples never does.
+        self._scaler.scale(torch.zeros((), device=self._device))
         if self._reduced:
-            hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
+            tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+            hvd.broadcast_parameters(tensors, root_rank=0)
             hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
             self._scaler.load_state_dict(self._world.broadcast_object(self._scaler.state_dict(), name="scaler"))
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""
+        if not self._training:
+            self._totals.clear()  # of an evaluation that did not come to its end
+            self._training = True
         self._model.train()
         weights = StepWeights(batches, self._loss, self._world)
         # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
         held = [index for index, weight in enumerate(weights.denominators) if weight]
-        if self._reduced and held:
-            self._optimizer.set_backward_passes_per_step(len(held))
+        passes = len(batches) if self._meets_in_forward else len(held)
+        if self._reduced and passes:
+            self._optimizer.set_backward_passes_per_step(passes)
         self._optimizer.zero_grad()
-        for index in held:
-            outputs, targets, loss = self._forward(batches[index])
-            self._totals.add(
-                outputs, targets, loss, weight=weights.denominators[index], per_batch=batches[index].local_count
-            )
-            self._scaler.scale(loss * weights.factor(index)).backward()
+        for index, batch in enumerate(batches):
+            if index in held:
+                outputs, targets, loss = self._forward(batch)
+                total = weights.total_loss(index, loss)
+                self._totals.add(
+                    outputs, targets, total, weight=weights.denominators[index], per_batch=batch.local_count
+                )
+                self._scaler.scale(loss * weights.factor(index)).backward()
+            elif self._meets_in_forward:
+                self._attend(batch)
         weights.finish()
         self._update()
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""
-        weight = denominator(self._loss, batch)
-        if not weight:
+        weights = StepWeights([batch], self._loss, SoloWorld())
+        if not weights.denominators[0]:
             return
         self._model.eval()
         with torch.inference_mode():
             outputs, targets, loss = self._forward(batch)
-        self._totals.add(outputs, targets, loss, weight=weight, per_batch=batch.local_count)
+        total = weights.total_loss(0, loss)
+        self._totals.add(outputs, targets, total, weight=weights.denominators[0], per_batch=batch.local_count)
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
@@ -130,19 +151,27 @@ class TorchAdapter:
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """Return means over all samples since the last call."""
+        self._training = False
         return self._totals.results(reduce)
 
     def settle(self) -> None:
-        """Average running statistics over ranks; counters are equal or take the largest."""
-        if not self._reduced:
-            return
-        parameters = {id(p) for p in self._model.parameters()}
-        for name, buffer in self._model.state_dict(keep_vars=True).items():
-            if isinstance(buffer, torch.Tensor) and id(buffer) not in parameters:
-                op = hvd.Average if buffer.is_floating_point() else hvd.Max
-                if buffer.dtype == torch.bool:
-                    continue
-                buffer.data.copy_(hvd.allreduce(buffer.data, name=f"settle.{name}", op=op))
+        """Average running statistics over ranks; of counters the largest counts."""
+        buffers = dict(self._model.named_buffers())
+        floats = {name: each for name, each in buffers.items() if each.is_floating_point() and each.numel()}
+        counts = {name: each for name, each in buffers.items() if not each.is_floating_point() and each.numel()}
+        if self._reduced and floats:
+            # In float64, in which equal float32 numbers have themselves as their mean on any number of ranks.
+            self._settle(floats, torch.float64, "mean")
+        if self._reduced and counts:
+            self._settle(counts, torch.int64, "max")
+
+    def _settle(self, buffers: dict[str, torch.Tensor], dtype: torch.dtype, op: Op) -> None:
+        flat = torch.cat([buffer.detach().to(dtype).reshape(-1).cpu() for buffer in buffers.values()])
+        settled = torch.from_numpy(self._world.allreduce(flat.numpy(), op, name="settle"))
+        parts = settled.split([buffer.numel() for buffer in buffers.values()])
+        with torch.no_grad():
+            for buffer, part in zip(buffers.values(), parts, strict=True):
+                buffer.copy_(part.reshape(buffer.shape))
 
     def state(self) -> State:
         """Return copies of weights, buffers, optimizer state and scaler."""
@@ -185,8 +214,20 @@ class TorchAdapter:
             for norm in norms:
                 norm.train()
 
+    def _attend(self, batch: Batch) -> None:
+        """Run no samples through a model whose layers meet the other ranks' in forward and backward."""
+        if batch.inputs is None:
+            raise HvdTrainError(
+                f"rank {self._world.rank} never had any data, so its SyncBatchNorm cannot meet the other ranks'. Give "
+                "every rank at least one sample, or use fewer ranks."
+            )
+        nothing = tree_map(lambda value: value[:0], self._to_device(batch.inputs))
+        with self._autocast():
+            outputs = leaves(self._model(nothing))
+        torch.stack([output.sum() for output in outputs]).sum().backward()
+
     def _to_device(self, tree: Any) -> Any:
-        return tree_map(lambda value: as_tensor(value, self._device), tree)
+        return tree_map(lambda value: as_tensor(value, self._device, self._dtype), tree)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _AUTOCAST.get(self._options.precision)
@@ -198,9 +239,11 @@ class TorchAdapter:
         if self._reduced:
             # Before unscale_ tests for infinities: ranks must agree to skip a step.
             optimizer.synchronize()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(p.grad is None for p in parameters):
+            return  # no sample counted on any rank, and a scaler refuses to step without gradients
         if clip_norm is not None:
             self._scaler.unscale_(optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         skip: AbstractContextManager[Any] = optimizer.skip_synchronize() if self._reduced else nullcontext()
         with skip:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain import sampling
-from hvdtrain.data import Batch, IteratedSource, Source, as_batch
+from hvdtrain.data import Batch, IteratedSource, Source, unpack
 from hvdtrain.world import World, current
 
 
@@ -49,8 +49,8 @@ class ShardSampler(Sampler[int]):
                 raise ValueError("drop_last needs batch_size, in samples a rank. Received: batch_size=None")
             num_samples -= num_samples % (batch_size * self._world.size)
         self.num_samples = num_samples  # over all ranks
-        self._shuffle = shuffle
-        self._seed = seed
+        self.shuffle = shuffle
+        self.seed = seed
         self._total = dataset if isinstance(dataset, int) else len(dataset)
         self._epoch = 0
         self._order: Callable[[int], NDArray[np.int64]] = self._arithmetic
@@ -67,7 +67,7 @@ class ShardSampler(Sampler[int]):
         return len(range(self._world.rank, self.num_samples, self._world.size))
 
     def _arithmetic(self, epoch: int) -> NDArray[np.int64]:
-        return sampling.epoch_order(self._total, epoch=epoch, seed=self._seed, shuffle=self._shuffle)
+        return sampling.epoch_order(self._total, epoch=epoch, seed=self.seed, shuffle=self.shuffle)
 
 
 class _SharedOrder(ShardSampler):
@@ -91,10 +91,16 @@ def shard_loader(loader: DataLoader[Any], *, world: World, seed: int) -> DataLoa
     A RandomSampler is replaced by a shuffle by (seed, epoch), a SequentialSampler by the dataset's order; any other
     sampler is asked on rank 0 and its order shared out.
     """
+    given = loader.sampler
+    if hasattr(given, "num_replicas") and not isinstance(given, DistributedSampler):
+        raise TypeError(
+            f"{type(given).__name__} gives each rank a part of its own. Received: it in a DataLoader to be shared "
+            f"out, on rank {world.rank}. Use a plain DataLoader, or hvdtrain.Sharded(loader) to take parts as they are."
+        )
     options: dict[str, Any] = {
-        "shuffle": isinstance(loader.sampler, RandomSampler)
-        or (isinstance(loader.sampler, DistributedSampler) and loader.sampler.shuffle),
-        "seed": seed,
+        "shuffle": isinstance(given, RandomSampler)
+        or (isinstance(given, DistributedSampler | ShardSampler) and given.shuffle),
+        "seed": given.seed if isinstance(given, ShardSampler) else seed,
         "drop_last": loader.drop_last,
         "batch_size": loader.batch_size,
         "world": world,
@@ -138,29 +144,39 @@ class LoaderSource:
         self._loader = shard_loader(loader, world=world, seed=seed)
         self._sampler: ShardSampler = self._loader.sampler  # type: ignore[assignment]
         self._batch_size = int(loader.batch_size or 1)
-        self.steps: int | None = sampling.steps_per_epoch(
-            self._sampler.num_samples, batch_size=self._batch_size, size=world.size
-        )
+        num_samples = self._sampler.num_samples
+        if not num_samples:
+            raise ValueError(
+                f"drop_last leaves no samples. Received: {len(loader.dataset)} samples, batch_size={self._batch_size} "  # type: ignore[arg-type]
+                f"and {world.size} ranks"
+            )
+        self.steps: int | None = sampling.steps_per_epoch(num_samples, batch_size=self._batch_size, size=world.size)
+        self.facts: dict[str, Any] = {
+            "number of samples": num_samples,
+            "batch_size": self._batch_size,
+            "seed": self._sampler.seed,
+            "shuffle": self._sampler.shuffle,
+        }
 
     def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
         """Yield batches; whether they are shuffled, the user's DataLoader says."""
-        return (as_counted(item, count) for item, count in self.items(epoch))
+        filler: tuple[Any, Any, Any] = (None, None, None)
+        for item, local, held in self.items(epoch):
+            filler = unpack(item) if item is not None else filler
+            yield Batch(*filler, local_count=local, global_count=held)
 
-    def items(self, epoch: int) -> Iterator[tuple[Any, int]]:
-        """Yield (what the loader yields, or None without samples left; samples of all ranks in the step)."""
+    def items(self, epoch: int) -> Iterator[tuple[Any, int, int]]:
+        """Yield (what the loader yields, or None without samples left; samples of this rank; of all ranks).
+
+        Counts are arithmetic: what a collate_fn returns need not tell how many samples it holds.
+        """
+        rank, size, num_samples = self._world.rank, self._world.size, self._sampler.num_samples
         self._sampler.set_epoch(epoch)
         batches = iter(self._loader)
         for step in range(self.steps or 0):
-            held = sampling.samples_in_step(
-                step, self._sampler.num_samples, batch_size=self._batch_size, size=self._world.size
-            )
-            yield next(batches, None), held
-
-
-def as_counted(item: Any, global_count: int) -> Batch:
-    """Return a Batch of what a loader yielded, which may be nothing."""
-    batch = as_batch(item) if item is not None else Batch()
-    return Batch(batch.inputs, batch.targets, batch.sample_weight, batch.local_count, global_count)
+            held = sampling.samples_in_step(step, num_samples, batch_size=self._batch_size, size=size)
+            local = len(range(rank, num_samples, size)[step * self._batch_size : (step + 1) * self._batch_size])
+            yield (next(batches) if local else None), local, held
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:

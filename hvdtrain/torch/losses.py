@@ -71,6 +71,10 @@ class StepWeights:
             self._total = float(hvd.synchronize(self._handle)[0])
             self._handle = None
 
+    def total_loss(self, index: int, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of `batches[index]` summed over what it counts: samples, or the targets' class weights."""
+        return loss if self._sums else loss * self.denominators[index]
+
     def factor(self, index: int) -> float:
         """Return what the loss of `batches[index]` is multiplied by before backward."""
         self.finish()
@@ -110,12 +114,12 @@ def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
         )
 
 
-def as_tensor(value: Any, device: torch.device) -> Any:
-    """Return an array or tensor on `device`; float64 arrays get torch's default dtype."""
+def as_tensor(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Return an array or tensor on `device`; float64 arrays, numpy's default, get `dtype` (torch's default)."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.asarray(value, order="C"))
         if value.dtype == torch.float64:
-            value = value.to(torch.get_default_dtype())
+            value = value.to(dtype or torch.get_default_dtype())
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     return value

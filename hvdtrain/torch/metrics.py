@@ -65,23 +65,27 @@ class Totals:
         self._sums = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
 
     def add(self, outputs: Any, targets: Any, loss: torch.Tensor, *, weight: float, per_batch: int) -> None:
-        """Add a batch: its mean loss, which stands for `weight` samples, and each metric's values.
+        """Add a batch: its loss summed over what the loss counts, `weight` of them, and each metric's values.
 
         per_batch: the batch's samples, which a metric that gives one value for the batch stands for.
         """
         with torch.no_grad():
-            if weight:  # nothing to average over: the mean loss is 0 / 0
-                self._sums[0] += torch.stack([loss.detach().double() * weight, loss.new_tensor(weight).double()])
+            self._sums[0, 0] += loss.detach().double()
+            self._sums[0, 1] += weight
             for row, metric in enumerate(self._metrics.values(), start=1):
                 values = torch.as_tensor(metric(outputs.detach(), targets)).double()
                 scale = per_batch if values.dim() == 0 else 1
                 self._sums[row, 0] += values.sum() * scale
                 self._sums[row, 1] += values.numel() * scale
 
+    def clear(self) -> None:
+        """Start anew."""
+        self._sums.zero_()
+
     def results(self, reduce: Reduce) -> dict[str, float]:
         """Return each mean over all ranks, and start anew."""
-        sums = reduce(np.asarray(self._sums.cpu().numpy()).reshape(-1)).reshape(-1, 2)
-        self._sums.zero_()
+        sums = reduce(self._sums.cpu().numpy().reshape(-1).copy()).reshape(-1, 2)
+        self.clear()
         names = ["loss", *self._metrics]
         return {
             name: float(total / count) if count else float("nan")

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import hvdtrain.torch as hvd
-from hvdtrain.data import tree_map
+from hvdtrain.data import as_source, tree_map
 from hvdtrain.torch import training_state
 from hvdtrain.torch.adapter import check_parameters
-from hvdtrain.torch.loader import LoaderSource, as_counted, as_source
+from hvdtrain.torch.loader import LoaderSource
 from hvdtrain.torch.losses import as_tensor
 from hvdtrain.world import World
 
@@ -73,15 +73,17 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         filler = None
-        for item, held in self._source.items(epoch):
-            self.count = as_counted(item, held).local_count
+        for item, count, held in self._source.items(epoch):
+            self.count = count
             if item is None:
                 item = filler if filler is not None else self._any_batch()
             filler = item
-            hooks = self._scale_gradients(self.count * self._world.size / held)
-            yield tree_map(lambda value: as_tensor(value, self._device), item)
-            for hook in hooks:
-                hook.remove()
+            hooks = self._scale_gradients(count * self._world.size / held)
+            try:
+                yield tree_map(lambda value: as_tensor(value, self._device), item)
+            finally:  # also where the loop is left
+                for hook in hooks:
+                    hook.remove()
 
     def _any_batch(self) -> Any:
         """Return a batch of one sample, for a rank that has none in the whole epoch."""

@@ -47,7 +47,8 @@ def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
         }
         for group in saved["param_groups"]
     ]
-    return State(arrays, {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict()})
+    meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
+    return State(arrays, meta)
 
 
 def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
@@ -64,11 +65,8 @@ def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
     shell = optimizer.state_dict()
-    if len(shell["param_groups"]) != len(state.meta["groups"]):
-        raise ValueError(
-            f"the optimizer has {len(state.meta['groups'])} parameter groups in the checkpoint and "
-            f"{len(shell['param_groups'])} here"
-        )
+    if state.meta["layout"] != _layout(optimizer):
+        raise ValueError(f"the optimizer is {state.meta['layout']} in the checkpoint and {_layout(optimizer)} here")
     with torch.no_grad():
         for name, tensor in current.items():
             tensor.copy_(torch.from_numpy(saved[name]))
@@ -76,13 +74,20 @@ def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -
     for name, array in state.arrays.items():
         if name.startswith("optimizer."):
             _, index, key = name.split(".", 2)
-            entries[int(index)][key] = torch.from_numpy(array)
+            entries[int(index)][key] = torch.from_numpy(array.copy())  # the caller's stays as it is
     groups = [
         {**_as_before(group, old), "params": group["params"]}
         for group, old in zip(shell["param_groups"], state.meta["groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    scaler.load_state_dict(state.meta["scaler"])
+    if state.meta["scaler"]:  # empty where the checkpoint's run had none
+        scaler.load_state_dict(state.meta["scaler"])
+
+
+def _layout(optimizer: Any) -> list[Any]:
+    """Return the optimizer's class, and the shapes of its parameters group by group: what its state belongs to."""
+    shapes = [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+    return [type(optimizer).__name__, shapes]
 
 
 def _as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

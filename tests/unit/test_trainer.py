@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 import hvdtrain
 from hvdtrain import world
 from hvdtrain.callbacks import Callback, EarlyStopping
+from hvdtrain.errors import CheckpointError, HvdTrainError
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
@@ -214,15 +217,17 @@ def test_what_the_user_passed_in_stays_theirs():
 
 def test_save_and_load_go_on_where_it_stopped(tmp_path):
     model = net()
+    straight = copy.deepcopy(model)
     trainer = make(model, optimizer=torch.optim.Adam(model.parameters()))
     trainer.fit((X, Y), epochs=2, progress=False)
     trainer.save(str(tmp_path / "one"))
     other = net()
     adam = torch.optim.Adam(other.parameters())
     loaded = hvdtrain.Trainer.load(str(tmp_path / "one"), other, optimizer=adam, loss=torch.nn.CrossEntropyLoss())
-    trainer.fit((X, Y), epochs=1, progress=False)
-    loaded.fit((X, Y), epochs=1, progress=False)
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+    history = loaded.fit((X, Y), epochs=3, progress=False)
+    assert len(history["loss"]) == 3
+    make(straight, optimizer=torch.optim.Adam(straight.parameters())).fit((X, Y), epochs=3, progress=False)
+    for one, two in zip(straight.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
 
 
@@ -235,3 +240,157 @@ def test_a_checkpoint_loads_in_plain_torch(tmp_path):
     plain = net()
     plain.load_state_dict({n[6:]: torch.from_numpy(a) for n, a in arrays.items() if n.startswith("model.")})
     assert torch.equal(plain[0].weight, trainer.model[0].weight)
+
+
+def test_evaluating_within_an_epoch_is_refused_and_an_interrupted_epoch_leaves_nothing():
+    class Peek(Callback):
+        def on_step_end(self, trainer, step):
+            trainer.evaluate((X, Y))
+
+    trainer = make(metrics=["accuracy"])
+    expected = trainer.evaluate((X, Y))
+    with pytest.raises(HvdTrainError, match=r"middle of a training epoch.*on_epoch_end"):
+        trainer.fit((X, Y), callbacks=[Peek()], batch_size=6, progress=False)
+    trainer.model[0].weight.grad = None
+    assert trainer.evaluate((X, Y)).keys() == expected.keys()
+    history = trainer.fit((X[:6], Y[:6]), epochs=1, batch_size=6, progress=False)
+    assert round(history["samples_per_s"][0] * history["seconds"][0]) == 6
+
+
+def test_the_rate_is_set_once_where_an_epochs_length_is_unknown():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(zip(X, Y, strict=True))
+
+    seen = []
+
+    class Decay(Callback):
+        def on_step_end(self, trainer, step):
+            seen.append(trainer.model_optimizer.param_groups[0]["lr"])
+
+        def on_epoch_end(self, trainer, epoch, logs):
+            trainer.model_optimizer.param_groups[0]["lr"] = 0.01
+
+    model = net()
+    trainer = make(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), lr_scaling="linear", warmup_epochs=0)
+    trainer._lr.factor = 2.0  # as on two ranks
+    trainer.model_optimizer = trainer._adapter._optimizer
+    trainer.fit(Stream(), epochs=2, batch_size=6, callbacks=[Decay()], progress=False)
+    assert seen == pytest.approx([0.2, 0.2, 0.01, 0.01])
+
+
+def test_a_loaded_state_is_the_callers_own():
+    model = net()
+    trainer = make(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    trainer.fit((X, Y), progress=False)
+    state = trainer.state()
+    before = {name: array.copy() for name, array in state.arrays.items()}
+    trainer.load_state(state)
+    trainer.fit((X, Y), progress=False)
+    assert all((state.arrays[name] == array).all() for name, array in before.items())
+
+
+def test_a_distributed_optimizer_is_refused():
+    import hvdtrain.torch as hvd
+
+    hvd.init()
+    model = net()
+    with pytest.raises(ValueError, match="must be the plain one"):
+        make(model, optimizer=hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_reported_loss_does_not_depend_on_the_batch_size(reduction):
+    trainer = make(loss=torch.nn.CrossEntropyLoss(reduction=reduction))
+    losses = [trainer.evaluate((X, Y), batch_size=batch_size)["loss"] for batch_size in (12, 5, 1)]
+    assert losses == pytest.approx([losses[0]] * 3)
+
+
+def test_many_samples_are_counted_exactly_in_low_precision():
+    model = net().bfloat16()
+    x = torch.zeros(514, 4, dtype=torch.bfloat16)
+    rows = torch.utils.data.TensorDataset(x, torch.zeros(514, dtype=torch.long))
+    rows = torch.utils.data.DataLoader(rows, batch_size=257)
+    trainer = make(model)
+    trainer.evaluate(rows, batch_size=257)
+    sums = []
+    for batch in trainer._source(rows, 257).epoch(0, shuffle=False):
+        trainer._adapter.eval_step(batch)
+    trainer._adapter.metrics(lambda local: sums.append(local) or local)
+    assert sums[0][1] == 514
+
+
+def test_resume_never_moves_older_checkpoints_aside(tmp_path):
+    options = {"checkpoint_dir": str(tmp_path), "progress": False}
+    make().fit((X, Y), epochs=3, **options)
+    make().fit((X, Y), epochs=1, resume="never", **options)
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch-000001", "old-1"}
+    assert len(make().fit((X, Y), epochs=2, **options)["loss"]) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}])
+def test_fp16_bears_a_checkpoint_of_fp32_and_batches_in_which_nothing_counts(tmp_path, options):
+    make().save(str(tmp_path / "one"))
+    model = net()
+    trainer = hvdtrain.Trainer.load(
+        str(tmp_path / "one"), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.CrossEntropyLoss(), precision="fp16", **options,
+    )  # fmt: skip
+    before = model[0].weight.detach().clone()
+    trainer.fit((X, np.full(12, -100)), progress=False)
+    assert torch.equal(before, model[0].weight)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes(tmp_path):
+    make().save(str(tmp_path / "one"))
+    model = net()
+    before = model[0].weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"'SGD'.*'Adam'"):
+        hvdtrain.Trainer.load(
+            str(tmp_path / "one"), model, optimizer=torch.optim.Adam(model.parameters()), loss=torch.nn.MSELoss()
+        )
+    assert torch.equal(before, model[0].weight)
+
+
+def test_early_stopping_knows_the_epochs_before_a_resume(tmp_path):
+    class Worse(Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            logs["score"] = float(epoch)
+            trainer.history["score"] = [float(each) for each in range(epoch + 1)]
+
+    options = {"checkpoint_dir": str(tmp_path), "progress": False}
+    stopping = EarlyStopping("score", patience=2, mode="min")
+    first = make().fit((X, Y), epochs=10, callbacks=[Worse(), stopping], **options)
+    again = make().fit(
+        (X, Y), epochs=10, callbacks=[Worse(), EarlyStopping("score", patience=2, mode="min")], **options
+    )
+    assert len(first["loss"]) == len(again["loss"]) == 4
+
+
+def test_predict_takes_several_inputs_and_refuses_shares():
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def forward(self, pair):
+            return self.layer(pair[0]) + self.layer(pair[1])
+
+    trainer = make(Two())
+    assert trainer.predict((X, X)).shape == (12, 2)
+    with pytest.raises(TypeError, match="map-style"):
+        trainer.predict(hvdtrain.Sharded(X))
+
+
+def test_a_double_model_takes_double_arrays():
+    model = net().double()
+    make(model).fit((X.astype(np.float64), Y), progress=False)
+    assert model[0].weight.dtype == torch.float64
+
+
+def test_the_seed_is_inits_unless_given():
+    world.current().seed = 7
+    assert make()._config["seed"] == 7
+    assert make(seed=np.int64(3))._config["seed"] == 3
+    with pytest.raises(ValueError, match="seed=-1"):
+        make(seed=-1)

@@ -122,3 +122,7 @@ def check_random_orders(seen_by_all, *, num_samples):
         seen_by_all(rows.shuffle(100).batch(3))
     with pytest.raises(ValueError, match="never ends"):
         seen_by_all(rows.batch(3).repeat())
+
+
+def prepare_arrays(net, x, y):
+    return hvdtrain.prepare(net, optimizer_of(net), (x, y))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain import sampling
+from hvdtrain import checkpoint, sampling
 from hvdtrain.errors import DesyncError, HvdTrainError
 
 BATCH = 4
@@ -161,8 +161,43 @@ def test_ranks_that_disagree_on_the_model_say_which_parameter(kit, world):
 def test_ranks_that_disagree_on_options_or_data_say_so(kit, world):
     with pytest.raises(DesyncError, match="accumulate"):
         kit.trainer(kit.model(), accumulate=1 + world.rank)
-    with pytest.raises(DesyncError, match="steps of training"):
-        kit.trainer(kit.model()).fit(data(16 + 16 * world.rank), epochs=1, batch_size=BATCH, progress=False)
+    with pytest.raises(DesyncError, match="number of samples"):
+        kit.trainer(kit.model()).fit(data(16 + world.rank), epochs=1, batch_size=BATCH, progress=False)
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict", "prepare"])
+def test_ranks_that_each_pass_a_part_of_their_own_are_told_so(kit, world, call):
+    x, y = (each[world.rank :: world.size] for each in data(24))
+    net = kit.model()
+    calls = {
+        "fit": lambda: kit.trainer(net).fit((x, y), batch_size=BATCH),
+        "evaluate": lambda: kit.trainer(net).evaluate((x, y), batch_size=BATCH),
+        "predict": lambda: kit.trainer(net).predict(x),
+        "prepare": lambda: kit.prepare_arrays(net, x, y),
+    }
+    with pytest.raises(DesyncError, match="first and last sample"):
+        calls[call]()
+
+
+@pytest.mark.world_size(2)
+def test_data_that_fails_on_one_rank_fails_on_all(kit, world):
+    x, y = data(8)
+    with pytest.raises((ValueError, HvdTrainError), match=r"one row a sample.*rank 1"):
+        kit.trainer(kit.model()).fit((x, y[: 8 - world.rank]), progress=False)
+
+
+@pytest.mark.world_size(2)
+def test_a_restored_rate_gets_the_scaling_of_the_present_ranks(kit, world, shared_tmp_path):
+    options = {"epochs": 1, "batch_size": BATCH, "progress": False, "checkpoint_dir": str(shared_tmp_path)}
+    kit.trainer(kit.model(), lr_scaling="linear").fit(data(16), **options)
+    if world.is_root:  # as if four ranks had written it
+        arrays, meta = checkpoint.load(shared_tmp_path / "epoch-000001")
+        checkpoint.save(shared_tmp_path / "epoch-000001", arrays, {**meta, "world_size": 4})
+    world.barrier()
+    trainer = kit.trainer(kit.model(), lr_scaling="linear")
+    trainer.fit(data(16), **{**options, "epochs": 2})
+    assert trainer._adapter.learning_rates == pytest.approx([kit.LR * 2 * 2 / 4])
 
 
 @pytest.mark.world_size(2)

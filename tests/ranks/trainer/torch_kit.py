@@ -154,3 +154,10 @@ def check_random_orders(seen_by_all, *, num_samples):
 
     seen, _ = seen_by_all(DataLoader(Rows(num_samples), batch_size=3, sampler=Own()))
     assert sorted(seen) == list(range(num_samples))
+
+
+def prepare_arrays(net, x, y):
+    # torch takes loaders, whose samples are not looked at; as the map-style dataset that they are, arrays are.
+    from hvdtrain.data import as_source
+
+    return as_source((x, y), batch_size=4, world=hvdtrain.init())

@@ -1,0 +1,97 @@
+"""What the Trainer must get right in torch alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hvdtrain
+import hvdtrain.torch as hvd
+
+X = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+Y = np.arange(9) % 3
+
+
+pytestmark = pytest.mark.usefixtures("hvd")
+
+
+def all_equal(model):
+    flat = torch.cat([each.detach().double().reshape(-1) for each in (*model.parameters(), *model.buffers())])
+    return all(torch.equal(each, flat) for each in hvd.allgather(flat[None]))
+
+
+@pytest.mark.world_size(2, 3)
+def test_sync_batch_norm_in_the_trainer_equals_one_process():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), hvd.SyncBatchNorm(5), torch.nn.Linear(5, 3))
+    alone = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    model.load_state_dict(alone.state_dict())
+    x, y = X[:4], Y[:4]  # one step, shared out evenly or not
+    loss = torch.nn.CrossEntropyLoss()
+    trainer = hvdtrain.Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    trainer.fit((x, y), epochs=1, batch_size=4, progress=False)
+    assert all_equal(model)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    loss(alone(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+    plain.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.world_size(2, 3)
+def test_sync_batch_norm_with_an_empty_last_step_does_not_hang():
+    model = torch.nn.Sequential(hvd.SyncBatchNorm(5), torch.nn.Flatten(), torch.nn.Linear(20, 3))
+    trainer = hvdtrain.Trainer(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss()
+    )
+    rows = 4 * hvd.size() + 1  # the last step has a sample for rank 0 alone
+    x = np.random.default_rng(1).normal(size=(rows, 5, 4)).astype(np.float32)
+    trainer.fit((x, np.zeros(rows, np.int64)), epochs=1, batch_size=4, progress=False)
+    assert all_equal(model)
+
+
+@pytest.mark.world_size(2, 3)
+def test_buffers_that_nothing_changes_stay_as_they_are():
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 3)
+            self.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
+            self.register_buffer("third", torch.tensor(1 / 3), persistent=False)
+            self.register_buffer("flag", torch.tensor(True))
+
+        def forward(self, x):
+            return self.layer(x) + 0 * self.third
+
+    model = Masked()
+    with torch.no_grad():
+        model.third += hvd.rank()
+    trainer = hvdtrain.Trainer(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss()
+    )
+    trainer.fit((X, Y), epochs=3, batch_size=2, progress=False)
+    assert (model.mask == torch.finfo(torch.float32).min).all()
+    assert model.third == torch.tensor(1 / 3)
+    assert model.flag
+
+
+@pytest.mark.world_size(2, 3)
+def test_targets_that_do_not_count_weigh_nothing_on_any_rank():
+    targets = np.where(np.arange(9) < 5, -100, Y)
+    torch.manual_seed(0)
+    model, alone = (torch.nn.Linear(4, 3) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    weight = torch.tensor([1.0, 2.0, 0.5])
+    options = {"lr": 0.1, "momentum": 0.9}
+    trainer = hvdtrain.Trainer(
+        model, optimizer=torch.optim.SGD(model.parameters(), **options), loss=torch.nn.CrossEntropyLoss(weight=weight)
+    )
+    trainer.fit((X, targets), epochs=2, batch_size=9, progress=False)
+    plain = torch.optim.SGD(alone.parameters(), **options)
+    for _ in range(2):
+        plain.zero_grad()
+        torch.nn.CrossEntropyLoss(weight=weight)(alone(torch.from_numpy(X)), torch.from_numpy(targets)).backward()
+        plain.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)

@@ -1,0 +1,85 @@
+"""DataLoaders and samplers, looked at from one rank of a fake world."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import hvdtrain
+from hvdtrain.data import as_source
+from hvdtrain.torch.loader import ShardSampler
+from hvdtrain.world import SoloWorld
+
+
+class FakeWorld(SoloWorld):
+    def __init__(self, rank, size):
+        super().__init__()
+        self.rank, self.size = rank, size
+
+
+ROWS = TensorDataset(torch.arange(10.0)[:, None])
+
+
+def seen(data, rank=0, size=1):
+    batches = as_source(data, batch_size=4, world=FakeWorld(rank, size), seed=0).epoch(0, shuffle=True)
+    return [int(value) for batch in batches if batch.local_count for value in batch.inputs[:, 0]]
+
+
+def test_a_shard_sampler_keeps_its_shuffle_and_seed():
+    def order(**options):
+        return seen(DataLoader(ROWS, batch_size=4, sampler=ShardSampler(10, world=SoloWorld(), **options)))
+
+    assert order(shuffle=False) == list(range(10))
+    assert order(seed=1) != order(seed=2) != list(range(10))
+
+
+def test_a_sharded_loader_is_iterated_as_it_is():
+    shares = []
+    for rank in range(2):
+        sampler = DistributedSampler(ROWS, num_replicas=2, rank=rank, shuffle=False)
+        source = as_source(
+            hvdtrain.Sharded(DataLoader(ROWS, batch_size=4, sampler=sampler)), batch_size=4, world=SoloWorld()
+        )
+        shares.append([int(v) for batch in source.epoch(0, shuffle=False) for v in batch.inputs[:, 0]])
+    assert shares == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+
+
+def test_samples_are_counted_by_arithmetic_whatever_a_collate_fn_returns():
+    loader = DataLoader(ROWS, batch_size=4, collate_fn=lambda rows: ([torch.zeros(3, 8, 8) for _ in rows], len(rows)))
+    source = as_source(loader, batch_size=4, world=FakeWorld(0, 1), seed=0)
+    assert [batch.local_count for batch in source.epoch(0, shuffle=False)] == [4, 4, 2]
+
+
+def test_a_sampler_that_shards_itself_is_refused_with_the_way_out():
+    from hvdtrain.torch.elastic import ElasticSampler
+
+    with pytest.raises(TypeError, match=r"ElasticSampler.*hvdtrain\.Sharded"):
+        seen(DataLoader(ROWS, batch_size=4, sampler=ElasticSampler(ROWS)))
+
+
+def test_dropping_everything_is_an_error():
+    with pytest.raises(ValueError, match="drop_last leaves no samples"):
+        seen(DataLoader(ROWS, batch_size=6, drop_last=True), size=2)
+
+
+def test_leaving_a_prepared_loop_leaves_no_hooks_behind():
+    from hvdtrain import world as worlds
+
+    model = torch.nn.Linear(1, 1)
+    worlds.use(FakeWorld(0, 2))
+    try:
+        from hvdtrain.torch.prepare import _prepare_loader
+
+        loader = _prepare_loader(DataLoader(TensorDataset(ROWS.tensors[0][:3]), batch_size=1), model, FakeWorld(0, 2))
+        for (x,) in loader:
+            if loader.count and x.shape[0]:
+                model(x).sum().backward()
+            if len(model.weight._backward_hooks or ()):
+                break
+        del x
+    finally:
+        worlds.use(None)
+    assert not model.weight._backward_hooks
+    assert np.isfinite(model.weight.grad.item())
