@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -296,7 +297,9 @@ class Trainer:
         try:
             samples = self._train(source, epoch, hooks)
         except BaseException:
-            self._adapter.metrics(lambda local: local)  # what this rank has counted must not reach the next epoch
+            # What this rank has counted must not reach the next epoch; the error under way is the one to show.
+            with suppress(Exception):
+                self._adapter.metrics(lambda local: local)
             raise
         finally:
             self._in_epoch = False
