@@ -16,7 +16,7 @@ import numpy as np
 import hvdtrain.keras as hvd
 from hvdtrain.adapter import Options, Reduce, State
 from hvdtrain.data import Batch
-from hvdtrain.keras import training_state
+from hvdtrain.keras import losses, training_state
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.variables import broadcast_model
 from hvdtrain.world import World
@@ -46,17 +46,21 @@ def make_adapter(
         )
     _set_precision(model, options.precision)
     plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
-    _check_variables(model, plain)
-    if options.precision == "fp16" and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
-        plain = keras.optimizers.LossScaleOptimizer(plain)
-    _set_clip_norm(plain, options.clip_norm)
-    distributed = plain
-    if distributed_part(plain) is None:
-        distributed = hvd.DistributedOptimizer(
-            plain,
-            compression=getattr(hvd.Compression, options.compression),
-            backward_passes_per_step=options.accumulate,
+    if distributed_part(plain) is not None:
+        whose = "the optimizer" if optimizer is not None else f"the optimizer that {model.name} is compiled with"
+        raise ValueError(
+            f"Give the Trainer the plain optimizer: it distributes it itself. Received: {whose}, a "
+            f"{type(plain).__name__} that is distributed already"
         )
+    _check_variables(model, plain)
+    if _computes_in_half(model) and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
+        plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
+    distributed = hvd.DistributedOptimizer(
+        plain,
+        compression=getattr(hvd.Compression, options.compression),
+        backward_passes_per_step=options.accumulate,
+    )
+    _set_clip_norm(distributed_part(distributed), options.clip_norm)
     if optimizer is None:
         model.optimizer = distributed
         model.train_function = None
@@ -64,21 +68,22 @@ def make_adapter(
             model.jit_compile = False  # Horovod's operations do not compile under XLA
     else:
         model.compile(optimizer=distributed, loss=loss, metrics=list(metrics), auto_scale_loss=False)
-    return KerasAdapter(model, loss, options, world)
+    return KerasAdapter(model, options, world)
 
 
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
-    def __init__(self, model: keras.Model, loss: Any, options: Options, world: World) -> None:
+    def __init__(self, model: keras.Model, options: Options, world: World) -> None:
         self._model = model
         self._options = options
         self._world = world
-        self._sums = getattr(loss, "reduction", "") == "sum"
         self._weighted = world.size > 1 or options.accumulate > 1
+        self._sums = losses.is_sum(model, split=self._weighted)
         self._started = False
         if self._weighted:
             self._part.set_batch_weight(1.0)  # before anything is compiled
+            losses.warn_of_masks(model, world=world)
 
     @property
     def _part(self) -> Any:
@@ -210,16 +215,19 @@ def _set_precision(model: keras.Model, precision: str) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def _set_clip_norm(optimizer: Any, clip_norm: float | None) -> None:
+def _computes_in_half(model: keras.Model) -> bool:
+    return any(layer.dtype_policy.name.endswith("mixed_float16") for layer in model._flatten_layers(include_self=True))
+
+
+def _set_clip_norm(distributed: Any, clip_norm: float | None) -> None:
+    """Clip in the distributed optimizer; the user's own, whose settings were copied into it, stays as it is."""
     if clip_norm is None:
         return
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    given = {
-        name: getattr(inner, name) for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(inner, name)
-    }
+    settings = ("clipnorm", "clipvalue", "global_clipnorm")
+    given = {name: getattr(distributed, name) for name in settings if getattr(distributed, name)}
     if given:
         raise ValueError(f"clip_norm was given twice. Received: clip_norm={clip_norm}, and the optimizer has {given}")
-    inner.global_clipnorm = clip_norm
+    distributed.global_clipnorm = clip_norm
 
 
 def _check_variables(model: keras.Model, optimizer: Any) -> None:

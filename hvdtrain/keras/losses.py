@@ -1,0 +1,93 @@
+"""Which Keras losses can be weighed over ranks, and what a batch's loss weighs.
+
+A rank's batch counts by its samples. That is right for losses that divide by the number of samples, and for those
+that divide by nothing; for others the divisor differs from rank to rank in a way that Keras does not report.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import keras
+
+from hvdtrain.world import World
+
+log = logging.getLogger("hvdtrain")
+
+_OVER_SAMPLES = ("sum_over_batch_size", "mean")
+
+
+def is_sum(model: keras.Model, *, split: bool) -> bool:
+    """Return whether a compiled model's loss is a sum over samples (True) or a mean (False).
+
+    Args:
+        model: compiled; one loss, or a list or dict of them.
+        split: True where a step's samples are split over ranks or batches, so that the divisor matters.
+
+    Raises:
+        ValueError: sums and means mixed, or a loss that divides by something else than the number of samples.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(model.loss) if leaf is not None]
+    sums = [getattr(leaf, "reduction", "mean") == "sum" for leaf in leaves]
+    if not split:
+        return bool(sums) and all(sums)
+    for leaf in leaves:
+        _check(leaf)
+    if any(sums) and not all(sums):
+        raise ValueError(
+            "Losses must be all means or all sums: no one weight of a batch is right for both. Received: "
+            f'reduction="sum" in {sum(sums)} of {len(sums)} losses. Give all the same reduction, and '
+            "loss_weights to balance them."
+        )
+    if any(sums) and _regularized(model):
+        raise ValueError(
+            'A loss with reduction="sum" adds up over ranks and batches, and a regularizer must not. Received: a model '
+            'with regularizers. Use reduction="sum_over_batch_size", or the optimizer\'s weight_decay.'
+        )
+    return any(sums)
+
+
+def _check(loss: Any) -> None:
+    reduction = getattr(loss, "reduction", "mean")
+    name = getattr(loss, "name", loss)
+    if reduction != "sum" and getattr(loss, "ignore_class", None) is not None:
+        raise ValueError(
+            "A loss with ignore_class divides by the number of targets that are left, which differs from rank to rank. "
+            f"Received: ignore_class={loss.ignore_class} in {name}. Leave it out and give those samples a "
+            'sample_weight of 0, or use reduction="sum".'
+        )
+    if reduction not in (*_OVER_SAMPLES, "sum"):
+        raise ValueError(
+            f'A loss must have reduction="sum_over_batch_size" or "sum" when a step is split over ranks or batches. '
+            f"Received: reduction={reduction!r} in {name}"
+        )
+
+
+def _regularized(model: keras.Model) -> bool:
+    return any(getattr(variable, "regularizer", None) is not None for variable in model.trainable_variables)
+
+
+def warn_of_masks(model: keras.Model, *, world: World) -> None:
+    """Make a compiled model log, once and on the root, that a mask reaches its loss.
+
+    A masked loss divides by the number of steps that the mask keeps, while batches are weighed by samples.
+    """
+    compiled = model._compile_loss
+    if compiled is None or not world.is_root:
+        return
+    original = compiled.call
+
+    @functools.wraps(original)
+    def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(y_pred)):
+            compiled.call = original
+            log.warning(
+                "A mask reaches the loss of %s, which divides by the time steps that the mask keeps. Batches are "
+                "weighed by their samples, so results depend on how sequences fall to ranks.",
+                model.name,
+            )
+        return original(y_true, y_pred, sample_weight)
+
+    compiled.call = call

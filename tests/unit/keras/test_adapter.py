@@ -1,0 +1,140 @@
+"""What the Trainer's Keras adapter takes, and what it refuses, in one process (KERAS_BACKEND chooses the backend)."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+keras = pytest.importorskip("keras")
+
+import numpy as np  # noqa: E402
+
+import hvdtrain  # noqa: E402
+import hvdtrain.keras as hvd  # noqa: E402
+from hvdtrain import world  # noqa: E402
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
+CLASSES = np.arange(8) % 3
+
+
+@pytest.fixture(autouse=True)
+def _solo(monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_SOLO", "1")
+    monkeypatch.setattr(world, "_loaded", {})
+    monkeypatch.setattr(world, "_world", world.SoloWorld())
+
+
+def make_model(**dense):
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, **dense)])
+    generator = np.random.default_rng(0)
+    net.set_weights([generator.normal(size=w.shape).astype(np.float32) * 0.3 for w in net.get_weights()])
+    return net
+
+
+def two_outputs():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, [keras.layers.Dense(3, name="a")(inputs), keras.layers.Dense(3, name="b")(inputs)])
+
+
+def weights(net):
+    return [np.array(w) for w in net.get_weights()]
+
+
+def fit(trainer, data=(X, Y), **options):
+    return trainer.fit(data, progress=False, **{"epochs": 1, "batch_size": 4, **options})
+
+
+@pytest.mark.parametrize("whose", ["model", "layer", "compiled"])
+def test_half_precision_of_the_users_own_gets_loss_scaling(whose):
+    net = make_model(dtype="mixed_float16" if whose != "model" else None)
+    if whose == "model":
+        for layer in net._flatten_layers(include_self=True):
+            layer.dtype_policy = keras.DTypePolicy("mixed_float16")
+    if whose == "compiled":
+        net.compile(optimizer="sgd", loss="mse", auto_scale_loss=False)
+    options = {} if whose == "compiled" else {"optimizer": "sgd", "loss": "mse"}
+    hvdtrain.Trainer(net, **options)
+    assert isinstance(net.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert hvd.distributed_part(net.optimizer) is not None
+
+
+def test_full_precision_gets_no_loss_scaling():
+    net = make_model()
+    hvdtrain.Trainer(net, optimizer="sgd", loss="mse")
+    assert not isinstance(net.optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_optimizer_that_is_distributed_is_refused(compiled):
+    net = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    if compiled:
+        net.compile(optimizer=optimizer, loss="mse")
+    with pytest.raises(ValueError, match="plain optimizer: it distributes it itself"):
+        hvdtrain.Trainer(net, **({} if compiled else {"optimizer": optimizer, "loss": "mse"}))
+
+
+def test_clip_norm_leaves_the_users_optimizer_as_it_was():
+    optimizer = keras.optimizers.SGD(0.1)
+    for _ in range(2):
+        net = make_model()
+        hvdtrain.Trainer(net, optimizer=optimizer, loss="mse", clip_norm=1.0)
+        assert hvd.distributed_part(net.optimizer).global_clipnorm == 1.0
+    assert optimizer.global_clipnorm is None
+
+
+@pytest.mark.parametrize("how", ["compiled", "given", "dict", "list"])
+def test_sums_accumulate_to_one_big_sum(how):
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    several = how in ("dict", "list")
+    if several:
+        other = keras.losses.MeanAbsoluteError(reduction="sum")
+        loss = {"a": loss, "b": other} if how == "dict" else [loss, other]
+    data = (X, {"a": Y, "b": Y} if how == "dict" else (Y, Y)) if several else (X, Y)
+    results = []
+    for accumulate in (1, 2):
+        keras.utils.set_random_seed(0)
+        net = two_outputs() if several else make_model()
+        if how == "compiled":
+            net.compile(optimizer=keras.optimizers.SGD(0.01), loss=loss)
+        options = {} if how == "compiled" else {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
+        fit(hvdtrain.Trainer(net, accumulate=accumulate, **options), data, batch_size=8 // accumulate)
+        results.append(weights(net))
+    for one, two in zip(*results, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+SUM = {"reduction": "sum"}
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "message"),
+    [
+        (two_outputs, lambda: [keras.losses.MeanSquaredError(**SUM), "mse"], "all means or all sums.*1 of 2"),
+        (
+            lambda: make_model(kernel_regularizer="l2"),
+            lambda: keras.losses.MeanSquaredError(**SUM),
+            "regularizer must not",
+        ),
+        (make_model, lambda: keras.losses.SparseCategoricalCrossentropy(ignore_class=0), "ignore_class=0"),
+        (make_model, lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"), "mean_with_sample"),
+        (make_model, lambda: keras.losses.MeanSquaredError(reduction=None), "reduction=None"),
+    ],
+)
+def test_a_loss_whose_divisor_ranks_cannot_know_is_refused(make, loss, message):
+    with pytest.raises(ValueError, match=message):
+        hvdtrain.Trainer(make(), optimizer="sgd", loss=loss(), accumulate=2)
+    if "reduction=None" not in message:  # which Keras itself cannot train
+        hvdtrain.Trainer(make(), optimizer="sgd", loss=loss())
+
+
+def test_a_mask_that_reaches_the_loss_is_warned_of_once(caplog):
+    net = keras.Sequential([keras.Input((5,)), keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(2)])
+    tokens = np.array([[1, 2, 0, 0, 0], [1, 1, 1, 1, 1]] * 2)
+    trainer = hvdtrain.Trainer(net, optimizer="sgd", loss="mse", accumulate=2)
+    with caplog.at_level(logging.WARNING, logger="hvdtrain"):
+        fit(trainer, (tokens, np.zeros((4, 5, 2), np.float32)), batch_size=1)
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert "mask reaches the loss" in caplog.records[0].message
