@@ -67,7 +67,7 @@ def make_adapter(
         if keras.backend.backend() == "tensorflow":
             model.jit_compile = False  # Horovod's operations do not compile under XLA
     else:
-        model.compile(optimizer=distributed, loss=loss, metrics=list(metrics), auto_scale_loss=False)
+        model.compile(optimizer=distributed, loss=loss, metrics=_as_keras_takes(metrics), auto_scale_loss=False)
     return KerasAdapter(model, options, world)
 
 
@@ -81,6 +81,7 @@ class KerasAdapter:
         self._weighted = world.size > 1 or options.accumulate > 1
         self._sums = losses.is_sum(model, split=self._weighted)
         self._started = False
+        self._fresh = True  # until the first step after metrics were read
         if self._weighted:
             self._part.set_batch_weight(1.0)  # before anything is compiled
             losses.warn_of_masks(model, world=world)
@@ -112,8 +113,8 @@ class KerasAdapter:
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take the step: `accumulate` passes through Keras's train step, the last of which reduces and updates."""
+        self._begin(batches[0])
         if not self._started:
-            self._model._symbolic_build(data_batch=_data(batches[0], self._world))
             self._broadcast()
         total = sum(batch.global_count for batch in batches)
         for batch in batches:
@@ -125,6 +126,7 @@ class KerasAdapter:
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""
+        self._begin(batch)
         if batch.local_count:
             with self._metrics_kept():
                 self._model.test_on_batch(*_data(batch, self._world))
@@ -143,8 +145,9 @@ class KerasAdapter:
             part = total[end - value.size : end].reshape(value.shape)
             # Counts and sums add up, which is what nearly every metric keeps; the others say so.
             variable.assign(part if variable.aggregation == "sum" else part / self._world.size)
-        results = {name: float(value) for name, value in self._model.get_metrics_result().items()}
+        results = _scalars(self._model.get_metrics_result())
         self._model.reset_metrics()
+        self._fresh = True
         return results
 
     def settle(self) -> None:
@@ -164,6 +167,17 @@ class KerasAdapter:
     def load_state(self, state: State) -> None:
         """Take on a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
         training_state.restore(state, self._model)
+
+    def _begin(self, batch: Batch) -> None:
+        """At the first batch of an epoch or evaluation, start metrics anew, and make those that batches make."""
+        if not self._fresh:
+            return
+        parts = (self._model, self._model._compile_loss, self._model._compile_metrics)
+        if not all(part is None or part.built for part in parts):
+            # Every rank, also one without samples: their metrics are summed, and must be as many.
+            self._model._symbolic_build(data_batch=_data(batch, self._world))
+        self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
+        self._fresh = False
 
     def _broadcast(self) -> None:
         if not self._model.optimizer.built:
@@ -194,6 +208,23 @@ class KerasAdapter:
             yield
         finally:
             del vars(self._model)["reset_metrics"]
+
+
+def _as_keras_takes(metrics: Any) -> Any:
+    """Return one metric as a list, and lists or dicts (a dict is by output) as they are."""
+    if isinstance(metrics, dict):
+        return metrics
+    return list(metrics) if isinstance(metrics, list | tuple) else [metrics]
+
+
+def _scalars(results: dict[str, Any]) -> dict[str, float]:
+    """Return one float a name: a metric with a value per class, say, becomes "name/0", "name/1" and so on."""
+    values = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in results.items()}
+    return {
+        name if value.ndim == 0 else f"{name}/{index}": float(each)
+        for name, value in values.items()
+        for index, each in enumerate(value.reshape(-1))
+    }
 
 
 def _data(batch: Batch, world: World) -> tuple[Any, Any, Any]:

@@ -128,3 +128,22 @@ def test_bad_input_is_shown(kit):
         hvdtrain.Trainer(kit.model(), optimizer=other, loss="mse")
     with pytest.raises(ValueError, match="clip_norm was given twice"):
         hvdtrain.Trainer(kit.model(), optimizer=keras.optimizers.SGD(clipnorm=1.0), loss="mse", clip_norm=1.0)
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("evaluate_first", [True, False])
+def test_ranks_without_samples_neither_count_nor_lack_a_metric(kit, evaluate_first):
+    x, _ = kit.data()
+    x, y = x[:2], np.array([0, 1])
+    net = kit.model()
+    trainer = hvdtrain.Trainer(
+        net,
+        optimizer=keras.optimizers.SGD(0.0),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    right = np.asarray(net.predict_on_batch(x)).argmax(-1) == y
+    if evaluate_first:
+        assert trainer.evaluate((x, y), batch_size=1)["accuracy"] == pytest.approx(right.mean())
+    history = trainer.fit((x, y), validation=(x, y), epochs=2, batch_size=1, progress=False)
+    assert history["accuracy"] == history["val_accuracy"] == pytest.approx([right.mean()] * 2)

@@ -138,3 +138,60 @@ def test_a_mask_that_reaches_the_loss_is_warned_of_once(caplog):
         fit(trainer, (tokens, np.zeros((4, 5, 2), np.float32)), batch_size=1)
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
     assert "mask reaches the loss" in caplog.records[0].message
+
+
+@pytest.mark.parametrize("metrics", ["mae", ["mae"], ("mae",), {"b": ["mae"]}, keras.metrics.MeanAbsoluteError("mae")])
+def test_metrics_may_be_one_several_or_by_output(metrics):
+    by_output = isinstance(metrics, dict)
+    net = two_outputs() if by_output else make_model()
+    trainer = hvdtrain.Trainer(net, optimizer="sgd", loss="mse", metrics=metrics)
+    values = trainer.evaluate((X, (Y, Y) if by_output else Y), batch_size=3)
+    outputs = net.predict_on_batch(X)
+    expected = np.abs(np.asarray(outputs[1] if by_output else outputs) - Y).mean()
+    assert values["b_mae" if by_output else "mae"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_with_a_value_per_class_is_reported_by_class():
+    one_hot = np.eye(3, dtype=np.float32)[CLASSES]
+    trainer = hvdtrain.Trainer(make_model(), optimizer="sgd", loss="mse", metrics=[keras.metrics.F1Score(name="f1")])
+    assert {"f1/0", "f1/1", "f1/2"} <= set(trainer.evaluate((X, one_hot)))
+
+
+def test_counts_that_the_user_left_in_metrics_are_not_reported():
+    net = make_model()
+    trainer = hvdtrain.Trainer(net, optimizer=keras.optimizers.SGD(0.0), loss="mse", metrics=["mae"])
+    expected = trainer.evaluate((X, Y))["mae"]
+    net.evaluate(X, Y + 100, verbose=0)
+    assert trainer.evaluate((X, Y))["mae"] == pytest.approx(expected, rel=1e-5)
+    net.test_on_batch(X, Y + 100)
+    assert fit(trainer)["mae"][0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_rank_without_samples_counts_nothing_and_has_every_metric():
+    from hvdtrain.adapter import Options
+    from hvdtrain.data import Batch
+    from hvdtrain.keras.adapter import make_adapter
+
+    def run(step):
+        lengths = []
+
+        def reduce(vector):
+            lengths.append(len(vector))
+            return vector
+
+        net = make_model()
+        adapter = make_adapter(
+            net, optimizer="sgd", loss="mse", metrics=["mae"], options=Options(accumulate=2), world=world.SoloWorld()
+        )
+        adapter.start()
+        step(adapter)
+        before = weights(net)
+        return lengths, adapter.metrics(reduce), before
+
+    filler, real = Batch(X[:1], Y[:1], None, 0, 2), Batch(X[:2], Y[:2], None, 2, 2)
+    expected = float(np.abs(np.asarray(make_model().predict_on_batch(X[:2])) - Y[:2]).mean())
+    lengths, values, _ = run(lambda adapter: adapter.eval_step(filler))
+    assert lengths == run(lambda adapter: adapter.eval_step(real))[0]
+    assert values["mae"] == 0.0
+    _, values, _ = run(lambda adapter: adapter.train_step([filler, real]))
+    assert values["mae"] == pytest.approx(expected, rel=1e-5)
