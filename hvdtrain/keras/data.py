@@ -66,7 +66,9 @@ def _tf_dataset(data: Any, world: World) -> Source:
 
 
 def _refuse_own_orders(data: Any, world: World) -> None:
-    """Raise for a shuffle without a seed: each rank would draw its own order, and samples be seen twice or never."""
+    """Raise for orders that differ from rank to rank: samples would be seen twice or never."""
+    if data.options().deterministic is False:
+        raise _unordered("options with deterministic=False", world)
     pending, seen = [data], set()
     while pending:
         dataset = pending.pop()
@@ -80,4 +82,27 @@ def _refuse_own_orders(data: Any, world: World) -> None:
                 f"seen twice or never. Received: an unseeded shuffle on rank {world.rank}. Use shuffle(n, seed=0), or "
                 "hvdtrain.Sharded(dataset) if every rank already has its own share."
             )
+        if _says_unordered(dataset):
+            raise _unordered(f"deterministic=False in a {type(dataset).__name__.strip('_')}", world)
         pending += [each for each in dataset._inputs() if hasattr(each, "_inputs")]
+
+
+def _says_unordered(dataset: Any) -> bool:
+    """Return whether this transformation was given deterministic=False."""
+    if getattr(dataset, "_deterministic", None) == "false":
+        return True
+    if type(dataset).__name__ != "_ParallelInterleaveDataset":
+        return False
+    import tensorflow as tf
+
+    # interleave does not keep what it was given; the graph does. Its input is a list of files, as a rule: small.
+    graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())
+    return any(node.attr["deterministic"].s == b"false" for node in graph.node)
+
+
+def _unordered(what: str, world: World) -> ValueError:
+    return ValueError(
+        "tf.data must yield the same order on every rank: otherwise samples would be seen twice or never. Received: "
+        f"{what} on rank {world.rank}. Leave it out, or use hvdtrain.Sharded(dataset) if every rank already has its "
+        "own share."
+    )
