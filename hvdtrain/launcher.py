@@ -74,6 +74,12 @@ def engine_for(framework: str | None) -> Literal["torch", "tensorflow"] | None:
     raise ValueError(f'framework must be "torch", "keras", "tensorflow" or "jax". Received: {framework!r}')
 
 
+def runs_on_jax(framework: str | None) -> bool:
+    """Return whether `framework`, as `engine_for` takes it, computes with JAX."""
+    framework = _guess_framework() if framework is None else framework
+    return framework == "jax" or (framework == "keras" and keras_backend() == "jax")
+
+
 def keras_backend() -> str:
     """Return Keras's backend, asking Keras itself where it is imported: its config file may choose too."""
     keras = sys.modules.get("keras")

@@ -319,6 +319,8 @@ def init(framework: str | None = None, *, seed: int | None = None) -> World:
             _world = SoloWorld(pick(0) if pick else "cpu")
         else:
             _world = HorovodWorld(engine, module)
+            if launcher.runs_on_jax(framework):
+                importlib.import_module("hvdtrain.keras.jax_device").bind(_world.local_rank)
     if seed is not None:
         _world.seed = seed
     return _world
