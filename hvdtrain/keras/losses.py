@@ -74,6 +74,8 @@ def warn_of_masks(model: keras.Model, *, world: World) -> None:
 
     A masked loss divides by the number of steps that the mask keeps, while batches are weighed by samples.
     """
+    from keras.src.backend import get_keras_mask  # JAX's tensors do not carry their masks
+
     compiled = model._compile_loss
     if compiled is None or not world.is_root:
         return
@@ -81,7 +83,7 @@ def warn_of_masks(model: keras.Model, *, world: World) -> None:
 
     @functools.wraps(original)
     def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(y_pred)):
+        if any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(y_pred)):
             compiled.call = original
             log.warning(
                 "A mask reaches the loss of %s, which divides by the time steps that the mask keeps. Batches are "
