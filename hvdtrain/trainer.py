@@ -48,8 +48,8 @@ class History(dict[str, list[float]]):
 class Trainer:
     """Trains a torch.nn.Module or a keras.Model on all ranks.
 
-    Every rank constructs it alike; weights and optimizer state are rank 0's from the start of `fit` on. Call
-    `hvdtrain.init()` before making the model, so that it is made on this rank's GPU.
+    Every rank constructs it alike; weights and optimizer state are rank 0's from then on, and again when `fit` begins.
+    Call `hvdtrain.init()` before making the model, so that it is made on this rank's GPU.
 
     Args:
         model: the model.
@@ -131,6 +131,7 @@ class Trainer:
         self._loaded = False  # a checkpoint, from which the next fit goes on
         self._in_epoch = False
         self._stop = False
+        self._adapter.start()  # so that evaluate and predict, too, run one model and not each rank's own
 
     def fit(
         self,

@@ -44,6 +44,11 @@ def make_adapter(
             f"model has no trainable parameters. Received: {model.name} with {len(model.weights)} weights, "
             "none of them trainable"
         )
+    if optimizer is None and (loss is not None or metrics):
+        raise ValueError(
+            f"{model.name} keeps the loss and metrics that it was compiled with. Received: loss={loss!r}, "
+            f"metrics={metrics!r} without an optimizer. Give all of them, or none."
+        )
     _set_precision(model, options.precision)
     plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
     if distributed_part(plain) is not None:

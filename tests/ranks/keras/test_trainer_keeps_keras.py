@@ -118,6 +118,10 @@ def test_a_learning_rate_schedule_is_not_scaled_behind_its_back(kit):
 def test_bad_input_is_shown(kit):
     with pytest.raises(ValueError, match="Received: None"):
         hvdtrain.Trainer(kit.model())
+    compiled = kit.model()
+    compiled.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match=r"compiled with\. Received: loss='mae'"):
+        hvdtrain.Trainer(compiled, loss="mae")
     frozen = kit.model()
     frozen.trainable = False
     with pytest.raises(ValueError, match="no trainable parameters"):

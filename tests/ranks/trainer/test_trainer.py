@@ -77,6 +77,13 @@ def test_metrics_are_exact_over_all_ranks(kit, world, num_samples):
 
 
 @pytest.mark.world_size(2, 3)
+def test_evaluating_before_fit_runs_the_roots_model_on_every_rank(kit, world):
+    x, y = data(12)
+    ours, roots = kit.trainer(kit.model(seed=world.rank)), kit.trainer(kit.model(seed=0))
+    assert ours.evaluate((x, y))["loss"] == pytest.approx(roots.evaluate((x, y))["loss"], abs=1e-6)
+
+
+@pytest.mark.world_size(2, 3)
 def test_training_metrics_count_every_sample_once(kit, world):
     x, y = data(50)
     net = kit.model()
