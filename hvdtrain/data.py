@@ -97,7 +97,8 @@ class IndexedSource:
 
     def _shard(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
         key = (epoch, shuffle, self._world.rank, self._world.size)
-        if self._kept[0] != key:  # one epoch's order is kept: making it costs more than a step
+        kept, order = self._kept  # one epoch's order is kept: making it costs more than a step
+        if kept != key:
             order = sampling.shard_indices(
                 self._num_samples,
                 rank=self._world.rank,
@@ -106,8 +107,8 @@ class IndexedSource:
                 seed=self._seed,
                 shuffle=shuffle,
             )
-            self._kept = (key, order)
-        return self._kept[1]
+            self._kept = (key, order)  # in one piece: a prefetching thread may ask for another epoch meanwhile
+        return order
 
 
 class IteratedSource:

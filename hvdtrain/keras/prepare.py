@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
-from hvdtrain.data import Batch, IndexedSource, as_source, leaves, tree_map
+from hvdtrain.data import IndexedSource, as_source, leaves, tree_map
 from hvdtrain.keras.variables import broadcast_model
 from hvdtrain.world import World
 
@@ -30,7 +32,29 @@ def prepare(
     if world.size > 1:
         distributed.build(model.trainable_variables)
         broadcast_model(model, distributed, root_rank=0)
-    return (model, distributed, *(PreparedData(each, batch_size, world) for each in data))
+    prepared = [PreparedData(each, batch_size, world) for each in data]
+    if keras.backend.backend() == "tensorflow":
+        return (model, distributed, *(_as_tf_dataset(each) for each in prepared))
+    return (model, distributed, *prepared)
+
+
+def _as_tf_dataset(data: PreparedData) -> Any:
+    """Return a tf.data.Dataset of the same batches, a new order each time it is iterated.
+
+    TensorFlow fetches ahead in threads, also of passes that Keras has given up, so that nothing may depend on when a
+    batch is asked for: each pass has an epoch of its own, by the order in which passes begin, equal on all ranks.
+    """
+    import tensorflow as tf
+
+    epochs = itertools.count()
+
+    def one_pass() -> Iterator[Any]:
+        epoch = next(epochs)
+        return (data.batch(epoch, step) for step in range(len(data)))
+
+    signature = tree_map(lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), data.batch(0, 0))
+    batches = tf.data.Dataset.from_generator(one_pass, output_signature=signature)
+    return batches.apply(tf.data.experimental.assert_cardinality(len(data))).prefetch(tf.data.AUTOTUNE)
 
 
 class PreparedData(keras.utils.PyDataset):
@@ -70,13 +94,15 @@ class PreparedData(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
         # Whatever index Keras asks for: its own shuffle of batches is another on each rank, and they must be in step.
         step, self._next = self._next % len(self), self._next + 1
-        return self._weighted(self._source.batch(self._epoch, step, shuffle=True))
+        return self.batch(self._epoch, step)
 
     def on_epoch_end(self) -> None:
         """Go on to the next epoch's order; Keras calls it, once more after it has looked at the first batch."""
         self.set_epoch(self._epoch + (self._next >= len(self)))
 
-    def _weighted(self, batch: Batch) -> tuple[Any, Any, Any]:
+    def batch(self, epoch: int, step: int) -> tuple[Any, Any, Any]:
+        """Return this rank's (inputs, targets, sample_weight) of one step."""
+        batch = self._source.batch(epoch, step, shuffle=True)
         weight = batch.local_count * self._world.size / batch.global_count
         rows = leaves(batch.inputs)[0].shape[0]
         given = np.ones(rows, np.float32) if batch.sample_weight is None else np.asarray(batch.sample_weight)
