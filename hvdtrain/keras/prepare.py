@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
-from hvdtrain.data import IndexedSource, as_source, leaves, tree_map
+from hvdtrain.data import IndexedSource, as_source, num_rows, tree_map
 from hvdtrain.keras.variables import broadcast_model
 from hvdtrain.world import World
 
@@ -104,6 +104,9 @@ class PreparedData(keras.utils.PyDataset):
         """Return this rank's (inputs, targets, sample_weight) of one step."""
         batch = self._source.batch(epoch, step, shuffle=True)
         weight = batch.local_count * self._world.size / batch.global_count
-        rows = leaves(batch.inputs)[0].shape[0]
-        given = np.ones(rows, np.float32) if batch.sample_weight is None else np.asarray(batch.sample_weight)
+        given = (
+            np.ones(num_rows(batch.inputs), np.float32)
+            if batch.sample_weight is None
+            else np.asarray(batch.sample_weight)
+        )
         return tree_map(np.asarray, batch.inputs), tree_map(np.asarray, batch.targets), given * np.float32(weight)

@@ -105,12 +105,10 @@ def shard_loader(loader: DataLoader[Any], *, world: World, seed: int) -> DataLoa
         "batch_size": loader.batch_size,
         "world": world,
     }
-    plain = isinstance(loader.sampler, SequentialSampler | DistributedSampler | ShardSampler) or (
-        isinstance(loader.sampler, RandomSampler)
-        and not loader.sampler.replacement
-        and loader.sampler._num_samples is None
+    plain = isinstance(given, SequentialSampler | DistributedSampler | ShardSampler) or (
+        isinstance(given, RandomSampler) and not given.replacement and given._num_samples is None
     )
-    sampler = ShardSampler(loader.dataset, **options) if plain else _SharedOrder(loader.sampler, **options)  # type: ignore[arg-type]
+    sampler = ShardSampler(loader.dataset, **options) if plain else _SharedOrder(given, **options)  # type: ignore[arg-type]
     return _like(loader, batch_size=loader.batch_size, sampler=sampler)
 
 

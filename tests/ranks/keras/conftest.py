@@ -19,13 +19,6 @@ os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # lets a test add one
 hvd.init()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # Keras 3.15 itself turns torch tensors into arrays in a way that NumPy 2 deprecates.
-    config.addinivalue_line(
-        "filterwarnings", "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning:keras.*"
-    )
-
-
 BATCH = 24  # of all ranks together; divides by 2 and by 3
 
 
