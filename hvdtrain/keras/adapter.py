@@ -18,6 +18,7 @@ from hvdtrain.adapter import Options, Reduce, State
 from hvdtrain.data import Batch
 from hvdtrain.keras import losses, training_state
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.saving import adopt_optimizer
 from hvdtrain.keras.variables import broadcast_model
 from hvdtrain.world import World
 
@@ -67,10 +68,7 @@ def make_adapter(
     )
     _set_clip_norm(distributed_part(distributed), options.clip_norm)
     if optimizer is None:
-        model.optimizer = distributed
-        model.train_function = None
-        if keras.backend.backend() == "tensorflow":
-            model.jit_compile = False  # Horovod's operations do not compile under XLA
+        adopt_optimizer(model, distributed)
     else:
         model.compile(optimizer=distributed, loss=loss, metrics=_as_keras_takes(metrics), auto_scale_loss=False)
     return KerasAdapter(model, options, world)
@@ -143,13 +141,9 @@ class KerasAdapter:
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """Sum the metrics' own variables over ranks, and let the metrics make their results of them."""
         variables = [v for metric in self._model.metrics for v in metric.variables]
-        local = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
-        total = reduce(np.concatenate([np.zeros(0), *(value.reshape(-1) for value in local)]))
-        ends = np.cumsum([value.size for value in local])
-        for variable, value, end in zip(variables, local, ends, strict=True):
-            part = total[end - value.size : end].reshape(value.shape)
+        for variable, total in zip(variables, _reduced(variables, reduce), strict=True):
             # Counts and sums add up, which is what nearly every metric keeps; the others say so.
-            variable.assign(part if variable.aggregation == "sum" else part / self._world.size)
+            variable.assign(total if variable.aggregation == "sum" else total / self._world.size)
         results = _scalars(self._model.get_metrics_result())
         self._model.reset_metrics()
         self._fresh = True
@@ -160,10 +154,9 @@ class KerasAdapter:
         variables = [v for v in self._model.non_trainable_weights if "float" in str(v.dtype)]
         if self._world.size == 1 or not variables:
             return
-        values = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
-        means = self._world.allreduce(np.concatenate([v.reshape(-1) for v in values]), "mean", name="settle")
-        for variable, value, end in zip(variables, values, np.cumsum([v.size for v in values]), strict=True):
-            variable.assign(means[end - value.size : end].reshape(value.shape))
+        means = _reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle"))
+        for variable, mean in zip(variables, means, strict=True):
+            variable.assign(mean)
 
     def state(self) -> State:
         """Return copies of weights and optimizer state."""
@@ -213,6 +206,14 @@ class KerasAdapter:
             yield
         finally:
             del vars(self._model)["reset_metrics"]
+
+
+def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
+    """Return the values of `variables` as float64 arrays of their shapes, reduced over ranks in one call."""
+    local = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
+    flat = reduce(np.concatenate([np.zeros(0), *(value.reshape(-1) for value in local)]))
+    parts = np.split(flat, np.cumsum([value.size for value in local])[:-1]) if local else []
+    return [part.reshape(value.shape) for part, value in zip(parts, local, strict=True)]
 
 
 def _as_keras_takes(metrics: Any) -> Any:

@@ -50,7 +50,12 @@ def distribute_model(model: Any, **options: Any) -> None:
         model: compiled keras.Model.
         options: see `DistributedOptimizer`.
     """
-    model.optimizer = DistributedOptimizer(model.optimizer, **options)
+    adopt_optimizer(model, DistributedOptimizer(model.optimizer, **options))
+
+
+def adopt_optimizer(model: Any, distributed: Any) -> None:
+    """Give a compiled model a distributed optimizer in place of its own, in what it runs and in what it saves."""
+    model.optimizer = distributed
     compiled = model._compile_config.config  # what the next save writes down
     wrapped = isinstance(compiled.get("optimizer"), keras.optimizers.LossScaleOptimizer)
     compiled["optimizer"] = model.optimizer if wrapped else distributed_part(model.optimizer)
