@@ -1,0 +1,127 @@
+"""The one command: `python -m benchmarks`, or `make bench`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import catalog, report, steps
+from benchmarks.groups import GroupError
+from benchmarks.workloads import WORKLOADS
+
+SECTIONS = ("steps",)
+
+
+class BadInputError(Exception):
+    """What was asked for cannot be done; one line says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is asked for, write it down, and show all results that there are."""
+    options = _parser().parse_args(arguments)
+    try:
+        _measure(options)
+    except (BadInputError, GroupError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
+    results, out = report.load(options.out), report.console()
+    if not results:
+        print(f"benchmarks: no results in {options.out}", file=sys.stderr)
+        return 1
+    report.show(results, out)
+    all_met = report.show_targets(results, out)
+    _draw(results, options.out, out)
+    failed = [f"{name}/{peer}" for name, result in results.items() for peer, entry in result.get("peers", {}).items()
+              if entry["status"] == "failed"]  # fmt: skip
+    if failed:
+        print(f"benchmarks: failed: {', '.join(failed)}", file=sys.stderr)
+        return 1
+    return 1 if options.check and not all_met else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--workload", type=_list, default=["*"], help="names or patterns, by commas: lenet,keras-*")
+    parser.add_argument("--peer", type=_list, default=["*"], help="names or patterns, by commas: ddp,trainer")
+    parser.add_argument("--section", type=_list, default=list(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--np", type=int, default=2, help="ranks of a distributed peer")
+    parser.add_argument("--rounds", type=int, default=steps.Plan.rounds, help="turns of each peer after each launch")
+    parser.add_argument("--launches", type=int, default=steps.Plan.launches, help="how often peers are started anew")
+    parser.add_argument("--seconds", type=float, default=steps.Plan.seconds, help="length of a turn")
+    parser.add_argument("--no-sweep", action="store_true", help="hand-tuned Horovod: no fusion, no search")
+    parser.add_argument("--horovod-python", help="interpreter whose Horovod the plain Horovod peers use")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="a trial in under a minute: one workload, two peers")
+    parser.add_argument("--show", action="store_true", help="measure nothing, show what is there")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a target was measured and not met")
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> None:
+    if options.show:
+        return
+    if options.quick:
+        options.workload, options.peer, options.section = ["lenet"], ["ddp", "trainer"], ["steps"]
+        options.rounds, options.launches, options.seconds = 2, 1, 0.3
+    plan = _plan(options)
+    workloads = [WORKLOADS[name] for name in _chosen("workload", options.workload, tuple(WORKLOADS))]
+    peers = _chosen("peer", options.peer, catalog.NAMES)
+    _chosen("section", options.section, SECTIONS)
+    for workload in workloads:
+        chosen = [peer for peer in catalog.peers_of(workload) if peer.name in peers]
+        if not chosen:
+            print(f"{workload.name}: none of {', '.join(peers)} trains it", flush=True)
+            continue
+        print(f"{workload.name}: {', '.join(peer.name for peer in chosen)}", flush=True)
+        report.save(options.out, workload.name, steps.measure(workload, chosen, plan, say=_say))
+
+
+def _plan(options: argparse.Namespace) -> steps.Plan:
+    for name in ("np", "rounds", "launches", "seconds"):
+        if getattr(options, name) <= 0:
+            raise BadInputError(f"--{name} must be > 0. Received: {getattr(options, name)}")
+    cores = len(os.sched_getaffinity(0))
+    if options.np > cores:
+        raise BadInputError(
+            f"--np {options.np} is more than the {cores} cores here: ranks would share cores, and no figure would mean "
+            "anything. Use a smaller --np; the section 'scaling' measures oversubscribed ranks, labelled so."
+        )
+    if options.horovod_python and not (Path(options.horovod_python).parent / "horovodrun").exists():
+        raise BadInputError(f"--horovod-python: no horovodrun beside it. Received: {options.horovod_python}")
+    plan = steps.Plan(options.np, options.rounds, options.launches, options.seconds)
+    return replace(plan, sweep=not options.no_sweep, horovod_python=options.horovod_python)
+
+
+def _chosen(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names that the patterns name. Raises BadInputError for a pattern that names none."""
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise BadInputError(f"no {what} is called {pattern!r}. There are: {', '.join(names)}")
+    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+
+
+def _draw(results: dict[str, dict[str, object]], folder: Path, out: object) -> None:
+    try:
+        from benchmarks import picture
+    except ImportError:
+        print("No picture: matplotlib is not installed (pip install 'hvdtrain[bench]').")
+        return
+    if path := picture.draw(results, folder):
+        print(f"Results: {folder}, picture: {path}")
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Tables for people, from results as they lie on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks import targets
+from benchmarks.stats import ratio, spread
+from benchmarks.workloads import EVERY
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return all results in a folder, by the file's name."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    known = [name for name in EVERY if name in found]
+    return {name: found[name] for name in [*known, *(name for name in found if name not in known)]}
+
+
+def save(folder: Path, name: str, result: dict[str, Any]) -> None:
+    """Write one result, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{name}.json.part"
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(folder / f"{name}.json")
+
+
+def console() -> Console:
+    """Return a console that is wide enough for the tables where nobody looks at a terminal."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=150)
+
+
+def show(results: dict[str, dict[str, Any]], out: Console) -> None:
+    """Print a table for each result."""
+    for result in results.values():
+        _SHOW[result["kind"]](result, out)
+
+
+def show_targets(results: dict[str, dict[str, Any]], out: Console) -> bool:
+    """Print what was measured for each target; return whether all that was measured is met."""
+    table = Table(title="Targets, np=2 on 2 cores (median, quartiles)")
+    for name in ("target", "at most", "measured", "", "note"):
+        table.add_column(name, justify="right" if name == "at most" else "left")
+    verdicts = targets.check(results)
+    words = {True: "met", False: "[bold]NOT MET[/bold]"}
+    for each in verdicts:
+        if each.measured:
+            table.add_row(each.text, f"{each.limit:g}", escape(str(each.measured)), words[each.met], each.note)
+    out.print(table)
+    if missing := sum(each.measured is None for each in verdicts):
+        out.print(f"{missing} of {len(verdicts)} targets are not measured in these results.")
+    return all(each.met is not False for each in verdicts)
+
+
+def _show_steps(result: dict[str, Any], out: Console) -> None:
+    machine = result["machine"]
+    table = Table(
+        title=f"{result['title']}, {result['ranks']} ranks on {machine['cores']} cores",
+        caption=f"{result['commit']}, {result['measured_at']}; times and ratios (turn by turn): median and quartiles",
+    )
+    columns = ("peer", "ranks", "ms a step", "mean", "/ DDP", "/ one process", "samples/s", "CPU ms", "peak MiB")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "peer" else "right", no_wrap=name == "peer")
+    for name, peer in result["peers"].items():
+        if peer["status"] != "ok":
+            table.add_row(peer["title"], str(peer["ranks"]), escape(f"{peer["status"]}: {peer["why"].splitlines()[0]}"))
+            continue
+        blocks = spread(peer["block_ms"])
+        table.add_row(
+            peer["title"],
+            str(peer["ranks"]),
+            escape(f"{blocks.median:.2f} [{blocks.low:.2f}-{blocks.high:.2f}]"),
+            f"{peer['mean_ms']:.2f}",
+            escape(str(ratio(result, name, "ddp") or "")),
+            escape(str(ratio(result, name, "single") or "")),
+            f"{peer['samples_per_s']:,.0f}",
+            f"{peer['cpu_ms']:.2f}",
+            f"{peer['peak_mib']:.0f}",
+        )
+    out.print(table)
+
+
+def _show_rows(result: dict[str, Any], out: Console) -> None:
+    """Print a result that brings its own columns."""
+    table = Table(title=result["title"], caption=f"{result['commit']}, {result['measured_at']}")
+    for index, name in enumerate(result["columns"]):
+        table.add_column(name, justify="right" if index else "left")
+    for row in result["rows"]:
+        table.add_row(*(f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row))
+    out.print(table)
+
+
+_SHOW = {"steps": _show_steps, "rows": _show_rows}

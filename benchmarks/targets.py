@@ -1,0 +1,86 @@
+"""What must hold, and whether the figures at hand show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.stats import Spread, ratio
+
+Results = dict[str, dict[str, Any]]
+_OURS = ("hvdtrain", "trainer")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target, what was measured for it, and whether that meets it.
+
+    Attributes:
+        text: the target.
+        limit: the largest figure that meets it.
+        measured: None where nothing was measured.
+        note: what else a reader should know.
+    """
+
+    text: str
+    limit: float
+    measured: Spread | None
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """None where nothing was measured. The median decides; the spread says how sure it is."""
+        return None if self.measured is None else self.measured.median <= self.limit
+
+
+def check(results: Results) -> list[Verdict]:
+    """Return a verdict on every target, measured or not; `results` is by the name of the file."""
+    return [*_against_ddp(results), *_against_tuned(results), *_keras(results), *_memory(results), *_once(results)]
+
+
+def _against_ddp(results: Results) -> Iterator[Verdict]:
+    for workload, limit in (("lenet", 0.88), ("mlp", 0.72), ("convnet", 0.90), ("transformer", 0.88)):
+        result = results.get(workload)
+        floor = result and ratio(result, "alone", "ddp")
+        note = f"without any exchange: {floor.median:.3f}" if floor else ""
+        for peer in _OURS:
+            measured = ratio(result, peer, "ddp") if result else None
+            yield Verdict(f"{workload}: {peer} / DDP, step time", limit, measured, note)
+
+
+def _against_tuned(results: Results) -> Iterator[Verdict]:
+    for workload in ("lenet", "mlp", "convnet", "transformer"):
+        result = results.get(workload)
+        for peer in _OURS:
+            measured = ratio(result, peer, "horovod-tuned") if result else None
+            yield Verdict(f"{workload}: {peer} / hand-tuned Horovod, step time", 1.02, measured)
+
+
+def _keras(results: Results) -> Iterator[Verdict]:
+    tensorflow = results.get("keras-tensorflow-mlp")
+    on_torch = results.get("keras-torch-mlp")
+    for peer in _OURS:
+        measured = ratio(tensorflow, peer, "single") if tensorflow else None
+        yield Verdict(f"keras-tensorflow-mlp: {peer} / one process, step time", 1.35, measured)
+    measured = ratio(on_torch, "trainer", "torch-trainer") if on_torch else None
+    yield Verdict("keras-torch-mlp: trainer / Trainer on plain PyTorch, step time", 1.10, measured)
+
+
+def _memory(results: Results) -> Iterator[Verdict]:
+    for workload in ("lenet", "mlp", "convnet", "transformer"):
+        peers = results.get(workload, {}).get("peers", {})
+        theirs = peers.get("ddp", {}).get("peak_mib")
+        for peer in _OURS:
+            ours = peers.get(peer, {}).get("peak_mib")
+            measured = Spread(ours / theirs, ours / theirs, ours / theirs) if ours and theirs else None
+            yield Verdict(f"{workload}: {peer} / DDP, peak memory of a rank", 1.0, measured)
+
+
+def _once(results: Results) -> Iterator[Verdict]:
+    start = results.get("startup", {}).get("ratios", {})
+    for peer in _OURS:
+        measured = Spread(**start[peer]) if peer in start else None
+        yield Verdict(f"start to first step: {peer} / torchrun + DDP", 1.2, measured)
+    own = results.get("overhead", {}).get("extra_us")
+    yield Verdict("Trainer's own cost, us a step of 10 parameters", 100.0, Spread(**own) if own else None)
