@@ -69,7 +69,8 @@ def _show_steps(result: dict[str, Any], out: Console) -> None:
         table.add_column(name, justify="left" if name == "peer" else "right", no_wrap=name == "peer")
     for name, peer in result["peers"].items():
         if peer["status"] != "ok":
-            table.add_row(peer["title"], str(peer["ranks"]), escape(f"{peer["status"]}: {peer["why"].splitlines()[0]}"))
+            why = escape(f"{peer['status']}: {peer['why'].splitlines()[0]}")
+            table.add_row(peer["title"], str(peer["ranks"]), why)
             continue
         blocks = spread(peer["block_ms"])
         table.add_row(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hvdtrain.torch as hvd
-
 from benchmarks.torch_tasks import Task, loop
 
 if __name__ == "__main__":
