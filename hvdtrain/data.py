@@ -78,7 +78,7 @@ class IndexedSource:
         self._batch_size = batch_size
         self._world = world
         self._seed = seed
-        self._kept: tuple[Any, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
+        self._kept: tuple[Any, sampling.Shard | None] = (None, None)
         self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size, "seed": seed}
         self.steps: int | None = sampling.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
 
@@ -87,7 +87,7 @@ class IndexedSource:
         return (self.batch(epoch, step, shuffle=shuffle) for step in range(self.steps or 0))
 
     def batch(self, epoch: int, step: int, *, shuffle: bool) -> Batch:
-        """Return this rank's batch of one step."""
+        """Return this rank's batch of one step: O(batch_size) time and memory, whatever the number of samples."""
         mine = self._shard(epoch, shuffle)
         held = sampling.samples_in_step(step, self._num_samples, batch_size=self._batch_size, size=self._world.size)
         indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
@@ -95,20 +95,16 @@ class IndexedSource:
         chosen = indices if len(indices) else mine[: self._batch_size] if len(mine) else np.zeros(1, np.int64)
         return Batch(*self._fetch(chosen), local_count=len(indices), global_count=held, indices=indices)
 
-    def _shard(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+    def _shard(self, epoch: int, shuffle: bool) -> sampling.Shard:
         key = (epoch, shuffle, self._world.rank, self._world.size)
-        kept, order = self._kept  # one epoch's order is kept: making it costs more than a step
-        if kept != key:
-            order = sampling.shard_indices(
-                self._num_samples,
-                rank=self._world.rank,
-                size=self._world.size,
-                epoch=epoch,
-                seed=self._seed,
-                shuffle=shuffle,
+        kept, mine = self._kept
+        if mine is None or kept != key:
+            rank, size = key[2:]
+            mine = sampling.shard(
+                self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle
             )
-            self._kept = (key, order)  # in one piece: a prefetching thread may ask for another epoch meanwhile
-        return order
+            self._kept = (key, mine)  # in one piece: a prefetching thread may ask for another epoch meanwhile
+        return mine
 
 
 class IteratedSource:

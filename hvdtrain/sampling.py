@@ -4,18 +4,32 @@ One rule gives everything else. The samples of an epoch stand in one order, the 
 every size-th of them, from position r. Then the union of all ranks' k-th batches of B samples is the k-th batch of
 size * B samples of a single process, so gradients averaged over ranks equal that process's; shard lengths differ by at
 most one; and a short last batch is spread over the ranks instead of landing on one.
+
+The order is never written down: `EpochOrder` computes which sample stands at a position. A batch costs O(batch) time
+and a shard O(1) memory, and an epoch begins at once, whatever the length of the dataset.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 
+_ROUNDS = 12  # with 8, orders of 5 and 6 samples were not yet equally likely (chi-square twice what it should be)
+_BLOCK = 4096  # positions computed at a time: numpy's cost a call, shared by many batches, in 32 KiB
 
-def epoch_order(num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> Indices:
-    """Return the order in which all ranks together see the samples of one epoch.
+
+class EpochOrder:
+    """The order in which all ranks together see the samples of one epoch, computed where it is asked for.
+
+    A shuffled order is a bijection of [0, num_samples) keyed by (seed, epoch): a Feistel network over the digits of
+    a number in a mixed base a * b >= num_samples, with addition mod a and mod b in place of xor (Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002). The few numbers past the end, at most a = ceil(sqrt(num_samples))
+    of them, are sent through again until they land inside.
 
     Args:
         num_samples: dataset length, in samples.
@@ -23,25 +37,106 @@ def epoch_order(num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: boo
         seed: must be equal on all ranks.
         shuffle: False keeps the dataset's order.
 
-    Returns:
-        int64 array, a permutation of [0, num_samples).
-
     Raises:
         ValueError: if num_samples, epoch or seed is negative.
     """
-    for name, value in (("num_samples", num_samples), ("epoch", epoch), ("seed", seed)):
-        if value < 0:
-            raise ValueError(f"{name} must be >= 0. Received: {name}={value}")
-    if not shuffle:
-        return np.arange(num_samples, dtype=np.int64)
-    # A generator of its own, keyed by (seed, epoch): nobody's global random state is read or changed.
-    return np.random.default_rng((seed, epoch)).permutation(num_samples)
+
+    def __init__(self, num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> None:
+        for name, value in (("num_samples", num_samples), ("epoch", epoch), ("seed", seed)):
+            if value < 0:
+                raise ValueError(f"{name} must be >= 0. Received: {name}={value}")
+        self._num_samples = num_samples
+        self._shuffle = shuffle and num_samples > 1
+        if self._shuffle:
+            high = math.isqrt(num_samples - 1) + 1
+            self._bases = np.uint64(high), np.uint64(-(-num_samples // high))
+            # A sequence of its own: nobody's global random state is read or changed.
+            self._keys = np.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, np.uint64)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def at(self, positions: Indices) -> Indices:
+        """Return the sample at each position: int64, of the shape of `positions`, which lie in [0, num_samples)."""
+        if not self._shuffle:
+            return positions
+        samples = self._permute(positions.astype(np.uint64))
+        while (outside := np.flatnonzero(samples >= self._num_samples)).size:
+            samples[outside] = self._permute(samples[outside])
+        return samples.view(np.int64)
+
+    def _permute(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Map [0, a * b) onto itself, one to one."""
+        digits, bases = np.divmod(numbers, self._bases[1]), self._bases
+        for turn, key in enumerate(self._keys):
+            mine, other, base = digits[turn % 2], digits[1 - turn % 2], bases[turn % 2]
+            mine += _random_below(base, other, key)
+            np.subtract(mine, base, out=mine, where=mine >= base)
+        return digits[0] * bases[1] + digits[1]
+
+
+def _random_below(base: np.uint64, numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """Return for each number one in [0, base) that looks drawn at random, by the finaliser of splitmix64."""
+    mixed = numbers ^ key
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    mixed >>= np.uint64(32)
+    mixed *= base  # < 2^32 for any dataset below 2^63 samples
+    mixed >>= np.uint64(32)
+    return mixed
+
+
+class Shard:
+    """A rank's samples of an epoch, in order: a sequence that computes what is asked for.
+
+    Args:
+        at: positions -> samples, such as `EpochOrder(...).at`.
+        positions: those of this rank.
+    """
+
+    def __init__(self, at: Callable[[Indices], Indices], positions: range) -> None:
+        self._at = at
+        self._positions = positions
+        self._block: tuple[int, Indices] = (0, np.zeros(0, np.int64))  # in one piece, for threads: (start, samples)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, places: slice) -> Indices:
+        """Return the samples at `places`, a slice of step 1."""
+        first, last, _ = places.indices(len(self))
+        start, block = self._block
+        if not start <= first <= last <= start + len(block):
+            ahead = self._positions[first : max(last, first + _BLOCK)]
+            start, block = first, self._at(np.arange(ahead.start, ahead.stop, ahead.step, dtype=np.int64))
+            self._block = (start, block)
+        return block[first - start : last - start]
+
+    def __iter__(self) -> Iterator[int]:
+        for first in range(0, len(self), _BLOCK):
+            yield from self[first : first + _BLOCK].tolist()
+
+
+def shard(num_samples: int, *, rank: int, size: int, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> Shard:
+    """Return this rank's samples of one epoch, in O(1) memory; see `shard_indices` for the arguments."""
+    check_rank(rank, size)
+    order = EpochOrder(num_samples, epoch=epoch, seed=seed, shuffle=shuffle)
+    return Shard(order.at, range(rank, num_samples, size))
+
+
+def epoch_order(num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> Indices:
+    """Return the whole of an `EpochOrder`, written down: int64, a permutation of [0, num_samples)."""
+    order = EpochOrder(num_samples, epoch=epoch, seed=seed, shuffle=shuffle)
+    return order.at(np.arange(num_samples, dtype=np.int64))
 
 
 def shard_indices(
     num_samples: int, *, rank: int, size: int, epoch: int = 0, seed: int = 0, shuffle: bool = True
 ) -> Indices:
-    """Return this rank's sample indices for one epoch.
+    """Return this rank's sample indices for one epoch, written down.
 
     Every index in [0, num_samples) belongs to exactly one rank; shard lengths differ by at most one.
 
@@ -59,8 +154,7 @@ def shard_indices(
     Raises:
         ValueError: if rank is not in [0, size), or num_samples, epoch or seed is negative.
     """
-    check_rank(rank, size)
-    return epoch_order(num_samples, epoch=epoch, seed=seed, shuffle=shuffle)[rank::size]
+    return shard(num_samples, rank=rank, size=size, epoch=epoch, seed=seed, shuffle=shuffle)[:]
 
 
 def steps_per_epoch(num_samples: int, *, batch_size: int, size: int) -> int:

@@ -53,21 +53,23 @@ class ShardSampler(Sampler[int]):
         self.seed = seed
         self._total = dataset if isinstance(dataset, int) else len(dataset)
         self._epoch = 0
-        self._order: Callable[[int], NDArray[np.int64]] = self._arithmetic
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        mine = self._order(self._epoch)[: self.num_samples][self._world.rank :: self._world.size]
-        return iter(mine.tolist())
+        # What drop_last leaves out stands at the end of the order of all samples.
+        return iter(
+            sampling.Shard(self._order(self._epoch), range(self._world.rank, self.num_samples, self._world.size))
+        )
 
     def __len__(self) -> int:
         return len(range(self._world.rank, self.num_samples, self._world.size))
 
-    def _arithmetic(self, epoch: int) -> NDArray[np.int64]:
-        return sampling.epoch_order(self._total, epoch=epoch, seed=self.seed, shuffle=self.shuffle)
+    def _order(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return the function from positions to samples."""
+        return sampling.EpochOrder(self._total, epoch=epoch, seed=self.seed, shuffle=self.shuffle).at
 
 
 class _SharedOrder(ShardSampler):
@@ -76,13 +78,12 @@ class _SharedOrder(ShardSampler):
     def __init__(self, sampler: Any, **options: Any) -> None:
         super().__init__(len(sampler), **options)
         self._sampler = sampler
-        self._order = self._broadcast
 
-    def _broadcast(self, epoch: int) -> NDArray[np.int64]:
+    def _order(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        order = np.fromiter(self._sampler, np.int64, self._total)
-        return self._world.broadcast(order, name="sampler")
+        order = self._world.broadcast(np.fromiter(self._sampler, np.int64, self._total), name="sampler")
+        return order.__getitem__
 
 
 def shard_loader(loader: DataLoader[Any], *, world: World, seed: int) -> DataLoader[Any]:
