@@ -6,15 +6,16 @@ import argparse
 import fnmatch
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks import catalog, report, steps
+from benchmarks import catalog, gpu, growth, overhead, report, scaling, startup, steps
 from benchmarks.groups import GroupError
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import GPU, WORKLOADS, Workload
 
-SECTIONS = ("steps",)
+SECTIONS = ("steps", "startup", "overhead", "scaling", "growth")
 
 
 class BadInputError(Exception):
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     report.show(results, out)
     all_met = report.show_targets(results, out)
-    _draw(results, options.out, out)
+    _draw(results, options.out)
     failed = [f"{name}/{peer}" for name, result in results.items() for peer, entry in result.get("peers", {}).items()
               if entry["status"] == "failed"]  # fmt: skip
     if failed:
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-sweep", action="store_true", help="hand-tuned Horovod: no fusion, no search")
     parser.add_argument("--horovod-python", help="interpreter whose Horovod the plain Horovod peers use")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument("--gpu", action="store_true", help="only what needs a GPU: one rank, bf16")
     parser.add_argument("--quick", action="store_true", help="a trial in under a minute: one workload, two peers")
     parser.add_argument("--show", action="store_true", help="measure nothing, show what is there")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target was measured and not met")
@@ -69,16 +71,42 @@ def _measure(options: argparse.Namespace) -> None:
         options.workload, options.peer, options.section = ["lenet"], ["ddp", "trainer"], ["steps"]
         options.rounds, options.launches, options.seconds = 2, 1, 0.3
     plan = _plan(options)
+    if options.gpu:
+        _measure_gpu(plan, options.out)
+        return
     workloads = [WORKLOADS[name] for name in _chosen("workload", options.workload, tuple(WORKLOADS))]
     peers = _chosen("peer", options.peer, catalog.NAMES)
-    _chosen("section", options.section, SECTIONS)
+    sections = _chosen("section", options.section, SECTIONS)
+    if "steps" in sections:
+        _measure_steps(workloads, peers, plan, options.out)
+    others: dict[str, Callable[[], dict[str, Any]]] = {
+        "startup": lambda: startup.measure(peers, plan, say=_say),
+        "overhead": lambda: overhead.measure(plan, say=_say),
+        "scaling": lambda: scaling.measure([each.name for each in workloads], peers, plan, say=_say),
+        "growth": lambda: growth.measure(plan, say=_say),
+    }
+    for section in sections:
+        if section in others:
+            print(section, flush=True)
+            report.save(options.out, section, others[section]())
+
+
+def _measure_steps(workloads: Sequence[Workload], peers: Sequence[str], plan: steps.Plan, folder: Path) -> None:
     for workload in workloads:
         chosen = [peer for peer in catalog.peers_of(workload) if peer.name in peers]
         if not chosen:
             print(f"{workload.name}: none of {', '.join(peers)} trains it", flush=True)
             continue
         print(f"{workload.name}: {', '.join(peer.name for peer in chosen)}", flush=True)
-        report.save(options.out, workload.name, steps.measure(workload, chosen, plan, say=_say))
+        report.save(folder, workload.name, steps.measure(workload, chosen, plan, say=_say))
+
+
+def _measure_gpu(plan: steps.Plan, folder: Path) -> None:
+    if not gpu.devices():
+        raise BadInputError("--gpu: no GPU is here (torch sees no CUDA device), so nothing was measured")
+    for workload in GPU:
+        print(workload.name, flush=True)
+        report.save(folder, workload.name, gpu.measure(workload, plan, folder, say=_say))
 
 
 def _plan(options: argparse.Namespace) -> steps.Plan:
@@ -105,7 +133,7 @@ def _chosen(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[st
     return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
-def _draw(results: dict[str, dict[str, object]], folder: Path, out: object) -> None:
+def _draw(results: dict[str, dict[str, Any]], folder: Path) -> None:
     try:
         from benchmarks import picture
     except ImportError:

@@ -67,22 +67,23 @@ class Group:
         with (self._folder / "log").open("wb") as log:
             self._processes = [
                 subprocess.Popen(
-                    command, env={**self._environment, "BENCH_COPY": str(copy)}, cwd=self._folder,
+                    command, env=self._environment, cwd=self._folder,
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 )
-                for copy, command in enumerate(self._commands())
+                for command in self._commands()
             ]  # fmt: skip
 
-    def connect(self, *, timeout_s: float = 120) -> None:
-        """Wait until every rank is before its first step. Raises GroupError."""
+    def connect(self, *, timeout_s: float = 120) -> list[dict[str, Any]]:
+        """Wait until every rank is before its first step, and return what each says then. Raises GroupError."""
         limit = time.monotonic() + timeout_s
-        found: list[tuple[int, int, socket.socket]] = []
+        found: list[tuple[dict[str, Any], socket.socket]] = []
         while len(found) < self.ranks:
             self._await(self._listener, limit)
             connection, _ = self._listener.accept()
-            hello = self._receive(connection, limit)
-            found.append((hello["rank"], hello["pid"], connection))
-        self._connections = [connection for _, _, connection in sorted(found, key=lambda each: each[:2])]
+            found.append((self._receive(connection, limit), connection))
+        found.sort(key=lambda each: (each[0]["rank"], each[0]["pid"]))
+        self._connections = [connection for _, connection in found]
+        return [hello for hello, _ in found]
 
     def turn(self, op: str, *, steps: int = 0, timeout_s: float = 120) -> list[dict[str, Any]]:
         """Let every rank do `op` and return their answers, by rank. Raises GroupError."""

@@ -14,6 +14,9 @@ from benchmarks import targets
 from benchmarks.stats import ratio, spread
 from benchmarks.workloads import EVERY
 
+# Against what the tables hold each peer.
+_BASES = {"ddp": "/ DDP", "single": "/ one process"}
+
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
     """Return all results in a folder, by the file's name."""
@@ -64,8 +67,9 @@ def _show_steps(result: dict[str, Any], out: Console) -> None:
         title=f"{result['title']}, {result['ranks']} ranks on {machine['cores']} cores",
         caption=f"{result['commit']}, {result['measured_at']}; times and ratios (turn by turn): median and quartiles",
     )
-    columns = ("peer", "ranks", "ms a step", "mean", "/ DDP", "/ one process", "samples/s", "CPU ms", "peak MiB")
-    for name in columns:
+    bases = [name for name in _BASES if result["peers"].get(name, {}).get("status") == "ok"]
+    columns = ("ranks", "ms a step", "mean", *(_BASES[name] for name in bases), "samples/s", "CPU ms", "peak MiB")
+    for name in ("peer", *columns):
         table.add_column(name, justify="left" if name == "peer" else "right", no_wrap=name == "peer")
     for name, peer in result["peers"].items():
         if peer["status"] != "ok":
@@ -78,8 +82,7 @@ def _show_steps(result: dict[str, Any], out: Console) -> None:
             str(peer["ranks"]),
             escape(f"{blocks.median:.2f} [{blocks.low:.2f}-{blocks.high:.2f}]"),
             f"{peer['mean_ms']:.2f}",
-            escape(str(ratio(result, name, "ddp") or "")),
-            escape(str(ratio(result, name, "single") or "")),
+            *(escape(str(ratio(result, name, base))) for base in bases),
             f"{peer['samples_per_s']:,.0f}",
             f"{peer['cpu_ms']:.2f}",
             f"{peer['peak_mib']:.0f}",

@@ -60,7 +60,8 @@ def measure(workload: Workload, peers: Sequence[Peer], plan: Plan, *, say: Calla
         best, sweep = find_best(workload, tuned, plan, say=say)
         runnable[runnable.index(tuned)] = best
         result["peers"][tuned.name]["sweep_ms"] = sweep
-    reference = _check(workload, catalog.REFERENCE, plan)[0]
+    comparable = any(peer.averages for peer in runnable)
+    reference = _check(workload, catalog.REFERENCE, plan)[0] if comparable else None
     for _ in range(plan.launches):
         _launch(workload, runnable, plan, result["peers"], reference, say=say)
     for peer in runnable:
@@ -113,7 +114,8 @@ def _launch(
             with _Failures(peer, groups, entry, say):
                 group.connect()
                 answers = group.turn("check", steps=CHECK_STEPS)
-                entry["check"] = _compare(peer, answers, reference)
+                comparable = group.ranks == plan.ranks and not peer.workload
+                entry["check"] = _compare(peer, answers, reference if comparable else None)
                 steps[peer.name] = _steps_of(group, plan)
                 group.pause()
         for turn in range(plan.rounds):
@@ -180,14 +182,16 @@ def _compare(peer: Peer, answers: list[dict[str, Any]], reference: dict[str, Any
         GroupError: ranks differ, or the peer trains something else.
     """
     check: dict[str, Any] = {"loss": answers[0]["loss"]}
-    if not peer.averages or peer.workload or reference is None:
+    if not peer.averages:
         return check
     check["ranks_equal"] = len({answer["digest"] for answer in answers}) == 1
+    if not check["ranks_equal"]:
+        raise GroupError(f"trains wrongly: after {CHECK_STEPS} steps its ranks hold different weights")
+    if reference is None:
+        return check
     expected, found = reference["update"], answers[0]["update"]
     check["update_error"] = math.dist(expected, found) / math.hypot(*expected)
     check["loss_error"] = abs(answers[0]["loss"] - reference["loss"]) / abs(reference["loss"])
-    if not check["ranks_equal"]:
-        raise GroupError(f"trains wrongly: after {CHECK_STEPS} steps its ranks hold different weights")
     if check["update_error"] > UPDATE_TOLERANCE or check["loss_error"] > LOSS_TOLERANCE:
         raise GroupError(
             f"trains wrongly: its first {CHECK_STEPS} steps are {check['update_error']:.1%} off those of one process "
@@ -215,11 +219,13 @@ def _finish(peer: Peer, entry: dict[str, Any], answers: list[dict[str, Any]]) ->
 
 def _figures(entry: dict[str, Any], workload: Workload) -> dict[str, Any]:
     blocks = [1000 * block for block in entry.pop("block_s")]
+    means = [1000 * mean for mean in entry.pop("block_mean_s")]
     median = statistics.median(blocks)
     return {
         "step_ms": round(median, 4),
         "block_ms": [round(block, 4) for block in blocks],
-        "mean_ms": round(1000 * statistics.median(entry.pop("block_mean_s")), 4),
+        "mean_ms": round(statistics.median(means), 4),
+        "block_mean_ms": [round(mean, 4) for mean in means],
         "cpu_ms": round(1000 * statistics.median(entry.pop("cpu_s")), 4),
         "samples_per_s": round(entry["ranks"] * workload.batch_size / median * 1000, 1),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
 from benchmarks import keras_tasks
@@ -12,6 +11,6 @@ if __name__ == "__main__":
     keras_tasks.limit_threads()
     task = keras_tasks.Task()
     task.model.compile(optimizer=task.optimizer(), loss=task.loss)
-    turns = task.turns(rank=int(os.environ.get("BENCH_COPY", "0")))
+    turns = task.turns(rank=0)
     with suppress(Finished):
         task.fit(rank=0, size=1, callbacks=[keras_tasks.ticks(turns)])
