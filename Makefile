@@ -7,6 +7,8 @@ STAMP := $(VENV)/.set-up
 NP ?= 2
 # Passed on to the example: make train ARGS="--data-dir DIR"
 ARGS ?=
+# Passed on to the benchmarks: make bench BENCH="--workload lenet --peer ddp,trainer"
+BENCH ?=
 
 # `python` and `horovodrun` are the environment's, in every recipe and in what they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -16,7 +18,7 @@ RUN := OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3 horovodrun -np $(NP)
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e docker-test clean
+.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e bench docker-test clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +56,9 @@ ranks: $(STAMP) ## Tests under horovodrun
 
 e2e: $(STAMP) ## Commands as a person types them
 	python -m pytest tests/e2e
+
+bench: $(STAMP) ## Step times side by side with peers (BENCH="--workload mlp"; pip install '.[bench]' adds peers)
+	python -m benchmarks $(BENCH)
 
 docker-test: $(STAMP) ## The Dockerfile's cpu steps, run in a clean root (needs root and debootstrap)
 	python tests/docker/run_steps.py || test $$? -eq 77

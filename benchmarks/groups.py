@@ -148,7 +148,7 @@ class Group:
         return [[*python, *script]] * (self.ranks if self.peer.launcher == "copies" else 1)
 
     def _make_environment(self, data_ranks: int) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
+        kept = clean_environment()
         kept |= {
             "PATH": os.pathsep.join([str(Path(self._python).parent), kept.get("PATH", "")]),
             "PYTHONPATH": str(ROOT),
@@ -184,6 +184,11 @@ class Group:
         time.sleep(0.5)  # what the ranks say last is on its way
         lines = (self._folder / "log").read_text(errors="replace").splitlines()
         return GroupError("\n".join([what, *lines[-_TAIL_LINES:]]))
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without what would make peers unequal."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
 
 
 def _free_port() -> int:

@@ -115,7 +115,7 @@ def _launch(
                 group.connect()
                 answers = group.turn("check", steps=CHECK_STEPS)
                 comparable = group.ranks == plan.ranks and not peer.workload
-                entry["check"] = _compare(peer, answers, reference if comparable else None)
+                entry["check"] = compare(peer, answers, reference if comparable else None)
                 steps[peer.name] = _steps_of(group, plan)
                 group.pause()
         for turn in range(plan.rounds):
@@ -175,7 +175,7 @@ def _steps_of(group: Group, plan: Plan) -> int:
     return max(5, math.ceil(plan.seconds / step_s))
 
 
-def _compare(peer: Peer, answers: list[dict[str, Any]], reference: dict[str, Any] | None) -> dict[str, Any]:
+def compare(peer: Peer, answers: list[dict[str, Any]], reference: dict[str, Any] | None) -> dict[str, Any]:
     """Return how the first steps of a peer compare with one process over all ranks' batches.
 
     Raises:

@@ -1,0 +1,94 @@
+"""What is asked for wrongly is refused in one line, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks import catalog, gpu
+from benchmarks.__main__ import main
+from benchmarks.workloads import WORKLOADS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--workload", "lenet,resnet"], "no workload is called 'resnet'. There are: lenet, mlp, convnet"),
+        (["--peer", "deepspeed"], "no peer is called 'deepspeed'. There are: single, alone, ddp"),
+        (["--section", "speed"], "no section is called 'speed'. There are: steps, startup"),
+        (["--rounds", "0"], "--rounds must be > 0. Received: 0"),
+        (["--seconds", "-1"], "--seconds must be > 0. Received: -1.0"),
+        (["--np", "4096"], "--np 4096 is more than the"),
+        (["--horovod-python", "/nowhere/python"], "no horovodrun beside it. Received: /nowhere/python"),
+        (["--show"], "no results in"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_1(
+    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().err
+    assert line in printed
+    assert printed.startswith("benchmarks: ")
+    assert printed.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_the_gpu_set_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "devices", list)
+    assert main(["--gpu", "--out", str(tmp_path)]) == 1
+    assert "no GPU is here" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_says_what_is_missing() -> None:
+    peer = catalog.Peer("x", "X", "x", "torchrun", needs=("json", "no_such_package"))
+    assert peer.missing() == "not installed: no_such_package"
+
+
+def test_hvdtrain_peers_get_what_a_user_gets_and_the_others_one_thread() -> None:
+    for workload in WORKLOADS.values():
+        for peer in catalog.peers_of(workload):
+            ours = peer.name in ("hvdtrain", "trainer", "torch-trainer")
+            assert peer.environment.get("OMP_NUM_THREADS") == (None if ours else "1"), peer.name
+            if ours:
+                assert (peer.launcher, peer.options, peer.environment) == ("horovodrun", (), {})
+
+
+def test_the_hand_tuned_peer_may_have_every_declared_setting() -> None:
+    tuned = next(peer for peer in catalog.TORCH if peer.name == "horovod-tuned")
+    candidates = catalog.sweep_of(tuned)
+    assert len({each.name for each in candidates}) == len(candidates) == 9
+    assert all(each.environment["OMPI_MCA_mpi_yield_when_idle"] == "1" for each in candidates)
+
+
+def test_results_are_shown_without_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "kind": "rows", "title": "Start", "columns": ["peer", "seconds"], "rows": [["DDP", 2.5]],
+        "commit": "abc", "measured_at": "now", "ratios": {"trainer": {"median": 1.1, "low": 1.0, "high": 1.3}},
+    }  # fmt: skip
+    (tmp_path / "startup.json").write_text(json.dumps(row))
+    assert main(["--show", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "2.50" in printed
+    assert "1.100 [1.000-1.300]" in printed
+    assert "met" in printed
+    row["ratios"]["trainer"]["median"] = 1.3  # type: ignore[index]
+    (tmp_path / "startup.json").write_text(json.dumps(row))
+    assert main(["--show", "--out", str(tmp_path)]) == 0
+    assert main(["--show", "--check", "--out", str(tmp_path)]) == 1
+    assert "NOT MET" in capsys.readouterr().out
+
+
+def test_a_callers_own_settings_do_not_reach_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.groups import clean_environment
+
+    for name in ("OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "OMPI_MCA_btl", "WORLD_SIZE", "KERAS_BACKEND"):
+        monkeypatch.setenv(name, "7")
+    found = clean_environment()
+    assert not {"OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "OMPI_MCA_btl", "WORLD_SIZE", "KERAS_BACKEND"} & set(found)
+    assert found["PATH"] == os.environ["PATH"]
