@@ -1,4 +1,4 @@
-"""The command line: `hvdtrain build` and `hvdtrain doctor`."""
+"""The command line: `hvdtrain build`, `doctor`, `bench` and `plan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from hvdtrain.bench.command import bench
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.plan.command import plan
 
 app = typer.Typer(
     help="Distributed training with Horovod for PyTorch and Keras 3.",
@@ -75,6 +77,10 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
     from hvdtrain.doctor import run
 
     raise typer.Exit(run(as_json=json))
+
+
+app.command()(bench)
+app.command()(plan)
 
 
 def main() -> None:

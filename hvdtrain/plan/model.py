@@ -1,0 +1,311 @@
+"""The forecast: step time, efficiency and cost on R ranks, by arithmetic alone.
+
+The batch of a rank stays what it was measured with, so R ranks take R times the samples in a step. A step then lasts
+
+    T(R) = T_comp + exposed(R) + waiting(R)
+
+- T_comp: one rank's step without communication, as measured. It is the same on every rank and for every R.
+- T_sync(R): the time of all allreduces of one step. Each is an alpha-beta cost: hops * latency + bytes sent /
+  bandwidth, plus what it takes to start one. A ring sends 2(R-1)/R times the bytes, the least that any algorithm can
+  [1], over 2(R-1) hops; a tree sends twice the bytes over about 2 log2 R hops [2]; the hierarchical form rings within
+  each host and across hosts [3]. Ranks of one host are neighbours in the ring, so that the host's link carries the
+  bytes once in each direction, however many ranks share it.
+- exposed(R): the part of T_sync that nothing hides. Gradients become ready during backward, last layer first, and are
+  reduced bucket by bucket while backward goes on [3, 4]. The last bucket is ready only when backward ends, so its
+  allreduce is always exposed; the others are where they queue up because the link is slower than backward.
+- waiting(R): the slowest of R ranks sets the pace. With step times that scatter by a standard deviation s, the expected
+  maximum lies s * E[max of R standard normals] above their mean [5]; 0 unless a spread was measured.
+
+Sources: [1] Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009.
+[2] Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel Computing
+35(12), 2009; hops of rings and trees over hosts are counted as in NCCL's src/graph/tuning.cc. [3] Sergeev and Del
+Balso, Horovod, arXiv:1802.05799, 2018. [4] Li et al., PyTorch Distributed, VLDB 2020, arXiv:2006.15704. [5] Blom,
+Statistical Estimates and Transformed Beta-Variables, 1958: the approximation of normal order statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import NormalDist
+
+
+class Algorithm(str, Enum):
+    """How an allreduce travels; auto takes the faster of ring and tree, bucket by bucket, as NCCL does."""
+
+    auto = "auto"
+    ring = "ring"
+    tree = "tree"
+    hierarchical = "hierarchical"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One rank's step as measured, without communication.
+
+    Attributes:
+        compute_s: its time in seconds, waiting for data included.
+        gradient_bytes: what the rank hands to allreduce in one step.
+        samples: how many samples the rank takes in it.
+        backward_share: backward's share of compute_s. 2/3 where it was not measured: backward does about twice the
+            arithmetic of forward, once for the inputs and once for the weights.
+        spread_s: standard deviation of compute_s from step to step, in seconds.
+
+    Raises:
+        ValueError: for a time, size or share that no step can have.
+    """
+
+    compute_s: float
+    gradient_bytes: float
+    samples: int
+    backward_share: float = 2 / 3
+    spread_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive("the step's time (seconds)", self.compute_s)
+        require_positive("the gradients' size (bytes)", self.gradient_bytes)
+        require_positive("a rank's samples in a step", self.samples)
+        require_share("backward's share of the step", self.backward_share)
+        require_not_negative("the step's spread (seconds)", self.spread_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the ranks are connected by, and how gradients travel over it.
+
+    Attributes:
+        link_bytes_per_s: nominal speed of a host's link, each direction; None where there is one host only.
+        ranks_per_host: ranks that share a host and its link.
+        intra_bytes_per_s: what an allreduce reaches between ranks of one host; None where each host has one rank.
+        link_efficiency: share of the nominal speed that is left for gradients. 0.93: RoCE v2 with 1024 bytes a packet
+            keeps 1024 / (1024 + 82) after Ethernet's, IP's, UDP's and InfiniBand's headers, TCP with a 1500-byte MTU
+            1448 / 1538.
+        latency_s: one hop between hosts; the default is about what NCCL's tuning table gives a network hop.
+        intra_latency_s: one hop within a host; likewise.
+        overhead_s: starting one allreduce: agreeing among ranks, and Horovod's cycle time (1 ms by default).
+        bucket_bytes: gradients that are reduced together. 64 MiB was Horovod's fusion threshold in its published runs.
+        overlap: how much of an allreduce can go on beside backward: 1 where network hardware does the work, 0 where it
+            takes the very cores that compute.
+        algorithm: how an allreduce travels.
+
+    Raises:
+        ValueError: for a speed, latency or share that no cluster can have.
+    """
+
+    link_bytes_per_s: float | None = None
+    ranks_per_host: int = 1
+    intra_bytes_per_s: float | None = None
+    link_efficiency: float = 0.93
+    latency_s: float = 10e-6
+    intra_latency_s: float = 6e-6
+    overhead_s: float = 1e-3
+    bucket_bytes: float = 64 * 2.0**20
+    overlap: float = 1.0
+    algorithm: Algorithm = Algorithm.auto
+
+    def __post_init__(self) -> None:
+        if self.link_bytes_per_s is not None:
+            require_positive("the link's speed (bytes per second)", self.link_bytes_per_s)
+        if self.intra_bytes_per_s is not None:
+            require_positive("the speed within a host (bytes per second)", self.intra_bytes_per_s)
+        require_positive("ranks per host", self.ranks_per_host)
+        require_share("the link's efficiency", self.link_efficiency)
+        require_positive("the bucket's size (bytes)", self.bucket_bytes)
+        for name, value in (("latency", self.latency_s), ("latency within a host", self.intra_latency_s)):
+            require_not_negative(f"the {name} (seconds)", value)
+        require_not_negative("the overhead of an allreduce (seconds)", self.overhead_s)
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap must be from 0 to 1. Received: {self.overlap}")
+
+    def hosts(self, ranks: int) -> int:
+        """Return how many hosts so many ranks fill."""
+        return math.ceil(ranks / self.ranks_per_host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A step on so many ranks. Times in seconds; efficiency is T(1) / T(R).
+
+    Attributes:
+        sync_s: T_sync, all of the step's allreduces, hidden or not.
+        exposed_s: the part of it that lengthens the step.
+        waiting_s: for the slowest rank.
+        bandwidth_s: the part of sync_s that only a faster link or fewer bytes would shorten; the rest is latency.
+    """
+
+    ranks: int
+    hosts: int
+    compute_s: float
+    sync_s: float
+    bandwidth_s: float
+    exposed_s: float
+    waiting_s: float
+    samples: int = field(repr=False)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from one step to the next."""
+        return self.compute_s + self.exposed_s + self.waiting_s
+
+    @property
+    def efficiency(self) -> float:
+        """Samples per second, as a share of `ranks` times those of one rank; in (0, 1]."""
+        return self.compute_s / self.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of all ranks together."""
+        return self.ranks * self.samples / self.step_s
+
+    def run_s(self, samples: int) -> float:
+        """Return the seconds that so many samples take, the last step counted as a whole one."""
+        return math.ceil(samples / (self.ranks * self.samples)) * self.step_s
+
+    def rank_hours(self, samples: int) -> float:
+        """Return the hours of all ranks together that so many samples take."""
+        return self.ranks * self.run_s(samples) / 3600
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """One allreduce: seconds that depend on its bytes, and seconds that do not."""
+
+    bandwidth_s: float
+    fixed_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.bandwidth_s + self.fixed_s
+
+
+def forecast(step: Step, cluster: Cluster, ranks: int) -> Forecast:
+    """Return the forecast for one number of ranks.
+
+    Raises:
+        ValueError: if ranks < 1, or if the cluster lacks the speed of a connection that they need.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1. Received: {ranks}")
+    if ranks == 1:
+        cost, buckets, exposed_s = _Cost(0.0, 0.0), 1, 0.0
+    else:
+        buckets = math.ceil(step.gradient_bytes / cluster.bucket_bytes)
+        cost = _allreduce(cluster, step.gradient_bytes / buckets, ranks)
+        pipelined_s = _exposed(cost.total_s, buckets, backward_s=step.backward_share * step.compute_s)
+        exposed_s = cluster.overlap * pipelined_s + (1 - cluster.overlap) * buckets * cost.total_s
+    return Forecast(
+        ranks=ranks,
+        hosts=cluster.hosts(ranks),
+        compute_s=step.compute_s,
+        sync_s=buckets * cost.total_s,
+        bandwidth_s=buckets * cost.bandwidth_s,
+        exposed_s=exposed_s,
+        waiting_s=step.spread_s * expected_maximum(ranks),
+        samples=step.samples,
+    )
+
+
+def allreduce_s(cluster: Cluster, size_bytes: float, ranks: int) -> float:
+    """Return the seconds of one allreduce of so many bytes, over so many ranks; 0 for one rank."""
+    return _allreduce(cluster, size_bytes, ranks).total_s if ranks > 1 else 0.0
+
+
+def expected_maximum(ranks: int) -> float:
+    """Return the expected maximum of so many standard normal values (Blom's approximation, within 0.03); 0 for one."""
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+
+
+def marginal_efficiency(fewer: Forecast, more: Forecast) -> float:
+    """Return how much of a lone rank's work each rank does that was added between the two, as a share."""
+    lone_samples_per_s = fewer.samples / fewer.compute_s
+    return (more.samples_per_s - fewer.samples_per_s) / ((more.ranks - fewer.ranks) * lone_samples_per_s)
+
+
+def pays_up_to(forecasts: Sequence[Forecast], *, worth: float = 0.5) -> Forecast:
+    """Return the forecast at which adding ranks stops paying.
+
+    From there, no larger number of ranks brings `worth` of a lone rank's work for each rank added. Counting from the
+    last number that paid, not from the neighbour, keeps the one step onto the slower link between hosts from hiding
+    that many hosts may pay again.
+
+    Args:
+        forecasts: in rising order of ranks, beginning with one rank.
+        worth: the share of a lone rank's work that an added rank must bring, in (0, 1].
+    """
+    best = forecasts[0]
+    for candidate in forecasts[1:]:
+        if marginal_efficiency(best, candidate) >= worth:
+            best = candidate
+    return best
+
+
+def _exposed(allreduce_s: float, buckets: int, *, backward_s: float) -> float:
+    """Return how long after backward the last of equal buckets is reduced, one at a time, as each becomes ready."""
+    done_s = 0.0  # seconds after backward began
+    for bucket in range(1, buckets + 1):
+        done_s = max(backward_s * bucket / buckets, done_s) + allreduce_s
+    return max(0.0, done_s - backward_s)  # a rounding error below 0 is 0
+
+
+def _allreduce(cluster: Cluster, size_bytes: float, ranks: int) -> _Cost:
+    """Return the cost of one allreduce over at least two ranks."""
+    if cluster.algorithm is Algorithm.auto:
+        return min((_travel(cluster, size_bytes, ranks, way) for way in (Algorithm.ring, Algorithm.tree)), key=_total)
+    return _travel(cluster, size_bytes, ranks, cluster.algorithm)
+
+
+def _total(cost: _Cost) -> float:
+    return cost.total_s
+
+
+def _travel(cluster: Cluster, size_bytes: float, ranks: int, algorithm: Algorithm) -> _Cost:
+    hosts, local = cluster.hosts(ranks), min(ranks, cluster.ranks_per_host)
+    within, between = _seconds_per_byte(cluster, hosts=hosts, local=local)
+    # One ring or tree through all ranks runs at the pace of its slowest connection.
+    slowest = max(within, between)
+    if algorithm is Algorithm.ring:
+        hops_within, hops_between = 2 * (ranks - hosts), 2 * (hosts - 1)
+        sent_s = 2 * (ranks - 1) / ranks * size_bytes * slowest
+    elif algorithm is Algorithm.tree:
+        hops_within, hops_between = 2 * (local - 1), 2 * math.ceil(math.log2(hosts))
+        sent_s = 2 * size_bytes * slowest
+    else:
+        # Each rank of a host rings its share of the bytes across hosts; the shares meet on the host's one link.
+        hops_within, hops_between = 2 * (local - 1), 2 * (hosts - 1)
+        sent_s = 2 * size_bytes * ((local - 1) / local * within + (hosts - 1) / hosts * between)
+    latency_s = hops_within * cluster.intra_latency_s + hops_between * cluster.latency_s
+    return _Cost(bandwidth_s=sent_s, fixed_s=latency_s + cluster.overhead_s)
+
+
+def _seconds_per_byte(cluster: Cluster, *, hosts: int, local: int) -> tuple[float, float]:
+    """Return those of a hop within a host and of one between hosts, 0 where there is no such hop."""
+    within = between = 0.0
+    if local > 1:
+        if cluster.intra_bytes_per_s is None:
+            raise ValueError("several ranks share a host: the speed between them is needed")
+        within = 1 / cluster.intra_bytes_per_s
+    if hosts > 1:
+        if cluster.link_bytes_per_s is None:
+            raise ValueError("there are several hosts: the speed of the link between them is needed")
+        between = 1 / (cluster.link_bytes_per_s * cluster.link_efficiency)
+    return within, between
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise ValueError unless value is above 0 and finite."""
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be above 0 and finite. Received: {value}")
+
+
+def require_not_negative(name: str, value: float) -> None:
+    """Raise ValueError unless value is 0 or above, and finite."""
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must not be negative. Received: {value}")
+
+
+def require_share(name: str, value: float) -> None:
+    """Raise ValueError unless value is above 0 and at most 1."""
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1. Received: {value}")
