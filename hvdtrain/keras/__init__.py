@@ -7,6 +7,7 @@ gives the same numbers.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.keras import callbacks
@@ -124,3 +125,10 @@ def __getattr__(name: str) -> Any:
         sets = importlib.import_module("hvdtrain.keras.process_sets")
         return sets.process_set_class() if name == "ProcessSet" else sets.global_process_set()
     raise AttributeError(f"module 'hvdtrain.keras' has no attribute {name!r}")
+
+
+if "HVDTRAIN_STEP_TIMES" in os.environ:  # `hvdtrain bench --script`
+    from hvdtrain.keras import step_marks
+    from hvdtrain.step_times import from_environment
+
+    step_marks.attach(from_environment())

@@ -6,6 +6,7 @@ Works without Horovod too, as one process.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from hvdtrain.torch.compression import Compression
@@ -144,3 +145,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_ENGINE_NAMES, *_HOROVOD_ONLY, *_SUBMODULES})
+
+
+if "HVDTRAIN_STEP_TIMES" in os.environ:  # `hvdtrain bench --script`
+    from hvdtrain.step_times import from_environment
+    from hvdtrain.torch import step_marks
+
+    step_marks.attach(from_environment())
