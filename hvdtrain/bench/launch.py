@@ -1,0 +1,242 @@
+"""Start ranks under horovodrun, wait for them no longer than agreed, and tell what each of them printed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain import launcher
+from hvdtrain.errors import HvdTrainError
+
+MAX_RANKS_A_CORE = 4
+_EXIT_GRACE_S = 20.0
+_POLL_S = 0.05
+_TAIL_LINES = 15
+# A launcher's mark around this process would make the new ranks think they belong to that launch.
+_LAUNCHER_PREFIXES = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL", "HOROVOD_CROSS", "OMPI_COMM_", "PMIX_", "PMI_")
+# What horovodrun puts before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
+_TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:?")
+
+
+class BenchError(HvdTrainError):
+    """What was asked of `hvdtrain bench` cannot be done, or came to nothing; one line says why."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks run.
+
+    Attributes:
+        ranks: how many.
+        names: {host: slots}; empty means this host.
+    """
+
+    ranks: int
+    names: Mapping[str, int]
+
+    @property
+    def is_one(self) -> bool:
+        """True if all ranks share a host."""
+        return len(self.names) <= 1
+
+
+def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
+    """Return where `ranks` ranks run.
+
+    Args:
+        text: "host1:2,host2:2" as for horovodrun -H; None for this host.
+        ranks: number of ranks.
+        cores: usable cores of this host.
+
+    Raises:
+        BenchError: fewer than one rank, more ranks than slots, or a list that does not parse.
+    """
+    if ranks < 1:
+        raise BenchError(f"-np must be at least 1. Received: -np {ranks}")
+    if text is None:
+        if ranks > MAX_RANKS_A_CORE * cores:
+            raise BenchError(
+                f"-np {ranks} is more than {MAX_RANKS_A_CORE} ranks for each of the {cores} cores here. Use fewer, or "
+                f"insist with -H localhost:{ranks}"
+            )
+        return Hosts(ranks, {})
+    names: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, slots = item.strip().partition(":")
+        if not name or not slots.isdigit() or int(slots) < 1 or name in names:
+            raise BenchError(f"-H must be like host1:2,host2:2, each host once. Received: -H {text}")
+        names[name] = int(slots)
+    if ranks > sum(names.values()):
+        raise BenchError(f"-np {ranks} is more than the {sum(names.values())} slots of -H {text}")
+    return Hosts(ranks, names)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        status: horovodrun's exit status; None where it had to be ended.
+        stdout: rank -> what it printed there.
+        streams: rank -> all that it printed; -1 is what no rank can be named for, such as the launcher's own words.
+        seconds: how long it took.
+    """
+
+    status: int | None
+    stdout: dict[int, str]
+    streams: dict[int, str]
+    seconds: float
+
+    def marked(self, mark: str) -> dict[int, str]:
+        """Return rank -> the rest of the rank's line that begins with `mark`."""
+        found = {}
+        for rank, stream in self.stdout.items():
+            lines = [line for line in stream.splitlines() if line.startswith(mark)]
+            if lines:
+                found[rank] = lines[-1].removeprefix(mark)
+        return found
+
+    def last_words(self) -> str:
+        """Return the rank and line of the first error found, and the end of what that rank printed."""
+        failed = [rank for rank in sorted(self.streams) if "Traceback (most recent call last)" in self.streams[rank]]
+        rank = next((rank for rank in failed if rank >= 0), failed[0] if failed else -1)
+        lines = [line.rstrip() for line in self.streams.get(rank, "").splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith("HVDTRAIN_")]  # our own reports
+        said = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  (nothing)"
+        error = _exception_line(lines) if failed else ""
+        who = f"rank {rank}" if rank >= 0 else "the launcher"
+        first = f"{who} raised {error.rstrip('.')}" if error else f"the last words are those of {who}"
+        return f"{first}. The end of what it printed:\n{said}"
+
+
+def _exception_line(lines: Sequence[str]) -> str:
+    """Return the line that ends the first traceback, "ValueError: boom"."""
+    begin = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), None)
+    if begin is None:
+        return ""
+    return next((line for line in lines[begin + 1 :] if not line.startswith((" ", "\t"))), "")
+
+
+def run_ranks(
+    hosts: Hosts, program: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, mark: str, answers: int
+) -> Outcome:
+    """Run `python PROGRAM...` on every rank and return what came of it.
+
+    Once `answers` lines that begin with `mark` were printed, the ranks get 20 s to end, and are then ended.
+
+    Args:
+        hosts: where.
+        program: arguments of this interpreter.
+        environment: variables of the ranks, beside this process's own.
+        timeout_s: limit of the whole.
+        mark: see above.
+        answers: see above.
+
+    Raises:
+        BenchError: Horovod is not installed, or this process is a rank itself.
+    """
+    check_launchable()
+    line = [*_horovodrun(hosts), sys.executable, *program]
+    given = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    # The package's parent comes first, so that the ranks import this hvdtrain from wherever they start.
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    given |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    given.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    given |= environment
+    began = time.monotonic()
+    # To a file, not a pipe: a grandchild that survives its parent would keep a pipe open.
+    with tempfile.TemporaryFile() as log:
+        try:
+            process = subprocess.Popen(
+                line, env=given, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        except OSError as problem:
+            raise BenchError(f"{line[0]} does not start: {problem}") from None
+        try:
+            status = _wait(process, log.fileno(), answers, mark, began + timeout_s)
+        finally:
+            _end(process)
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+    stdout, streams = split_by_rank(output)
+    return Outcome(status, stdout, streams, time.monotonic() - began)
+
+
+def check_launchable() -> None:
+    """Raise BenchError where no ranks can be started."""
+    found = launcher.detect()
+    # A shell inside a Slurm allocation is no rank yet.
+    if found and found.size and found.size > 1 and found.name != "Slurm":
+        raise BenchError(f"hvdtrain bench starts the ranks itself, and {found} has started this one. Run it by itself.")
+    if importlib.util.find_spec("horovod") is None:
+        raise BenchError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`.")
+
+
+def _horovodrun(hosts: Hosts) -> list[str]:
+    beside = Path(sys.executable).parent / "horovodrun"
+    head = [str(beside)] if beside.exists() else [sys.executable, "-m", "horovod.runner.launch"]
+    named = ",".join(f"{name}:{slots}" for name, slots in hosts.names.items())
+    return [*head, "-np", str(hosts.ranks), "-H", named or f"localhost:{hosts.ranks}"]
+
+
+def _wait(process: subprocess.Popen[bytes], log: int, wanted: int, mark: str, deadline: float) -> int | None:
+    """Return the exit status; None if the limit came first, or the ranks had answered and did not end."""
+    answered_at: float | None = None
+    found = seen = 0
+    while process.poll() is None:
+        now = time.monotonic()
+        if now > deadline or (answered_at is not None and now > answered_at + _EXIT_GRACE_S):
+            return None
+        new = os.pread(log, os.fstat(log).st_size - seen, seen)
+        whole = new.rfind(b"\n") + 1
+        seen, found = seen + whole, found + new[:whole].count(mark.encode())
+        if answered_at is None and found >= wanted:
+            answered_at = now
+        # The ranks need the cores: look rarely.
+        time.sleep(_POLL_S if answered_at is not None else 4 * _POLL_S)
+    return process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and every process below it; mpirun's ranks have process groups of their own."""
+    if process.poll() is not None:
+        return
+    psutil = importlib.import_module("psutil")
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        try:
+            member.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    process.kill()
+    process.wait()
+
+
+def split_by_rank(output: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Return (rank -> its standard output, rank -> all of its output; -1 -> what stands before the first tag).
+
+    A tag stands before every line, and also in the midst of one that reached the launcher in two pieces: the pieces
+    of a rank, put together, are what it wrote.
+    """
+    pieces = _TAG.split(output)
+    stdout: dict[int, list[str]] = {}
+    streams: dict[int, list[str]] = {-1: [pieces[0]]}
+    for rank, kind, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+        streams.setdefault(int(rank), []).append(text)
+        if kind == "stdout":
+            stdout.setdefault(int(rank), []).append(text)
+    joined = ({rank: "".join(texts) for rank, texts in by_rank.items()} for by_rank in (stdout, streams))
+    return next(joined), next(joined)
