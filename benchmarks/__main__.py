@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import catalog, gpu, growth, overhead, report, scaling, startup, steps
+from benchmarks import catalog, gpu, growth, overhead, report, scaling, startup, steps, sweep
+from benchmarks.catalog import Peer
 from benchmarks.groups import GroupError
 from benchmarks.workloads import GPU, WORKLOADS, Workload
 
-SECTIONS = ("steps", "startup", "overhead", "scaling", "growth")
+SECTIONS = ("sweep", "steps", "startup", "overhead", "scaling", "growth")
 
 
 class BadInputError(Exception):
@@ -54,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=steps.Plan.rounds, help="turns of each peer after each launch")
     parser.add_argument("--launches", type=int, default=steps.Plan.launches, help="how often peers are started anew")
     parser.add_argument("--seconds", type=float, default=steps.Plan.seconds, help="length of a turn")
-    parser.add_argument("--no-sweep", action="store_true", help="hand-tuned Horovod: no fusion, no search")
     parser.add_argument("--horovod-python", help="interpreter whose Horovod the plain Horovod peers use")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     parser.add_argument("--gpu", action="store_true", help="only what needs a GPU: one rank, bf16")
@@ -77,6 +78,10 @@ def _measure(options: argparse.Namespace) -> None:
     workloads = [WORKLOADS[name] for name in _chosen("workload", options.workload, tuple(WORKLOADS))]
     peers = _chosen("peer", options.peer, catalog.NAMES)
     sections = _chosen("section", options.section, SECTIONS)
+    if "sweep" in sections and sweep.TUNED.name in peers and not sweep.TUNED.missing():
+        for workload in (each for each in workloads if each.framework == "torch"):
+            print(f"sweep of {workload.name}", flush=True)
+            report.save(options.out, f"sweep-{workload.name}", sweep.measure(workload, plan, say=_say))
     if "steps" in sections:
         _measure_steps(workloads, peers, plan, options.out)
     others: dict[str, Callable[[], dict[str, Any]]] = {
@@ -98,7 +103,15 @@ def _measure_steps(workloads: Sequence[Workload], peers: Sequence[str], plan: st
             print(f"{workload.name}: none of {', '.join(peers)} trains it", flush=True)
             continue
         print(f"{workload.name}: {', '.join(peer.name for peer in chosen)}", flush=True)
+        chosen = _with_best_settings(workload, chosen, folder)
         report.save(folder, workload.name, steps.measure(workload, chosen, plan, say=_say))
+
+
+def _with_best_settings(workload: Workload, peers: Sequence[Peer], folder: Path) -> list[Peer]:
+    """Give the hand-tuned peer the settings that the last sweep has found; its title says so where none was made."""
+    path = folder / f"sweep-{workload.name}.json"
+    tuned = sweep.best(json.loads(path.read_text()) if path.exists() else None)
+    return [tuned if peer == sweep.TUNED else peer for peer in peers]
 
 
 def _measure_gpu(plan: steps.Plan, folder: Path) -> None:
@@ -122,7 +135,7 @@ def _plan(options: argparse.Namespace) -> steps.Plan:
     if options.horovod_python and not (Path(options.horovod_python).parent / "horovodrun").exists():
         raise BadInputError(f"--horovod-python: no horovodrun beside it. Received: {options.horovod_python}")
     plan = steps.Plan(options.np, options.rounds, options.launches, options.seconds)
-    return replace(plan, sweep=not options.no_sweep, horovod_python=options.horovod_python)
+    return replace(plan, horovod_python=options.horovod_python)
 
 
 def _chosen(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:

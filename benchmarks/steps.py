@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import catalog, facts
@@ -29,7 +29,6 @@ class Plan:
         launches: how often all peers are started anew.
         seconds: length of a turn.
         warm_up: steps at the start of each turn that do not count.
-        sweep: whether to look for the best settings of the hand-tuned peer.
         horovod_python: interpreter with the Horovod of the plain Horovod peers.
     """
 
@@ -38,7 +37,6 @@ class Plan:
     launches: int = 2
     seconds: float = 2.0
     warm_up: int = 3
-    sweep: bool = True
     horovod_python: str | None = None
 
 
@@ -55,15 +53,10 @@ def measure(workload: Workload, peers: Sequence[Peer], plan: Plan, *, say: Calla
             say(f"{peer.name}: skipped, {why}")
         else:
             runnable.append(peer)
-    tuned = next((peer for peer in runnable if peer.name == "horovod-tuned"), None)
-    if tuned:
-        best, sweep = find_best(workload, tuned, plan, say=say)
-        runnable[runnable.index(tuned)] = best
-        result["peers"][tuned.name]["sweep_ms"] = sweep
     comparable = any(peer.averages for peer in runnable)
     reference = _check(workload, catalog.REFERENCE, plan)[0] if comparable else None
     for _ in range(plan.launches):
-        _launch(workload, runnable, plan, result["peers"], reference, say=say)
+        launch(workload, runnable, plan, result["peers"], reference, say=say)
     for peer in runnable:
         entry = result["peers"][peer.name]
         entry["environment"] = {name: value for name, value in peer.environment.items() if not name.startswith("BENCH")}
@@ -72,28 +65,7 @@ def measure(workload: Workload, peers: Sequence[Peer], plan: Plan, *, say: Calla
     return result
 
 
-def find_best(
-    workload: Workload, peer: Peer, plan: Plan, *, say: Callable[[str], None]
-) -> tuple[Peer, dict[str, float]]:
-    """Return the hand-tuned peer with the best of its declared settings, and each candidate's median step in ms."""
-    candidates = catalog.sweep_of(peer)
-    if not plan.sweep:
-        best = replace(candidates[2], name=peer.name)  # no copies into a fusion buffer, Horovod's own cycle time
-        return best, {}
-    entries: dict[str, Any] = {each.name: {"status": "ok"} for each in candidates}
-    short = replace(plan, rounds=2, seconds=plan.seconds / 2)
-    _launch(workload, candidates, short, entries, None, say=lambda line: None)
-    times = {name: round(1000 * statistics.median(entry["block_s"]), 3)
-             for name, entry in entries.items() if entry["status"] == "ok"}  # fmt: skip
-    if not times:
-        raise GroupError(f"no setting of {peer.name} runs: {next(iter(entries.values()))['why']}")
-    fastest = min(times, key=lambda name: times[name])
-    say(f"{peer.name}: best of {len(times)} settings is {fastest}, {times[fastest]} ms")
-    chosen = next(each for each in candidates if each.name == fastest)
-    return replace(chosen, name=peer.name), times
-
-
-def _launch(
+def launch(
     workload: Workload,
     peers: Sequence[Peer],
     plan: Plan,

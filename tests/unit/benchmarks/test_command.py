@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import catalog, gpu
+from benchmarks import catalog, gpu, sweep
 from benchmarks.__main__ import main
 from benchmarks.workloads import WORKLOADS
 
@@ -18,7 +18,7 @@ from benchmarks.workloads import WORKLOADS
     [
         (["--workload", "lenet,resnet"], "no workload is called 'resnet'. There are: lenet, mlp, convnet"),
         (["--peer", "deepspeed"], "no peer is called 'deepspeed'. There are: single, alone, ddp"),
-        (["--section", "speed"], "no section is called 'speed'. There are: steps, startup"),
+        (["--section", "speed"], "no section is called 'speed'. There are: sweep, steps, startup"),
         (["--rounds", "0"], "--rounds must be > 0. Received: 0"),
         (["--seconds", "-1"], "--seconds must be > 0. Received: -1.0"),
         (["--np", "4096"], "--np 4096 is more than the"),
@@ -92,3 +92,10 @@ def test_a_callers_own_settings_do_not_reach_the_peers(monkeypatch: pytest.Monke
     found = clean_environment()
     assert not {"OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "OMPI_MCA_btl", "WORLD_SIZE", "KERAS_BACKEND"} & set(found)
     assert found["PATH"] == os.environ["PATH"]
+
+
+def test_the_hand_tuned_peer_takes_the_fastest_setting_of_a_sweep_and_says_where_none_was_made() -> None:
+    slow, fast = catalog.sweep_of(sweep.TUNED)[:2]
+    tuned = sweep.best({"rows": [[fast.name, 1.0], [slow.name, 2.0]]})
+    assert (tuned.name, tuned.title, tuned.environment) == ("horovod-tuned", sweep.TUNED.title, fast.environment)
+    assert sweep.best(None).title.endswith("(no sweep made)")
