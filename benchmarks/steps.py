@@ -11,8 +11,11 @@ from typing import Any
 from benchmarks import catalog, facts
 from benchmarks.catalog import Peer
 from benchmarks.groups import Group, GroupError
+from benchmarks.stats import ratio
 from benchmarks.workloads import Workload
 
+# What every peer is held against in the JSON.
+BASES = ("single", "alone", "ddp", "horovod-tuned")
 CHECK_STEPS = 5
 # A step that ranks did not average, or averaged wrongly, is wrong by about its own length; rounding is far below this.
 UPDATE_TOLERANCE = 0.02
@@ -62,6 +65,12 @@ def measure(workload: Workload, peers: Sequence[Peer], plan: Plan, *, say: Calla
         entry["environment"] = {name: value for name, value in peer.environment.items() if not name.startswith("BENCH")}
         if entry["status"] == "ok":
             entry |= _figures(entry, workload)
+    result["ratios"] = {
+        f"{peer.name}/{base}": vars(found)
+        for base in BASES
+        for peer in runnable
+        if (found := ratio(result, peer.name, base))
+    }
     return result
 
 

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import hvdtrain
 from benchmarks.torch_tasks import Task
-from benchmarks.trainer_ticks import Ticks
-from benchmarks.turns import Finished
+from benchmarks.trainer_turns import fit
 from benchmarks.workloads import SEED
 
 if __name__ == "__main__":
-    world = hvdtrain.init("torch")
+    hvdtrain.init("torch")
     task = Task()
     trainer = hvdtrain.Trainer(task.model, optimizer=task.optimizer(), loss=task.loss, seed=SEED)
-    with suppress(Finished):
-        trainer.fit(
-            (task.inputs, task.targets),
-            epochs=1_000_000,
-            batch_size=task.workload.batch_size,
-            callbacks=[Ticks(task.turns(rank=world.rank))],
-            progress=False,
-        )
+    fit(trainer, task, batch_size=task.workload.batch_size)

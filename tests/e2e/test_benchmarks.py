@@ -51,6 +51,8 @@ def test_a_quick_run_writes_what_it_measured_of_peers_that_train_the_same(tmp_pa
         # Ranks are bitwise equal, and equal one process over both ranks' batches.
         assert peer["check"]["ranks_equal"] is True
         assert peer["check"]["update_error"] < 1e-3
+    assert set(result["ratios"]) == {"ddp/ddp", "trainer/ddp"}
+    assert set(result["ratios"]["trainer/ddp"]) == {"median", "low", "high"}
     losses = [peer["check"]["loss"] for peer in result["peers"].values()]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert "lenet: trainer / DDP, step time" in finished.stdout
