@@ -13,11 +13,12 @@ from hvdtrain.adapter import Options, Reduce, State
 from hvdtrain.data import Batch, leaves, tree_map
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import training_state
-from hvdtrain.torch.losses import StepWeights, as_tensor, check_shapes
+from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
-from hvdtrain.world import Op, SoloWorld, World
+from hvdtrain.world import Op, World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 def make_adapter(
@@ -70,6 +71,7 @@ class TorchAdapter:
         self._training = False  # the totals are those of an epoch under way
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._meets_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
+        self._weights = LossWeights(self._loss, world)
         self._totals = Totals(metrics, self._device)
         self._reduced = world.size > 1
         self._optimizer: Any = optimizer
@@ -107,40 +109,41 @@ class TorchAdapter:
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""
-        if not self._training:
+        first = not self._training
+        if first:
             self._totals.clear()  # of an evaluation that did not come to its end
             self._training = True
-        self._model.train()
-        weights = StepWeights(batches, self._loss, self._world)
+        if first or not self._model.training:
+            self._model.train()
+        weights = self._weights
+        weights.begin(batches)
         # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
-        held = [index for index, weight in enumerate(weights.denominators) if weight]
-        passes = len(batches) if self._meets_in_forward else len(held)
-        if self._reduced and passes:
+        passes = len(batches) if self._meets_in_forward else sum(1 for each in weights.counted if each.weight)
+        if self._reduced and passes and (first or passes != self._optimizer.backward_passes_per_step):
             self._optimizer.set_backward_passes_per_step(passes)
         self._optimizer.zero_grad()
-        for index, batch in enumerate(batches):
-            if index in held:
-                outputs, targets, loss = self._forward(batch)
-                total = weights.total_loss(index, loss)
-                self._totals.add(
-                    outputs, targets, total, weight=weights.denominators[index], per_batch=batch.local_count
-                )
-                self._scaler.scale(loss * weights.factor(index)).backward()
+        for index, (batch, counted) in enumerate(zip(batches, weights.counted, strict=True)):
+            if counted.weight:
+                loss = self._add(batch, counted)
+                factor = weights.factor(index)
+                self._scaler.scale(loss if factor == 1.0 else loss * factor).backward()
             elif self._meets_in_forward:
                 self._attend(batch)
-        weights.finish()
         self._update()
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""
-        weights = StepWeights([batch], self._loss, SoloWorld())
-        if not weights.denominators[0]:
-            return
-        self._model.eval()
-        with torch.inference_mode():
-            outputs, targets, loss = self._forward(batch)
-        total = weights.total_loss(0, loss)
-        self._totals.add(outputs, targets, total, weight=weights.denominators[0], per_batch=batch.local_count)
+        counted = self._weights.count(batch)
+        if counted.weight:
+            self._model.eval()
+            with torch.inference_mode():
+                self._add(batch, counted)
+
+    def _add(self, batch: Batch, counted: Counted) -> torch.Tensor:
+        """Run a batch through the model and add it to the totals; return its loss."""
+        outputs, targets, loss = self._forward(batch)
+        self._totals.add(outputs, targets, loss, counted)
+        return loss
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
@@ -189,7 +192,8 @@ class TorchAdapter:
                 f"sample_weight, on rank {self._world.rank}"
             )
         inputs, targets = self._to_device(batch.inputs), self._to_device(batch.targets)
-        with self._autocast(), self._one_sample_can_be_normalised(batch):
+        alone = batch.local_count == 1 and batch.global_count > 1 and self._model.training
+        with self._autocast(), self._one_sample_can_be_normalised() if alone else _AS_IT_IS:
             outputs = self._model(inputs)
             if not self._checked:
                 check_shapes(self._loss, outputs, targets, rank=self._world.rank)
@@ -198,14 +202,12 @@ class TorchAdapter:
         return outputs, targets, loss.mean() if loss.dim() else loss
 
     @contextmanager
-    def _one_sample_can_be_normalised(self, batch: Batch) -> Iterator[None]:
+    def _one_sample_can_be_normalised(self) -> Iterator[None]:
         """Let BatchNorm1d use its running statistics where a rank's share of a short tail is one sample.
 
         One process would have the other ranks' samples beside it; torch raises for one alone, at an epoch's end.
         """
-        norms = []
-        if batch.local_count == 1 and batch.global_count > 1 and self._model.training:
-            norms = [m for m in self._model.modules() if isinstance(m, torch.nn.BatchNorm1d) and m.training]
+        norms = [m for m in self._model.modules() if isinstance(m, torch.nn.BatchNorm1d) and m.training]
         for norm in norms:
             norm.eval()
         try:
@@ -231,7 +233,7 @@ class TorchAdapter:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _AUTOCAST.get(self._options.precision)
-        return torch.autocast(self._device.type, dtype=dtype) if dtype else nullcontext()
+        return torch.autocast(self._device.type, dtype=dtype) if dtype else _AS_IT_IS
 
     def _update(self) -> None:
         """Reduce, unscale, clip and step, in the order in which all ranks come to the same decision."""
@@ -239,14 +241,18 @@ class TorchAdapter:
         if self._reduced:
             # Before unscale_ tests for infinities: ranks must agree to skip a step.
             optimizer.synchronize()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if all(p.grad is None for p in parameters):
+            correction = self._weights.correction()
+            if correction != 1.0:
+                for grad in (p.grad for group in optimizer.param_groups for p in group["params"]):
+                    if grad is not None:
+                        grad.mul_(correction)
+        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             return  # no sample counted on any rank, and a scaler refuses to step without gradients
         if clip_norm is not None:
             self._scaler.unscale_(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-        skip: AbstractContextManager[Any] = optimizer.skip_synchronize() if self._reduced else nullcontext()
-        with skip:
+        with optimizer.skip_synchronize() if self._reduced else _AS_IT_IS:
             self._scaler.step(optimizer)
         self._scaler.update()
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-import hvdtrain.torch as hvd
 from hvdtrain.data import Batch
+from hvdtrain.torch import engine
 from hvdtrain.world import World
 
 _ELEMENTWISE = (
@@ -23,21 +24,20 @@ _ELEMENTWISE = (
 _BY_CLASS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 
 
-def denominator(loss: Any, batch: Batch) -> float:
-    """Return what the batch's mean loss was divided by, up to a factor that is the same for every batch.
+class Counted(NamedTuple):
+    """What of a batch counts in its loss and metrics.
 
-    That is the number of samples, except for losses over classes: they divide by the summed class weights of the
-    targets that are not ignored (torch.nn.CrossEntropyLoss), which differ from rank to rank.
+    Attributes:
+        weight: what the batch's mean loss was divided by, up to a factor that is the same for every batch.
+        factor: makes the loss a sum: `weight`, or 1 for a loss that is a sum.
+        samples: on this rank.
+        all_targets: True where it is known on the host that the loss ignores no target.
     """
-    if not batch.local_count:
-        return 0.0
-    if not needs_exchange(loss):
-        return float(batch.local_count)
-    targets = torch.as_tensor(batch.targets).detach().cpu()
-    if targets.is_floating_point():  # class probabilities: a mean over samples
-        return float(batch.local_count)
-    kept = targets[targets != loss.ignore_index].long()
-    return float(kept.numel() if loss.weight is None else loss.weight.detach().cpu().double()[kept].sum())
+
+    weight: float
+    factor: float
+    samples: int
+    all_targets: bool
 
 
 def needs_exchange(loss: Any) -> bool:
@@ -45,42 +45,102 @@ def needs_exchange(loss: Any) -> bool:
     return isinstance(loss, _BY_CLASS) and loss.reduction == "mean"
 
 
-class StepWeights:
-    """The factors of one optimizer step's losses.
+def denominator(loss: Any, batch: Batch) -> tuple[float, bool]:
+    """Return what the batch's mean loss was divided by, up to a common factor, and whether all targets count.
+
+    That is the number of samples, except for losses over classes: they divide by the summed class weights of the
+    targets that are not ignored (torch.nn.CrossEntropyLoss), which differ from rank to rank.
+    """
+    count = float(batch.local_count)
+    targets = batch.targets
+    if not count or not needs_exchange(loss):
+        return count, False
+    if isinstance(targets, torch.Tensor):
+        if targets.is_floating_point():
+            return count, True
+        targets = targets.detach().cpu().numpy()
+    targets = np.asarray(targets)  # in numpy, where a small operation costs a third of torch's
+    if targets.dtype.kind == "f":  # class probabilities: a mean over samples
+        return count, True
+    kept = targets != loss.ignore_index
+    count = float(np.count_nonzero(kept))
+    if loss.weight is None:
+        return count, count == targets.size
+    return float(loss.weight.detach().cpu().double().numpy()[targets[kept]].sum()), count == targets.size
+
+
+class LossWeights:
+    """What each batch's mean loss weighs in its step, so that N ranks give the gradient of one process.
 
     With mean losses L of denominators d over batches k and ranks r, one process would minimise
     sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` ranks, so each loss is scaled by
-    d_rk * size / sum(d). Where the sum must be exchanged it travels while the forward pass runs.
+    d_rk * size / sum(d). How many samples all ranks hold is known by arithmetic; which labels are ignored is not, yet
+    nobody waits for that before backward: losses are scaled for the sum that is expected, the sum itself travels
+    meanwhile, and in the steps in which it was another one the reduced gradients are scaled once more.
+
+    Attributes:
+        counted: what counts of each batch of the step under way.
     """
 
-    def __init__(self, batches: Sequence[Batch], loss: Any, world: World) -> None:
-        self.denominators = [denominator(loss, batch) for batch in batches]
-        self._size = world.size
+    def __init__(self, loss: Any, world: World) -> None:
+        self.counted: list[Counted] = []
+        self._loss = loss
+        self._world = world
+        self._exchanged = needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
+        self._samples = 0  # of the step, over all ranks
+        self._expected = 0.0  # sum of denominators; 0 where nothing is known yet
+        # The most that a sample has counted so far, equal on all ranks. The most: gradients are then never scaled up
+        # before they are reduced, where float16 on the wire could not hold them.
+        self._per_sample = 0.0
         self._handle: Any = None
-        self._total = float(sum(batch.global_count for batch in batches))
-        if needs_exchange(loss):
-            self._total = sum(self.denominators)
-            if self._size > 1:
-                total = torch.tensor([self._total], dtype=torch.float64)
-                self._handle = hvd.allreduce_async(total, op=hvd.Sum, name="hvdtrain.loss_denominator")
 
-    def finish(self) -> None:
-        """Wait for the exchange; every rank calls it in every step, whether it holds samples or not."""
-        if self._handle is not None:
-            self._total = float(hvd.synchronize(self._handle)[0])
-            self._handle = None
+    def count(self, batch: Batch) -> Counted:
+        """Return what counts of a batch."""
+        weight, all_targets = denominator(self._loss, batch)
+        return Counted(weight, 1.0 if self._sums else weight, batch.local_count, all_targets)
 
-    def total_loss(self, index: int, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of `batches[index]` summed over what it counts: samples, or the targets' class weights."""
-        return loss if self._sums else loss * self.denominators[index]
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Count a step's batches; every rank calls it, whether it holds samples or not."""
+        self.counted = [self.count(batch) for batch in batches]
+        self._samples = sum(batch.global_count for batch in batches)
+        if not self._exchanged:
+            self._expected = float(self._samples)
+            return
+        total = sum(each.weight for each in self.counted)
+        self._expected = total
+        if self._world.size > 1:
+            self._expected = self._per_sample * self._samples
+            vector = torch.tensor([total], dtype=torch.float64)
+            native = engine.native()
+            self._handle = native.allreduce_async_(vector, name="hvdtrain.loss_denominator", op=engine.Sum), vector
 
     def factor(self, index: int) -> float:
-        """Return what the loss of `batches[index]` is multiplied by before backward."""
-        self.finish()
+        """Return what the loss of batch `index` is multiplied by before backward."""
+        size = self._world.size
         if self._sums:  # a sum over samples: averaging over ranks is all that must be undone
-            return float(self._size)
-        return self.denominators[index] * self._size / self._total
+            return float(size)
+        if not self._expected:
+            self._expected = self._wait()
+        return self.counted[index].weight * size / self._expected
+
+    def correction(self) -> float:
+        """Return what the reduced gradients must be multiplied by; every rank calls it once a step."""
+        total = self._wait()
+        if not total or not self._expected or math.isclose(total, self._expected, rel_tol=1e-12):
+            return 1.0
+        return self._expected / total
+
+    def _wait(self) -> float:
+        """Return the sum of denominators over ranks."""
+        if self._handle is None:
+            return self._expected
+        handle, vector = self._handle
+        self._handle = None
+        engine.native().synchronize(handle)
+        total = float(vector[0])
+        self._per_sample = max(self._per_sample, total / self._samples)
+        return total
 
 
 def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:

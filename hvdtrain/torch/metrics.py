@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdtrain.adapter import Reduce
+from hvdtrain.torch.losses import Counted
 
 Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -22,7 +24,7 @@ def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
     if isinstance(metrics, str):
         metrics = [metrics]
     known: dict[str, Metric] = {
-        "accuracy": lambda outputs, targets: accuracy(outputs, targets, loss),
+        "accuracy": Accuracy(loss),
         "mse": lambda outputs, targets: (outputs - targets).square(),
         "mae": lambda outputs, targets: (outputs - targets).abs(),
     }
@@ -39,54 +41,74 @@ def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
     return found
 
 
-def accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: Any = None) -> torch.Tensor:
-    """Return 1.0 where the prediction is right, 0.0 where not; targets that the loss ignores are left out.
+class Accuracy:
+    """Whether each prediction is right; targets that the loss ignores are left out.
 
     outputs: (batch, classes, ...) scores, with targets of class indices (batch, ...) or probabilities; or one binary
     score a target, of the targets' shape: a logit, or a probability where the loss is BCELoss.
     """
-    if outputs.shape == targets.shape and not isinstance(loss, torch.nn.CrossEntropyLoss):
-        threshold = 0.5 if isinstance(loss, torch.nn.BCELoss) else 0.0
-        return ((outputs > threshold) == (targets > 0.5)).double()
-    if targets.is_floating_point():
-        targets = targets.argmax(1)
-    right = (outputs.argmax(1) == targets).double()
-    ignored = getattr(loss, "ignore_index", None)
-    return right if ignored is None else right[targets != ignored]
+
+    def __init__(self, loss: Any = None) -> None:
+        self._has_classes = isinstance(loss, torch.nn.CrossEntropyLoss)
+        self._threshold = 0.5 if isinstance(loss, torch.nn.BCELoss) else 0.0
+        self._ignored = getattr(loss, "ignore_index", None)
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return one value a target that is not ignored."""
+        right = self.of_all(outputs, targets)
+        if self._ignored is None or right.shape != targets.shape:
+            return right
+        return right[targets != self._ignored]
+
+    def of_all(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return one value a target, none of which is ignored: picking those that count would make a GPU wait."""
+        if outputs.shape == targets.shape and not self._has_classes:
+            return (outputs > self._threshold) == (targets > 0.5)
+        if targets.is_floating_point():
+            targets = targets.argmax(1)
+        return outputs.argmax(1) == targets
 
 
 class Totals:
-    """Running (sum, count) of the loss and each metric, on the device: reading them is the only wait."""
+    """Running sum and count of the loss and each metric; sums stay on the device: reading them is the only wait."""
 
     def __init__(self, metrics: dict[str, Metric], device: torch.device) -> None:
         self._metrics = metrics
         # float64: a mean over 10^7 samples keeps all its digits.
-        self._sums = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(1 + len(metrics), dtype=torch.float64, device=device)
+        self._cells = self._sums.unbind()
+        self._counts = [0.0] * len(self._cells)
 
-    def add(self, outputs: Any, targets: Any, loss: torch.Tensor, *, weight: float, per_batch: int) -> None:
-        """Add a batch: its loss summed over what the loss counts, `weight` of them, and each metric's values.
-
-        per_batch: the batch's samples, which a metric that gives one value for the batch stands for.
-        """
+    def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted) -> None:
+        """Add a batch: its loss, a scalar, and what each metric says of it."""
+        self._cells[0].add_(loss.detach(), alpha=counted.factor)
+        self._counts[0] += counted.weight
+        if not self._metrics:
+            return
         with torch.no_grad():
-            self._sums[0, 0] += loss.detach().double()
-            self._sums[0, 1] += weight
+            outputs = outputs.detach() if isinstance(outputs, torch.Tensor) else outputs
             for row, metric in enumerate(self._metrics.values(), start=1):
-                values = torch.as_tensor(metric(outputs.detach(), targets)).double()
-                scale = per_batch if values.dim() == 0 else 1
-                self._sums[row, 0] += values.sum() * scale
-                self._sums[row, 1] += values.numel() * scale
+                if counted.all_targets and isinstance(metric, Accuracy):
+                    metric = metric.of_all
+                values = torch.as_tensor(metric(outputs, targets))
+                if values.dim():
+                    self._cells[row].add_(values.sum(dtype=torch.float64))
+                    self._counts[row] += values.numel()
+                else:
+                    self._cells[row].add_(values, alpha=counted.samples)
+                    self._counts[row] += counted.samples
 
     def clear(self) -> None:
         """Start anew."""
         self._sums.zero_()
+        self._counts = [0.0] * len(self._cells)
 
     def results(self, reduce: Reduce) -> dict[str, float]:
         """Return each mean over all ranks, and start anew."""
-        sums = reduce(self._sums.cpu().numpy().reshape(-1).copy()).reshape(-1, 2)
+        sums, counts = reduce(np.concatenate([self._sums.cpu().numpy(), self._counts])).reshape(2, -1)
         self.clear()
         names = ["loss", *self._metrics]
         return {
             name: float(total / count) if count else float("nan")
-            for name, (total, count) in zip(names, sums, strict=True)
+            for name, total, count in zip(names, sums, counts, strict=True)
         }
