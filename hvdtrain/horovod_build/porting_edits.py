@@ -1,0 +1,165 @@
+"""What Horovod's sdist needs changed to compile for today's frameworks and Pythons."""
+
+from __future__ import annotations
+
+from hvdtrain.horovod_build.edit import Edit
+
+PORTING: tuple[Edit, ...] = (
+    Edit(
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD 17)",
+        "torch's and TensorFlow's headers need C++17",
+    ),
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD 17)",
+        "torch's headers need C++17",
+    ),
+    Edit(
+        "third_party/gloo/CMakeLists.txt",
+        "-std=c++11 -fPIC",
+        "-std=c++17 -fPIC",
+        "one C++ standard for everything, so that Gloo is compiled once for both frameworks",
+    ),
+    Edit(
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "set(CMAKE_CUDA_STANDARD 11)",
+        "set(CMAKE_CUDA_STANDARD 17)",
+        "CUDA 13's own headers need C++17",
+    ),
+    Edit(
+        "horovod/tensorflow/CMakeLists.txt",
+        "    if (Tensorflow_CXX17)\n"
+        "       list(APPEND TF_LINKER_LIBS compatible17_gloo)\n"
+        "    elseif (Tensorflow_CXX11)\n",
+        "    if (Tensorflow_CXX11)\n",
+        "Gloo is C++17 already: TensorFlow shares it with torch",
+    ),
+    Edit(
+        "CMakeLists.txt",
+        "if(HAVE_GLOO AND (DEFINED Tensorflow_CXX17 AND Tensorflow_CXX17))",
+        "if(FALSE)",
+        "the second copy of Gloo, which only cost compile time",
+    ),
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "add_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})",
+        "add_library(${PYTORCH_TARGET_LIB} SHARED $<TARGET_OBJECTS:horovod_common> ${PYTORCH_SOURCES})",
+        "takes the shared objects of the edit after next",
+    ),
+    Edit(
+        "horovod/tensorflow/CMakeLists.txt",
+        "add_library(${TF_TARGET_LIB} SHARED ${SOURCES} ${TF_SOURCES})",
+        "add_library(${TF_TARGET_LIB} SHARED $<TARGET_OBJECTS:horovod_common> ${TF_SOURCES})",
+        "takes the shared objects of the next edit",
+    ),
+    Edit(
+        "CMakeLists.txt",
+        "# Correctly wrap up json format\n",
+        "if((DEFINED Tensorflow_CXX11 AND NOT Tensorflow_CXX11) OR (DEFINED Pytorch_CXX11 AND NOT Pytorch_CXX11))\n"
+        '    message(FATAL_ERROR "A framework with the C++ ABI from before GCC 5 is installed: take a newer one.")\n'
+        "endif()\n"
+        "# What knows no framework is compiled once for both.\n"
+        "add_library(horovod_common OBJECT ${SOURCES})\n"
+        'target_include_directories(horovod_common PRIVATE "${EIGEN_INCLUDE_PATH}" "${FLATBUFFERS_INCLUDE_PATH}")\n'
+        "target_compile_definitions(horovod_common PRIVATE _GLIBCXX_USE_CXX11_ABI=1)\n"
+        "if(Tensorflow_CXX17)\n"
+        "    # As TensorFlow's own flags say: one alignment for all Eigen objects of a library.\n"
+        "    target_compile_definitions(horovod_common PRIVATE EIGEN_MAX_ALIGN_BYTES=64)\n"
+        "endif()\n"
+        "# Correctly wrap up json format\n",
+        "thirty files were compiled once for each framework, a third of the whole build",
+    ),
+    Edit(
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "add_library(compatible_horovod_cuda_kernels cuda_kernels.cu)",
+        "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL cuda_kernels.cu)",
+        "CUDA kernels for the C++ ABI that no framework uses any more",
+    ),
+    Edit(
+        "horovod/tensorflow/CMakeLists.txt",
+        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        "",
+        "TensorFlow no longer ships the headers of this optional part (collectives inside XLA)",
+    ),
+    Edit(
+        "horovod/tensorflow/mpi_ops.cc",
+        "GpuStreamHandle AsGpuStreamValue(Stream* stream);\n",
+        "inline GpuStreamHandle AsGpuStreamValue(Stream* stream);\n",
+        "TensorFlow dropped this function; the next edit defines it",
+    ),
+    Edit(
+        "horovod/tensorflow/mpi_ops.cc",
+        '#if TENSORFLOW_VERSION >= 2011000000\n#include "tensorflow/compiler/xla/stream_executor/stream.h"\n',
+        "#if TENSORFLOW_VERSION >= 2011000000\n"
+        '#include "xla/stream_executor/stream.h"\n'
+        "namespace stream_executor {\n"
+        "namespace gpu {\n"
+        "inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {\n"
+        "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n"
+        "}\n"
+        "} // namespace gpu\n"
+        "} // namespace stream_executor\n",
+        "TensorFlow moved the header, and a stream now hands out its CUDA handle itself",
+    ),
+    Edit(
+        "CMakeLists.txt",
+        "find_program(CCACHE_PROGRAM ccache)\n",
+        "if(NOT DEFINED ENV{CMAKE_CXX_COMPILER_LAUNCHER})\n    find_program(CCACHE_PROGRAM ccache)\nendif()\n",
+        "a compiler launcher that the user chose was overridden whenever ccache was on PATH",
+    ),
+    Edit(
+        "CMakeLists.txt",
+        "include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)\n",
+        "include(CheckLanguage)\n"
+        "if(DEFINED ENV{HOROVOD_GPU_OPERATIONS})\n"
+        "    check_language(CUDA)\n"
+        "endif()\n"
+        "if(DEFINED ENV{HOROVOD_GPU_OPERATIONS} AND NOT CMAKE_CUDA_COMPILER)\n",
+        "a CPU build must not fail on a CUDA toolkit that it does not use",
+    ),
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "elseif (Pytorch_CUDA AND NOT HAVE_CUDA)\n",
+        "elseif (Pytorch_CUDA AND NOT HAVE_CUDA AND CMAKE_CUDA_COMPILER)\n",
+        "a CUDA torch may be given a Horovod without GPU operations",
+    ),
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        '-c "from distutils.sysconfig import get_python_inc; print(get_python_inc())"',
+        "-c \"import sysconfig; print(sysconfig.get_paths()['include'])\"",
+        "Python 3.12 has no distutils",
+    ),
+    Edit(
+        "horovod/runner/js_run.py",
+        "from distutils.spawn import find_executable",
+        "from shutil import which as find_executable",
+        "Python 3.12 has no distutils, and horovodrun imports this file",
+    ),
+    Edit(
+        "setup.py",
+        "setup_requires=require_list if is_build_action() else [],",
+        "setup_requires=[],",
+        "run-time needs, which setuptools would fetch once more by a way of its own",
+    ),
+    Edit(
+        "setup.py",
+        "    require_list.append('cffi>=1.4.0')\n",
+        "    pass\n",
+        "nothing in Horovod imports cffi any more",
+    ),
+    Edit(
+        "setup.py",
+        "else 'RelWithDebInfo'",
+        "else 'Release'",
+        "debug information made the compile longer and the wheel 35 MB; both build types optimise with -O3",
+    ),
+    Edit(
+        "CMakeLists.txt",
+        '"\\"dummy\\": \\"none\\"\\n}")',
+        '"\\"hvdtrain\\": $ENV{HVDTRAIN_BUILD_RECORD}\\n}")',
+        "the wheel itself says what it was built for",
+    ),
+)
