@@ -252,8 +252,8 @@ _PIECES = (
         "    // Execute postscaling op\n"
         "    ScaleBuffer(postscale_factor, entries, buffer_data, buffer_data, num_elements);\n"
         "  }\n",
-        "  // Do allreduce, piece by piece: a piece is scaled while it is still in the cache, and MPI's own copies of it\n"
-        "  // never reach main memory.\n"
+        "  // Do allreduce, piece by piece: a piece is scaled while it is still in the cache,\n"
+        "  // and MPI's own copies of it never reach main memory.\n"
         "  timeline.ActivityStartAll(entries, MPI_ALLREDUCE);\n"
         "  const int64_t element_bytes = mpi_context.GetMPITypeSize(first_entry.tensor->dtype());\n"
         "  const int64_t piece = piece_bytes_ > 0 ? std::max<int64_t>(1, piece_bytes_ / element_bytes)\n"
@@ -278,8 +278,7 @@ _PIECES = (
         "    }\n"
         "  }\n"
         "  timeline.ActivityEndAll(entries);\n",
-        "64 MB took 29 ms on one host, of which page faults in MPI's scratch memory and two more passes for the mean were "
-        "three quarters",
+        "64 MB took 29 ms on one host: three quarters were page faults in MPI's scratch memory and passes for the mean",
     ),
 )
 
