@@ -373,7 +373,7 @@ _START = (
         "horovod/common/util.py",
         "@_cache\ndef gloo_built(verbose=False):\n",
         "@_cache\ndef gloo_built(verbose=False):\n    if not verbose:\n        return 'gloo' in _data_planes()\n",
-        "likewise",
+        "likewise, for Gloo",
     ),
 )
 
