@@ -33,6 +33,13 @@ _SIZE_VARIABLES = (
     ("Slurm", "SLURM_NTASKS"),
 )
 
+# What says how many ranks there are, and how many of them are on this host.
+_LOCAL_SIZE_VARIABLES = (
+    ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
 
 def detect() -> Launch | None:
     """Return the launcher that started this process, or None."""
@@ -46,6 +53,14 @@ def detect() -> Launch | None:
     if os.environ.get("WORLD_SIZE", "").isdigit() and "TORCHELASTIC_RUN_ID" in os.environ:
         return Launch("torchrun", "WORLD_SIZE", int(os.environ["WORLD_SIZE"]))
     return None
+
+
+def on_one_host() -> bool:
+    """True if the launcher says that all ranks are on this host; False where it does not say."""
+    for size, local_size in _LOCAL_SIZE_VARIABLES:
+        if os.environ.get(size, "").isdigit() and os.environ.get(local_size, "").isdigit():
+            return os.environ[size] == os.environ[local_size]
+    return os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def is_elastic() -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import installed, launcher
+from hvdtrain import installed, launcher, tuning
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 
 log = logging.getLogger("hvdtrain")
@@ -34,7 +34,7 @@ _loaded: dict[str, ModuleType] = {}
 
 
 class Collectives(Protocol):
-    """What an engine does with host arrays: three collectives, and the choice of a device."""
+    """What an engine does with host arrays, and with this rank's share of the host."""
 
     def allreduce(self, array: Array, op: Op, name: str) -> Array:
         """Return the sum, min or max over ranks; never called with "mean"."""
@@ -50,6 +50,14 @@ class Collectives(Protocol):
 
     def pick_device(self, local_rank: int) -> str:
         """Make this rank's GPU the current one and return its name, or "cpu"."""
+        ...
+
+    def has_gpu(self) -> bool:
+        """Return whether the framework sees a GPU."""
+        ...
+
+    def set_threads(self, threads: int) -> int | None:
+        """Compute with at most so many threads; return the number in force, None where that cannot be told."""
         ...
 
 
@@ -276,8 +284,8 @@ def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType |
     module = load_engine(framework)
     if module is None:
         return None
-    # Ranks that spin while they wait starve the ones that compute: 2 to 13 times slower on full cores.
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    host: Collectives = importlib.import_module(_COLLECTIVES[framework])
+    decided = tuning.prepare(framework, gpu=host.has_gpu())
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     module.init(*args, **kwargs)
     if affinity:
@@ -291,6 +299,7 @@ def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType |
             f"{found} started this process, but Horovod sees {size} rank(s): each copy would train alone. Launch with "
             "`horovodrun -np N python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
         )
+    tuning.settle(decided, module, host.set_threads)
     return module
 
 

@@ -33,6 +33,21 @@ def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
         return np.array(load_engine("tensorflow").broadcast(tf.constant(array), root, name=name))  # type: ignore[union-attr]
 
 
+def has_gpu() -> bool:
+    """Return whether TensorFlow sees a GPU."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def set_threads(threads: int) -> int | None:
+    """Compute each operation with at most `threads` threads, unless the user chose or TensorFlow already started."""
+    if tf.config.threading.get_intra_op_parallelism_threads() == 0:
+        try:
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+        except RuntimeError:  # its threads are running
+            return None
+    return int(tf.config.threading.get_intra_op_parallelism_threads())
+
+
 def pick_device(local_rank: int) -> str:
     """Show TensorFlow only the GPU of `local_rank`; "cpu" without a GPU.
 

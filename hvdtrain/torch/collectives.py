@@ -32,6 +32,18 @@ def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
     return np.asarray(hvd.broadcast(torch.from_numpy(np.array(array)), root, name=name).numpy())  # type: ignore[union-attr]
 
 
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU."""
+    return torch.cuda.is_available()
+
+
+def set_threads(threads: int) -> int:
+    """Compute with at most `threads` threads: fewer that the user asked for stay fewer."""
+    if torch.get_num_threads() > threads:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
 def pick_device(local_rank: int) -> str:
     """Make the GPU of `local_rank` the current one, before anything is allocated on another; "cpu" without a GPU.
 

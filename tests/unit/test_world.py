@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from hvdtrain import installed, launcher, world
+from hvdtrain import installed, launcher, tuning, world
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
@@ -26,7 +26,13 @@ LAUNCHERS = {
 @pytest.fixture(autouse=True)
 def nothing_launched(monkeypatch):
     """A clean environment and a fresh process state."""
-    for name in ("HOROVOD_RANK", "HVDTRAIN_SOLO", *(name for each in LAUNCHERS.values() for name in each)):
+    monkeypatch.setenv(tuning.KEEP_MEMORY, "0")  # this process goes on to run other tests
+    for name in (
+        "HOROVOD_RANK",
+        "HVDTRAIN_SOLO",
+        tuning.FUSION,
+        *(name for each in LAUNCHERS.values() for name in each),
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(world, "_world", None)
     monkeypatch.setattr(world, "_loaded", {})
@@ -82,6 +88,12 @@ class FakeHorovod:
         pass
 
     def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+    def local_size(self):
         return 1
 
 

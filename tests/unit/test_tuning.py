@@ -1,0 +1,165 @@
+"""What init decides stays the user's where the user decided."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain import launcher, tuning
+
+ONE_HOST = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"}
+TWO_HOSTS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}
+COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+
+
+@pytest.fixture(autouse=True)
+def nothing_decided(monkeypatch):
+    """A clean environment; malloc is left alone, since this process goes on to run other tests."""
+    for name in (*ONE_HOST, COPY, YIELD, tuning.PIECES, tuning.FUSION, tuning.CYCLE, "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that what the code sets is undone afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(tuning.KEEP_MEMORY, "0")
+    monkeypatch.setattr(tuning, "_ours", {})
+    monkeypatch.setattr(tuning, "_said", False)
+
+
+def launched(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def horovod(*, rank=0, size=2, local_size=2, mpi=True, nccl=False):
+    facts = {"rank": rank, "size": size, "local_size": local_size, "mpi_enabled": mpi, "nccl_built": nccl}
+    return SimpleNamespace(**{name: (lambda value=value: value) for name, value in facts.items()})
+
+
+def test_ranks_of_one_host_copy_small_pieces_through_shared_memory(monkeypatch):
+    launched(monkeypatch, ONE_HOST)
+    tuning.prepare("torch", gpu=False)
+    assert os.environ[YIELD] == "1"
+    assert os.environ[COPY] == "none"
+    assert int(os.environ[tuning.PIECES]) > 0
+    assert int(os.environ[tuning.FUSION]) == 2**20
+
+
+def test_ranks_of_several_hosts_send_whole_tensors(monkeypatch):
+    launched(monkeypatch, TWO_HOSTS)
+    tuning.prepare("torch", gpu=False)
+    assert tuning.PIECES not in os.environ
+    assert COPY not in os.environ
+
+
+def test_gpus_keep_horovods_own_fusion_threshold(monkeypatch):
+    launched(monkeypatch, ONE_HOST)
+    tuning.prepare("torch", gpu=True)
+    assert tuning.FUSION not in os.environ
+
+
+@pytest.mark.parametrize("variable", [YIELD, COPY, tuning.PIECES, tuning.FUSION])
+def test_what_the_user_set_stays_and_is_said(variable, monkeypatch):
+    launched(monkeypatch, {**ONE_HOST, variable: "7"})
+    decided = tuning.prepare("torch", gpu=False)
+    assert os.environ[variable] == "7"
+    assert f"yours: {variable}=7" in tuning.describe(decided, horovod(), 1)
+
+
+def test_a_second_init_does_not_take_its_own_choices_for_the_users(monkeypatch):
+    launched(monkeypatch, ONE_HOST)
+    tuning.prepare("torch", gpu=False)
+    assert tuning.prepare("torch", gpu=False).yours == []
+
+
+def test_pieces_that_are_no_number_are_refused(monkeypatch):
+    monkeypatch.setenv(tuning.PIECES, "1MB")
+    with pytest.raises(ValueError, match=r"HVDTRAIN_MPI_PIECE_BYTES='1MB'"):
+        tuning.prepare("torch", gpu=False)
+
+
+@pytest.mark.parametrize(("cores", "local_size", "threads"), [(2, 2, 1), (16, 4, 4), (2, 4, 1), (7, 2, 3)])
+def test_cores_are_shared_out_over_the_ranks_of_a_host(cores, local_size, threads, monkeypatch):
+    monkeypatch.setattr(tuning, "usable_cores", lambda: cores)
+    given = []
+    tuning.settle(tuning.Tuning(True, False), horovod(local_size=local_size), given.append)
+    assert given == [threads]
+
+
+def test_threads_that_the_user_set_and_those_of_one_rank_are_left_alone(monkeypatch):
+    given = []
+    tuning.settle(tuning.Tuning(True, False), horovod(size=1, local_size=1), given.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    tuning.settle(tuning.Tuning(True, False), horovod(), given.append)
+    assert given == []
+
+
+def test_what_was_decided_is_said_once_on_rank_0(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hvdtrain")
+    launched(monkeypatch, ONE_HOST)
+    decided = tuning.prepare("torch", gpu=False)
+    tuning.settle(decided, horovod(rank=1), lambda threads: threads)
+    assert caplog.messages == []
+    for _ in range(2):
+        tuning.settle(decided, horovod(), lambda threads: 1)
+    (line,) = caplog.messages
+    assert line == (
+        "2 ranks on 1 host, Open MPI, shared memory in pieces of 512 KiB, 1 thread a rank, cycle 1 ms, "
+        "tensors up to 1024 KiB fused"
+    )
+
+
+def test_gloo_on_one_host_is_told_of_open_mpi(monkeypatch):
+    launched(monkeypatch, ONE_HOST)
+    decided = tuning.prepare("torch", gpu=False)
+    assert "hvdtrain build" in tuning.describe(decided, horovod(mpi=False), 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "one"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
+        ({"SLURM_STEP_NUM_NODES": "1"}, True),
+        ({"SLURM_STEP_NUM_NODES": "2"}, False),
+        ({}, False),
+    ],
+)
+def test_the_launcher_says_whether_ranks_share_a_host(variables, one, monkeypatch):
+    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    launched(monkeypatch, variables)
+    assert launcher.on_one_host() is one
+
+
+FREED = """
+import resource, sys
+import numpy as np
+from hvdtrain import tuning
+print(int(tuning.keep_freed_memory(one_arena=True)))
+for _ in range(2):
+    np.ones(10_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    np.ones(10_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+@pytest.mark.parametrize(
+    ("variables", "kept"),
+    [({}, True), ({"HVDTRAIN_KEEP_MEMORY": "0"}, False), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)],
+)
+def test_freed_memory_is_used_again_without_page_faults_unless_the_user_says_no(variables, kept):
+    clean = {name: value for name, value in os.environ.items() if name != tuning.KEEP_MEMORY}
+    run = subprocess.run(
+        [sys.executable, "-c", FREED], env=clean | variables, capture_output=True, text=True, check=True
+    )
+    done, faults = map(int, run.stdout.split())
+    assert bool(done) is kept
+    pages = 5 * 80_000_000 // os.sysconf("SC_PAGESIZE")
+    assert (faults < pages // 100) is kept
