@@ -308,8 +308,16 @@ class Trainer:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated anew."
             )
-        logs = self._adapter.metrics(self._reduce)
-        seconds = float(self.world.allreduce(np.array([time.perf_counter() - begin]), "max", name="seconds")[0])
+        times = np.zeros(self.world.size)  # a place for each rank: the sum of the metrics brings them along
+
+        def reduce(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+            times[self.world.rank] = time.perf_counter() - begin  # here the device is done with the epoch
+            total = self._reduce(np.concatenate([vector, times]))
+            times[:] = total[len(vector) :]
+            return total[: len(vector)]
+
+        logs = self._adapter.metrics(reduce)
+        seconds = float(times.max())
         self._adapter.settle()
         if held_out is not None:
             logs |= {f"val_{name}": value for name, value in self._evaluate(held_out).items()}

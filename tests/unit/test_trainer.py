@@ -394,3 +394,19 @@ def test_the_seed_is_inits_unless_given():
     assert make(seed=np.int64(3))._config["seed"] == 3
     with pytest.raises(ValueError, match="seed=-1"):
         make(seed=-1)
+
+
+def test_an_epoch_takes_two_exchanges_whatever_its_length():
+    exchanged = []
+
+    class Counting(world.SoloWorld):
+        def allreduce(self, array, op="sum", *, name="host"):
+            exchanged.append(name)
+            return super().allreduce(array, op, name=name)
+
+    for rows in (1, 12):
+        world.use(Counting())
+        exchanged.clear()
+        history = make().fit((X[:rows], Y[:rows]), epochs=3, batch_size=2, progress=False)
+        assert exchanged == ["stop", "metrics"] * 3
+        assert all(seconds > 0 for seconds in history["seconds"])
