@@ -247,7 +247,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
         return None
     if isinstance(tree, dict):
         return {key: tree_map(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, (tuple, list)):
         return rebuild(tree, [tree_map(function, value) for value in tree])
     return function(tree)
 

@@ -38,9 +38,7 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
         )
 
     def batches(epoch: int, shuffle: bool) -> Iterator[Any]:
-        order = sampling.shard_indices(
-            len(data), rank=world.rank, size=world.size, epoch=epoch, seed=seed, shuffle=shuffle
-        )
+        order = sampling.shard(len(data), rank=world.rank, size=world.size, epoch=epoch, seed=seed, shuffle=shuffle)
         return (data[int(index)] for index in order)
 
     return IteratedSource(batches, world=world, steps=-(-len(data) // world.size))
