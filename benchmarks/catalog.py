@@ -18,6 +18,8 @@ ONE_THREAD = {
     "TF_NUM_INTEROP_THREADS": "1",
     "NPROC": "1",  # XLA's pool, on JAX
 }
+# glibc's malloc as `hvdtrain.init` sets it, by environment: tells its share of a gain from the exchange's.
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,12 @@ _HOROVOD = ("horovod",)
 TORCH = (
     Peer("single", "one process", "plain", "python", environment=ONE_THREAD, ranks=1, averages=False),
     Peer("alone", "as many processes, no exchange", "plain", "copies", environment=ONE_THREAD, averages=False),
+    Peer("alone-kept", "the same, freed memory kept", "plain", "copies",
+         environment={**ONE_THREAD, **KEPT}, averages=False),
     Peer("ddp", "torch DDP, gloo", "ddp", "torchrun", environment=ONE_THREAD),
     Peer("ddp-tuned", "torch DDP, bucket views, static graph", "ddp", "torchrun",
          environment={**ONE_THREAD, "BENCH_DDP_TUNED": "1"}),
+    Peer("ddp-kept", "torch DDP, freed memory kept", "ddp", "torchrun", environment={**ONE_THREAD, **KEPT}),
     Peer("accelerate", "Accelerate", "accelerate", "torchrun", environment=ONE_THREAD, needs=("accelerate",)),
     Peer("fabric", "Lightning Fabric", "fabric", "torchrun", environment=ONE_THREAD, needs=("lightning_fabric",)),
     Peer("horovod", "plain Horovod, default (Gloo)", "horovod", "horovodrun", ("--gloo",), ONE_THREAD, _HOROVOD),

@@ -17,6 +17,7 @@ from benchmarks.workloads import Workload
 # What every peer is held against in the JSON.
 BASES = ("single", "alone", "ddp", "horovod-tuned")
 CHECK_STEPS = 5
+STARTED_AT_ONCE = 3
 # A step that ranks did not average, or averaged wrongly, is wrong by about its own length; rounding is far below this.
 UPDATE_TOLERANCE = 0.02
 LOSS_TOLERANCE = 1e-3
@@ -83,57 +84,77 @@ def launch(
     *,
     say: Callable[[str], None],
 ) -> None:
-    """Start every peer, check it, and let them take turns; adds to `entries`."""
-    groups: dict[str, Group] = {}
-    steps: dict[str, int] = {}
+    """Start every peer, check it, and let them take turns; adds to `entries`, by the peer's name."""
+    started = _Launch(workload, plan, entries, reference, say)
     try:
-        for peer in peers:
-            if entries[peer.name]["status"] != "ok":
-                continue
-            entry = entries[peer.name]
-            group = groups[peer.name] = _start(workload, peer, plan)
-            with _Failures(peer, groups, entry, say):
-                group.connect()
-                answers = group.turn("check", steps=CHECK_STEPS)
-                comparable = group.ranks == plan.ranks and not peer.workload
-                entry["check"] = compare(peer, answers, reference if comparable else None)
-                steps[peer.name] = _steps_of(group, plan)
-                group.pause()
+        started.start([peer for peer in peers if entries[peer.name]["status"] == "ok"])
+        started.each(started.check)
         for turn in range(plan.rounds):
-            order = list(groups) if turn % 2 == 0 else list(groups)[::-1]  # what drifts hits both ends alike
-            for name in order:
-                peer = next(each for each in peers if each.name == name)
-                with _Failures(peer, groups, entries[name], say):
-                    groups[name].resume()
-                    answers = groups[name].turn("run", steps=plan.warm_up + steps[name])
-                    groups[name].pause()
-                    _note(entries[name], answers, plan.warm_up)
-        for name, group in list(groups.items()):
-            peer = next(each for each in peers if each.name == name)
-            with _Failures(peer, groups, entries[name], say):
-                group.resume()
-                _finish(peer, entries[name], group.turn("end"))
+            started.each(started.measure, backwards=turn % 2 == 1)  # what drifts hits both ends alike
+        started.each(started.finish)
     finally:
-        for group in groups.values():
+        started.close()
+
+
+class _Launch:
+    """The groups of one launch. Each is paused except while it acts; one that fails leaves, and the others go on."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        entries: dict[str, Any],
+        reference: dict[str, Any] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._workload, self._plan, self._entries, self._reference = workload, plan, entries, reference
+        self._say = say
+        self._groups: dict[str, Group] = {}
+        self._steps: dict[str, int] = {}
+
+    def start(self, peers: Sequence[Peer]) -> None:
+        """Start the groups, a few at a time: a launcher leaves cores idle."""
+        for first in range(0, len(peers), STARTED_AT_ONCE):
+            chunk = peers[first : first + STARTED_AT_ONCE]
+            self._groups |= {peer.name: _start(self._workload, peer, self._plan) for peer in chunk}
+            self.each(lambda name, group: group.connect(), only=[peer.name for peer in chunk])
+
+    def each(self, act: Callable[[str, Group], Any], *, backwards: bool = False, only: Sequence[str] = ()) -> None:
+        """Let one group after another act, all others paused."""
+        names = list(only or self._groups)
+        for name in reversed(names) if backwards else names:
+            group = self._groups[name]
+            try:
+                group.resume()
+                act(name, group)
+                group.pause()
+            except GroupError as error:
+                self._groups.pop(name).close()
+                self._entries[name] |= {"status": "failed", "why": str(error)}
+                self._say(f"{name}: FAILED, {error}")
+
+    def check(self, name: str, group: Group) -> None:
+        """Take the steps that are checked, and find out how many fill a turn."""
+        answers = group.turn("check", steps=CHECK_STEPS)
+        comparable = group.ranks == self._plan.ranks and not group.peer.workload
+        self._entries[name]["check"] = compare(group.peer, answers, self._reference if comparable else None)
+        warm_up = self._plan.warm_up
+        times = group.turn("run", steps=warm_up + 3)[0]["step_s"]
+        self._steps[name] = max(5, math.ceil(self._plan.seconds / statistics.median(times[warm_up:])))
+
+    def measure(self, name: str, group: Group) -> None:
+        """Take a turn."""
+        answers = group.turn("run", steps=self._plan.warm_up + self._steps[name])
+        _note(self._entries[name], answers, self._plan.warm_up)
+
+    def finish(self, name: str, group: Group) -> None:
+        """Let the group end."""
+        _finish(group.peer, self._entries[name], group.turn("end"))
+
+    def close(self) -> None:
+        """End what is still there."""
+        for group in self._groups.values():
             group.close()
-
-
-class _Failures:
-    """Lets one peer fail without the others: notes why, and takes its group out of the round."""
-
-    def __init__(self, peer: Peer, groups: dict[str, Group], entry: dict[str, Any], say: Callable[[str], None]) -> None:
-        self._peer, self._groups, self._entry, self._say = peer, groups, entry, say
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, GroupError):
-            return False
-        self._groups.pop(self._peer.name).close()
-        self._entry |= {"status": "failed", "why": str(error)}
-        self._say(f"{self._peer.name}: FAILED, {error}")
-        return True
 
 
 def _start(workload: Workload, peer: Peer, plan: Plan) -> Group:
@@ -147,13 +168,6 @@ def _check(workload: Workload, peer: Peer, plan: Plan) -> list[dict[str, Any]]:
         return group.turn("check", steps=CHECK_STEPS)
     finally:
         group.close()
-
-
-def _steps_of(group: Group, plan: Plan) -> int:
-    """Return how many steps fill a turn, from a first short one."""
-    answers = group.turn("run", steps=plan.warm_up + 3)
-    step_s = statistics.median(answers[0]["step_s"][plan.warm_up :])
-    return max(5, math.ceil(plan.seconds / step_s))
 
 
 def compare(peer: Peer, answers: list[dict[str, Any]], reference: dict[str, Any] | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from benchmarks.workloads import WORKLOADS
     ("arguments", "line"),
     [
         (["--workload", "lenet,resnet"], "no workload is called 'resnet'. There are: lenet, mlp, convnet"),
-        (["--peer", "deepspeed"], "no peer is called 'deepspeed'. There are: single, alone, ddp"),
+        (["--peer", "deepspeed"], "no peer is called 'deepspeed'. There are: single, alone, "),
         (["--section", "speed"], "no section is called 'speed'. There are: sweep, steps, startup"),
         (["--rounds", "0"], "--rounds must be > 0. Received: 0"),
         (["--seconds", "-1"], "--seconds must be > 0. Received: -1.0"),
