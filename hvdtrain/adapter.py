@@ -76,7 +76,7 @@ class Adapter(Protocol):
         ...
 
     def state(self) -> State:
-        """Return a copy of weights, optimizer state and precision scaler."""
+        """Return weights, optimizer state and precision scaler, as arrays that the next step may change."""
         ...
 
     def load_state(self, state: State) -> None:

@@ -19,9 +19,12 @@ def save(directory: Any, adapter: Adapter, meta: dict[str, Any], *, world: World
     Raises:
         CheckpointError: it could not be written; on other ranks, a HvdTrainError that says so.
     """
-    state = adapter.state()
-    meta = {**meta, "adapter": state.meta, "world_size": world.size}
-    agreement.together(lambda: checkpoint.save(directory, state.arrays, meta), world=world, name="save")
+
+    def write() -> None:
+        state = adapter.state()
+        checkpoint.save(directory, state.arrays, {**meta, "adapter": state.meta, "world_size": world.size})
+
+    agreement.together(write, world=world, name="save")
 
 
 def read_config(directory: Any, *, world: World) -> dict[str, Any]:

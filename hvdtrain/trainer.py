@@ -269,7 +269,8 @@ class Trainer:
 
     def state(self) -> State:
         """Return a copy of weights and optimizer state."""
-        return self._adapter.state()
+        state = self._adapter.state()
+        return State({name: np.array(array) for name, array in state.arrays.items()}, state.meta)
 
     def load_state(self, state: State) -> None:
         """Take on what `state` returned; to be called with the same on every rank."""

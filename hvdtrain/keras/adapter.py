@@ -159,7 +159,7 @@ class KerasAdapter:
             variable.assign(mean)
 
     def state(self) -> State:
-        """Return copies of weights and optimizer state."""
+        """Return weights and optimizer state, as arrays that the next step may change."""
         return training_state.capture(self._model)
 
     def load_state(self, state: State) -> None:

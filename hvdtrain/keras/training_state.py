@@ -16,8 +16,8 @@ _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
 
 
 def capture(model: keras.Model) -> State:
-    """Return copies of the model's weights and its optimizer's variables."""
-    return State({name: np.array(keras.ops.convert_to_numpy(v)) for name, v in _variables(model).items()}, {})
+    """Return the model's weights and its optimizer's variables, as arrays that the next step may change."""
+    return State({name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in _variables(model).items()}, {})
 
 
 def restore(state: State, model: keras.Model) -> None:

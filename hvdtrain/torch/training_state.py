@@ -13,10 +13,14 @@ from hvdtrain.adapter import State
 
 def to_host(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a copy on the host; bfloat16, which numpy lacks, as float32."""
+    return np.array(_on_host(tensor))
+
+
+def _on_host(tensor: torch.Tensor) -> NDArray[Any]:
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
-    return np.array(tensor.cpu().numpy())
+    return tensor.cpu().numpy()
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -28,15 +32,15 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 
 def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
-    """Return copies of everything that training changes."""
-    arrays = {f"model.{name}": to_host(tensor) for name, tensor in model.state_dict().items() if _is_tensor(tensor)}
+    """Return all that training changes; on the host as views of it, since a copy is as large as the model."""
+    arrays = {f"model.{name}": _on_host(tensor) for name, tensor in model.state_dict().items() if _is_tensor(tensor)}
     saved = optimizer.state_dict()
     scalars: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
         scalars[str(index)] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
-                arrays[f"optimizer.{index}.{name}"] = to_host(value)
+                arrays[f"optimizer.{index}.{name}"] = _on_host(value)
             else:
                 scalars[str(index)][name] = value
     groups = [

@@ -290,6 +290,14 @@ def test_a_loaded_state_is_the_callers_own():
     assert all((state.arrays[name] == array).all() for name, array in before.items())
 
 
+def test_looking_at_the_state_to_check_or_save_it_copies_no_weights():
+    model = net()
+    trainer = make(model)
+    weight = model[0].weight.detach().numpy()
+    assert np.shares_memory(trainer._adapter.state().arrays["model.0.weight"], weight)
+    assert not np.shares_memory(trainer.state().arrays["model.0.weight"], weight)
+
+
 def test_a_distributed_optimizer_is_refused():
     import hvdtrain.torch as hvd
 
