@@ -263,7 +263,8 @@ def rank_times(found: Recorder) -> RankTimes:
         facts |= {"engine": engine.__name__, "mpi_built": bool(engine.mpi_built())}
         try:
             rank, size = engine.rank(), engine.size()
-            facts |= {"local_size": engine.local_size(), "data_plane": "mpi" if engine.mpi_enabled() else "gloo"}
+            gloo = os.environ.get("HOROVOD_CPU_OPERATIONS", "").lower() == "gloo" or not engine.mpi_enabled()
+            facts |= {"local_size": engine.local_size(), "data_plane": "gloo" if gloo else "mpi"}
         except (ValueError, RuntimeError):  # the script has shut Horovod down: the launcher's word is left
             rank = int(os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
             size = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)

@@ -74,7 +74,10 @@ def gloo_on_one_host(facts: Facts) -> str:
     if facts.ranks == 1 or facts.hosts > 1 or facts.data_plane != "gloo" or facts.device != "cpu":
         return ""
     if facts.mpi_built:
-        return "Gloo carries the gradients on one host, though Horovod has MPI built in: leave out --gloo."
+        return (
+            "Gloo carries the gradients on one host, though Horovod has MPI built in, which uses shared memory: unset "
+            "HOROVOD_CPU_OPERATIONS."
+        )
     return (
         "Gloo carries the gradients through sockets on one host. Open MPI does it through shared memory: install it "
         "(Debian, Ubuntu: apt-get install openmpi-bin libopenmpi-dev), then run `hvdtrain build`."

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 
 import numpy as np
 
 from hvdtrain.bench.launch import BenchError
+from hvdtrain.plan.units import parse_rate
 from hvdtrain.step_times import Spread
 
-# A copy as large as the sweep's largest message: beyond the caches, as gradients are.
-COPY_BYTES = 64 << 20
-_COPIES = 9
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+# Below this, a copy's time is the call's.
+MIN_COPY_BYTES = 64 << 10
+_MIN_COPIES = 10
+# Long beside the moment in which ranks leave a barrier, so that they do copy at once.
+_COPY_S = 0.03
 
 
 def moved_bytes(num_bytes: float, ranks: int) -> float:
@@ -33,29 +34,31 @@ def parse_link(text: str) -> float:
     Raises:
         BenchError: it does not parse, or is not above zero.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(b|bit|B)(?:/s|ps)\s*", text)
-    if match is None or float(match.group(1)) <= 0:
-        raise BenchError(
-            f"--link must be a speed above zero such as 25Gb/s (bits) or 3GB/s (bytes). Received: --link {text}"
-        )
-    number, unit, kind = match.groups()
-    return float(number) * _UNITS[unit.lower()] / (1 if kind == "B" else 8)
+    try:
+        rate = parse_rate(text)
+    except ValueError as problem:
+        raise BenchError(f"--link: {problem}") from None
+    if rate == 0:
+        raise BenchError(f"--link must be above zero. Received: --link {text}")
+    return rate
 
 
 def copy_bandwidth(
-    barrier: Callable[[], None], *, num_bytes: int = COPY_BYTES, clock: Callable[[], float] = time.perf_counter
+    barrier: Callable[[], None], *, num_bytes: int, clock: Callable[[], float] = time.perf_counter
 ) -> Spread:
     """Measure memory bandwidth: bytes copied a second by this rank, one thread, while all ranks copy at once.
 
     Args:
         barrier: returns once every rank has called it.
-        num_bytes: size of one copy.
+        num_bytes: size of one copy. As large as the message that it is compared with: caches serve both alike.
         clock: seconds.
     """
+    num_bytes = max(num_bytes, MIN_COPY_BYTES)
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    rates = []
+    rates: list[float] = []
     barrier()
-    for _ in range(_COPIES + 1):
+    first = clock()
+    while len(rates) < _MIN_COPIES or clock() - first < _COPY_S:
         began = clock()
         np.copyto(target, source)
         rates.append(num_bytes / (clock() - began))

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hvdtrain.bench.floor import floor_s
 from hvdtrain.bench.steps import Steps
 from hvdtrain.bench.sweep import Fit, Point
 from hvdtrain.step_times import WARMUP_STEPS, Spread
@@ -28,9 +27,7 @@ class Result:
         advice: {rule: sentence}.
         points: the sweep; empty where there was none.
         fit: the line through it.
-        memory: bytes a second that a rank copies while all do.
         link_bytes_per_s: as --link says; None without it.
-        floor_bytes_per_s: what the floor is computed with; None where nothing tells.
         notes: how the figures were taken, where that matters to the reader.
     """
 
@@ -39,9 +36,7 @@ class Result:
     advice: dict[str, str]
     points: Sequence[Point] = ()
     fit: Fit | None = None
-    memory: Spread | None = None
     link_bytes_per_s: float | None = None
-    floor_bytes_per_s: float | None = None
     notes: Sequence[str] = field(default_factory=list)
 
 
@@ -51,9 +46,8 @@ def as_json(result: Result) -> dict[str, Any]:
     return {
         "title": result.title,
         "ranks": size,
-        "memory_bytes_per_s": result.memory and dataclasses.asdict(result.memory),
         "link_bytes_per_s": result.link_bytes_per_s,
-        "allreduce": [_point(point, size, result.floor_bytes_per_s) for point in result.points],
+        "allreduce": [_point(point, size) for point in result.points],
         "fit": result.fit
         and {**dataclasses.asdict(result.fit), "how": "least squares of relative errors, t = alpha + bytes * beta"},
         "steps": [
@@ -67,15 +61,15 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _point(point: Point, size: int, bytes_per_s: float | None) -> dict[str, Any]:
-    floor = bytes_per_s and floor_s(point.num_bytes, ranks=size, bytes_per_s=bytes_per_s)
+def _point(point: Point, size: int) -> dict[str, Any]:
     return {
         "bytes": point.num_bytes,
-        "floor_s": floor,
+        "floor_s": point.floor_s,
         "time_s": dataclasses.asdict(point.time_s),
         "repeats": point.repeats,
         "bus_bytes_per_s": point.bus_bytes_per_s(size),
-        "floor_share": bytes_per_s and point.floor_share(size, bytes_per_s),
+        "floor_share": point.floor_share,
+        "copy_bytes_per_s": dataclasses.asdict(point.copy_bytes_per_s),
     }
 
 
@@ -99,15 +93,14 @@ def _show_sweep(result: Result, console: Console) -> None:
     size = len(result.steps.ranks)
     table = _table("allreduce, float32, averaged", "size", "floor", "median", "quartiles", "bus GB/s", "floor/median")
     for point in result.points:
-        speed = result.floor_bytes_per_s
-        floor = speed and floor_s(point.num_bytes, ranks=size, bytes_per_s=speed)
+        floor, share = point.floor_s, point.floor_share
         table.add_row(
             size_of(point.num_bytes),
             "-" if floor is None else time_of(floor) if floor >= 1e-6 else "< 1 us",
             time_of(point.time_s.median),
             quartiles_of(point.time_s),
             f"{point.bus_bytes_per_s(size) / 1e9:.3f}",
-            "-" if speed is None else f"{point.floor_share(size, speed):.1%}",
+            "-" if share is None else f"{share:.1%}",
         )
     console.print(table)
 

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from hvdtrain import step_times
 from hvdtrain.bench import advice, report, sweep, worker
-from hvdtrain.bench.floor import parse_link
+from hvdtrain.bench.floor import floor_s, parse_link
 from hvdtrain.bench.launch import BenchError, Hosts, Outcome, check_launchable, parse_hosts, run_ranks
 from hvdtrain.bench.steps import Steps, collect, from_script
-from hvdtrain.step_times import RankTimes, Spread
+from hvdtrain.step_times import RankTimes
 
 __all__ = ["BenchError", "Options", "run"]
 
@@ -120,10 +120,11 @@ def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.
     )
     told = _told(outcome, options.timeout_s)
     steps = collect([RankTimes.from_json(each) for each in told["ranks"]], name="the standard model", ranks=hosts.ranks)
-    points = [sweep.Point(**{**point, "time_s": Spread(**point["time_s"])}) for point in told["points"]]
-    memory = Spread(**told["memory"]) if told["memory"] else None
-    on_cpu = steps.slowest.facts.get("device") == "cpu"
-    speed = link or (memory.median if memory and hosts.is_one and on_cpu else None)
+    on_memory = hosts.is_one and steps.slowest.facts.get("device") == "cpu"
+    points = [
+        with_floor(sweep.Point.from_dict(each), ranks=hosts.ranks, link=link, on_memory=on_memory)
+        for each in told["points"]
+    ]
     width = f"{worker.INPUTS}-{plan.hidden}-{plan.hidden}-{worker.CLASSES}"
     return report.Result(
         title=f"{framework}, {hosts.ranks} ranks; steps: MLP {width}, batch {plan.batch_size} a rank",
@@ -131,10 +132,8 @@ def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.
         advice=advice.advise(advice_facts(steps, hosts=hosts, link=link, fit=sweep.fit(points))),
         points=points,
         fit=sweep.fit(points),
-        memory=memory,
         link_bytes_per_s=link,
-        floor_bytes_per_s=speed,
-        notes=[*floor_notes(points, memory, link, speed), *step_notes(steps)],
+        notes=[*floor_notes(points, link), *step_notes(steps)],
     )
 
 
@@ -213,22 +212,28 @@ def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.F
     )
 
 
-def floor_notes(
-    points: Sequence[sweep.Point], memory: Spread | None, link: float | None, speed: float | None
-) -> list[str]:
+def with_floor(point: sweep.Point, *, ranks: int, link: float | None, on_memory: bool) -> sweep.Point:
+    """Return the point with its floor: over the link where one was named, else over memory, if that is all there is."""
+    speed = link or (point.copy_bytes_per_s.median if on_memory else None)
+    if speed is None:
+        return point
+    return dataclasses.replace(point, floor_s=floor_s(point.num_bytes, ranks=ranks, bytes_per_s=speed))
+
+
+def floor_notes(points: Sequence[sweep.Point], link: float | None) -> list[str]:
     """Say what the floor stands on, and how the line was fitted."""
     if not points:
         return ["One rank sends nothing: no allreduce was measured."]
-    told = "Floor: 2(N-1)/N * bytes / "
+    copy = points[-1].copy_bytes_per_s
     if link:
-        told += f"the link's {link / 1e9:.3g} GB/s."
-    elif speed and memory:
-        told += (
-            f"{memory.median / 1e9:.3g} GB/s ({memory.q1 / 1e9:.3g} - {memory.q3 / 1e9:.3g}), which each rank "
-            "copied in memory, one thread, while all copied."
-        )
-    else:
+        told = f"Floor: 2(N-1)/N * bytes / the link's {link / 1e9:.3g} GB/s."
+    elif points[0].floor_s is None:
         told = "No floor: give the speed between GPUs or hosts, for example --link 25Gb/s."
+    else:
+        told = (
+            "Floor: 2(N-1)/N * bytes / the speed at which each rank, with one thread, copies as many bytes in memory "
+            f"while all do: {copy.median / 1e9:.3g} GB/s ({copy.q1 / 1e9:.3g} - {copy.q3 / 1e9:.3g}) at the last size."
+        )
     found = sweep.fit(points)
     line = [] if found is None else [
         f"Fit: {report.time_of(found.alpha_s)} + bytes / {1e-9 / found.beta_s_per_byte:.3g} GB/s, least squares of the "
@@ -248,6 +253,9 @@ def step_notes(steps: Steps) -> list[str]:
     if framework == "keras/jax":
         return ["On JAX each step is waited for here, so that fetching data does not hide behind the step before."]
     if framework == "keras/tensorflow":
-        note = "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are there."
+        note = (
+            "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are there; "
+            "weights that it updates meanwhile count as reduction wait."
+        )
         return [note if device == "cpu" else f"{note} On a GPU that is when they were handed over: see its profiler."]
     return []

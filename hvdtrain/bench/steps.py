@@ -67,7 +67,7 @@ class Steps:
             found["backward_share"] = summary.backward_s / own_s
         if fit is not None:
             moves = 2 * (size - 1)
-            found["intra_latency_s"] = fit.alpha_s / moves
+            found["overhead_s"] = fit.alpha_s
             if fit.beta_s_per_byte > 0:
                 found["intra_bytes_per_s"] = moves / size / fit.beta_s_per_byte
         return found
@@ -84,6 +84,7 @@ def collect(found: Sequence[RankTimes], *, name: str, ranks: int) -> Steps:
     Raises:
         BenchError: a rank is missing, or took too few steps.
     """
+    found = sorted(found, key=lambda each: each.rank)
     if not found:
         raise BenchError(
             f"{name} ended without using hvdtrain.Trainer, hvdtrain.prepare, hvdtrain.torch or hvdtrain.keras, so no "
@@ -104,8 +105,7 @@ def collect(found: Sequence[RankTimes], *, name: str, ranks: int) -> Steps:
             f"{name} took {few[0].steps_taken} steps on rank {few[0].rank}. At least {WARMUP_STEPS + MIN_STEPS} are "
             f"needed: the first {WARMUP_STEPS} warm up and are not counted"
         )
-    in_order = sorted(found, key=lambda each: each.rank)
-    return Steps([Rank(each.rank, each.summary, each.facts) for each in in_order if each.summary is not None])
+    return Steps([Rank(each.rank, each.summary, each.facts) for each in found if each.summary is not None])
 
 
 def from_script(outcome: Outcome, *, name: str, ranks: int, timeout_s: float) -> Steps:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hvdtrain.bench.floor import floor_s, moved_bytes
+from hvdtrain.bench.floor import moved_bytes
 from hvdtrain.bench.launch import BenchError
 from hvdtrain.step_times import Spread
 
@@ -17,19 +18,36 @@ WARMUP = 3
 
 @dataclass(frozen=True)
 class Point:
-    """One size: the time of an allreduce on the slowest rank, in seconds."""
+    """One size.
+
+    Attributes:
+        num_bytes: of the message.
+        time_s: an allreduce on the slowest rank, seconds.
+        repeats: how often it was measured.
+        copy_bytes_per_s: at which each rank copies as many bytes in memory while all do; mean over ranks.
+        floor_s: the time it takes at least; None where nothing tells.
+    """
 
     num_bytes: int
     time_s: Spread
     repeats: int
+    copy_bytes_per_s: Spread
+    floor_s: float | None = None
 
     def bus_bytes_per_s(self, ranks: int) -> float:
         """Bytes that each rank had to move, over the median time."""
         return moved_bytes(self.num_bytes, ranks) / self.time_s.median
 
-    def floor_share(self, ranks: int, bytes_per_s: float) -> float:
+    @property
+    def floor_share(self) -> float | None:
         """Floor over median: 1.0 is as fast as can be."""
-        return floor_s(self.num_bytes, ranks=ranks, bytes_per_s=bytes_per_s) / self.time_s.median
+        return None if self.floor_s is None else self.floor_s / self.time_s.median
+
+    @classmethod
+    def from_dict(cls, told: dict[str, Any]) -> Point:
+        """Return what `dataclasses.asdict` made a dict of."""
+        spreads = {name: Spread(**told[name]) for name in ("time_s", "copy_bytes_per_s")}
+        return cls(**{**told, **spreads})
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,8 @@ def main(text: str) -> int:
     """Measure, and let rank 0 print what came of it."""
     plan = Plan(**json.loads(text))
     world = init(plan.framework)
-    told: dict[str, Any] = {"memory": None, "points": []}
+    told: dict[str, Any] = {"points": []}
     if world.size > 1:
-        told["memory"] = dataclasses.asdict(measure_memory(world))
         told["points"] = [dataclasses.asdict(point) for point in measure_sweep(plan, world)]
     told["ranks"] = world.allgather_object(measure_steps(plan, world).to_json(), name="steps")
     if world.is_root:
@@ -62,9 +61,8 @@ def main(text: str) -> int:
     return 0
 
 
-def measure_memory(world: World) -> Spread:
-    """Return the mean over ranks of the bytes a second that each copies while all do."""
-    mine = floor.copy_bandwidth(world.barrier)
+def _copy_bandwidth(num_bytes: int, world: World) -> Spread:
+    mine = floor.copy_bandwidth(world.barrier, num_bytes=num_bytes)
     mean = world.allreduce(np.array(dataclasses.astuple(mine)), "mean", name="memory")
     return Spread(*(float(value) for value in mean))
 
@@ -77,7 +75,8 @@ def measure_sweep(plan: Plan, world: World) -> list[sweep.Point]:
         reduce = subject.allreduce_of(num_bytes, device=world.device)
         times = sweep.measure(reduce, budget_s=plan.budget_s, agree=lambda once_s: _greatest(once_s, world))
         gathered = world.allgather(np.array([times]), name="times")  # (ranks, repeats)
-        points.append(sweep.Point(num_bytes, sweep.slowest(gathered.tolist()), len(times)))
+        slowest = sweep.slowest(gathered.tolist())
+        points.append(sweep.Point(num_bytes, slowest, len(times), _copy_bandwidth(num_bytes, world)))
     return points
 
 
@@ -94,7 +93,8 @@ def measure_steps(plan: Plan, world: World) -> RankTimes:
     detach = importlib.import_module(f"hvdtrain.{plan.framework}.step_marks").attach(recorder)
     random = np.random.default_rng(0)
     count = (WARMUP_STEPS + plan.steps) * plan.batch_size * world.size
-    inputs = random.random((count, INPUTS), np.float32)
+    # Rows that overlap in memory, or every rank would hold the samples of all.
+    inputs = np.lib.stride_tricks.sliding_window_view(random.random(count + INPUTS - 1, np.float32), INPUTS)
     targets = random.integers(0, CLASSES, count)
     subject = importlib.import_module(f"hvdtrain.{plan.framework}.bench")
     trainer = Trainer(**subject.mlp(INPUTS, plan.hidden, CLASSES))

@@ -162,9 +162,14 @@ class _TensorFlowMarks(_Marks):
         def marked(data: Any) -> Any:
             leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, tf.Tensor)]
             with tf.control_dependencies(leaves):
-                self._noted.batch_at.assign(tf.timestamp())
+                # The first one, where Keras takes several steps in a call.
+                first = tf.equal(self._noted.batch_at, 0.0)
+                noted = self._noted.batch_at.assign(tf.where(first, tf.timestamp(), self._noted.batch_at))
             if leaves and leaves[0].shape.rank:
                 self._noted.samples.assign(tf.maximum(self._noted.samples, tf.shape(leaves[0], tf.int64)[0]))
+            # The forward pass after the clock: TensorFlow may run what is ready in any order.
+            with tf.control_dependencies([noted]):
+                data = keras.tree.map_structure(lambda x: tf.identity(x) if isinstance(x, tf.Tensor) else x, data)
             return train_step(data)
 
         marker: Callable[..., Any] = tf.autograph.experimental.do_not_convert(marked)
@@ -201,6 +206,7 @@ class _TensorFlowMarks(_Marks):
                 facts |= _facts(model)
             facts["samples_per_step"] = int(self._noted.samples.numpy())
             self._noted.waited.assign(0.0)
+            self._noted.batch_at.assign(0.0)
             self.recorder.step_done()
             self._wall_ended = time.time()
             return result
