@@ -65,4 +65,4 @@ docker-test: $(STAMP) ## The Dockerfile's cpu steps, run in a clean root (needs 
 
 clean: ## Remove what set-up and tests made; the wheel cache stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
-	find hvdtrain tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find hvdtrain tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,9 +6,11 @@ import argparse
 import fnmatch
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ from benchmarks.workloads import GPU, WORKLOADS, Workload
 SECTIONS = ("sweep", "steps", "startup", "overhead", "scaling", "growth")
 
 
+# A result's name -> what measures it.
+Parts = dict[str, Callable[[], dict[str, Any]]]
+
+
 class BadInputError(Exception):
     """What was asked for cannot be done; one line says why."""
 
@@ -28,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for, write it down, and show all results that there are."""
     options = _parser().parse_args(arguments)
     try:
-        _measure(options)
-    except (BadInputError, GroupError) as error:
+        failed = _measure(options)
+    except BadInputError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     results, out = report.load(options.out), report.console()
@@ -39,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.show(results, out)
     all_met = report.show_targets(results, out)
     _draw(results, options.out)
-    failed = [f"{name}/{peer}" for name, result in results.items() for peer, entry in result.get("peers", {}).items()
-              if entry["status"] == "failed"]  # fmt: skip
+    failed += [f"{name}/{peer}" for name, result in results.items() for peer, entry in result.get("peers", {}).items()
+               if entry["status"] == "failed"]  # fmt: skip
     if failed:
         print(f"benchmarks: failed: {', '.join(failed)}", file=sys.stderr)
         return 1
@@ -65,46 +71,55 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(options: argparse.Namespace) -> None:
+def _measure(options: argparse.Namespace) -> list[str]:
+    """Measure and write down what is asked for; return the names of what failed as a whole."""
     if options.show:
-        return
+        return []
     if options.quick:
         options.workload, options.peer, options.section = ["lenet"], ["ddp", "trainer"], ["steps"]
         options.rounds, options.launches, options.seconds = 2, 1, 0.3
     plan = _plan(options)
     if options.gpu:
-        _measure_gpu(plan, options.out)
-        return
+        return _run(_gpu_parts(plan, options.out), options.out)
     workloads = [WORKLOADS[name] for name in _chosen("workload", options.workload, tuple(WORKLOADS))]
     peers = _chosen("peer", options.peer, catalog.NAMES)
     sections = _chosen("section", options.section, SECTIONS)
-    if "sweep" in sections and sweep.TUNED.name in peers and not sweep.TUNED.missing():
-        for workload in (each for each in workloads if each.framework == "torch"):
-            print(f"sweep of {workload.name}", flush=True)
-            report.save(options.out, f"sweep-{workload.name}", sweep.measure(workload, plan, say=_say))
-    if "steps" in sections:
-        _measure_steps(workloads, peers, plan, options.out)
-    others: dict[str, Callable[[], dict[str, Any]]] = {
+    absent = {each.name: each.missing() for workload in workloads for each in catalog.peers_of(workload)}
+    if all(absent.get(name, "unknown") for name in peers):
+        raise BadInputError(
+            "nothing can run: " + "; ".join(f"{name} {absent.get(name, 'is for other workloads')}" for name in peers)
+        )
+    parts: Parts = {}
+    for workload in workloads:
+        chosen = [peer for peer in catalog.peers_of(workload) if peer.name in peers]
+        if "sweep" in sections and sweep.TUNED in chosen and not sweep.TUNED.missing():
+            parts[f"sweep-{workload.name}"] = partial(sweep.measure, workload, plan, say=_say)
+        if "steps" in sections and chosen:
+            parts[workload.name] = partial(_measure_steps, workload, chosen, plan, options.out)
+    others: Parts = {
         "startup": lambda: startup.measure(peers, plan, say=_say),
         "overhead": lambda: overhead.measure(plan, say=_say),
         "scaling": lambda: scaling.measure([each.name for each in workloads], peers, plan, say=_say),
         "growth": lambda: growth.measure(plan, say=_say),
     }
-    for section in sections:
-        if section in others:
-            print(section, flush=True)
-            report.save(options.out, section, others[section]())
+    return _run(parts | {name: part for name, part in others.items() if name in sections}, options.out)
 
 
-def _measure_steps(workloads: Sequence[Workload], peers: Sequence[str], plan: steps.Plan, folder: Path) -> None:
-    for workload in workloads:
-        chosen = [peer for peer in catalog.peers_of(workload) if peer.name in peers]
-        if not chosen:
-            print(f"{workload.name}: none of {', '.join(peers)} trains it", flush=True)
-            continue
-        print(f"{workload.name}: {', '.join(peer.name for peer in chosen)}", flush=True)
-        chosen = _with_best_settings(workload, chosen, folder)
-        report.save(folder, workload.name, steps.measure(workload, chosen, plan, say=_say))
+def _run(parts: Parts, folder: Path) -> list[str]:
+    """Measure one part after another and write each down at once; return the names of those that failed."""
+    failed = []
+    for name, measure in parts.items():
+        print(name, flush=True)
+        try:
+            report.save(folder, name, measure())
+        except GroupError as error:
+            _say(f"FAILED: {error}")
+            failed.append(name)
+    return failed
+
+
+def _measure_steps(workload: Workload, peers: Sequence[Peer], plan: steps.Plan, folder: Path) -> dict[str, Any]:
+    return steps.measure(workload, _with_best_settings(workload, peers, folder), plan, say=_say)
 
 
 def _with_best_settings(workload: Workload, peers: Sequence[Peer], folder: Path) -> list[Peer]:
@@ -114,12 +129,10 @@ def _with_best_settings(workload: Workload, peers: Sequence[Peer], folder: Path)
     return [tuned if peer == sweep.TUNED else peer for peer in peers]
 
 
-def _measure_gpu(plan: steps.Plan, folder: Path) -> None:
+def _gpu_parts(plan: steps.Plan, folder: Path) -> Parts:
     if not gpu.devices():
         raise BadInputError("--gpu: no GPU is here (torch sees no CUDA device), so nothing was measured")
-    for workload in GPU:
-        print(workload.name, flush=True)
-        report.save(folder, workload.name, gpu.measure(workload, plan, folder, say=_say))
+    return {workload.name: partial(gpu.measure, workload, plan, folder, say=_say) for workload in GPU}
 
 
 def _plan(options: argparse.Namespace) -> steps.Plan:
@@ -156,6 +169,11 @@ def _draw(results: dict[str, dict[str, Any]], folder: Path) -> None:
         print(f"Results: {folder}, picture: {path}")
 
 
+def _terminated(number: int, frame: object) -> None:
+    """Turn a signal into an exit that closes what was started."""
+    sys.exit(128 + number)
+
+
 def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -165,4 +183,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)
     sys.exit(main())

@@ -53,7 +53,8 @@ class Peer:
     def missing(self) -> str:
         """Return why the peer cannot run here, or ""."""
         absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
-        return f"not installed: {', '.join(absent)}" if absent else ""
+        hint = " (`hvdtrain build` makes it)" if "horovod" in absent else ""
+        return f"not installed: {', '.join(absent)}{hint}" if absent else ""
 
 
 _HOROVOD = ("horovod",)

@@ -55,7 +55,8 @@ class Group:
         self.peer = peer
         self.workload = EVERY[peer.workload] if peer.workload else workload
         self.ranks = peer.ranks or ranks
-        self._folder = Path(tempfile.mkdtemp(prefix="bench-"))
+        # Not in $TMPDIR: a socket's path may have 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="bench-", dir="/tmp"))
         self._python = horovod_python if horovod_python and peer.script == "horovod" else sys.executable
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._folder / "s"))
@@ -110,15 +111,16 @@ class Group:
                 process.send_signal(signal.SIGCONT)
         self._stopped = []
 
-    def close(self) -> None:
-        """End every process, kindly if they have finished, and remove the group's files."""
-        self.resume()
+    def close(self, *, grace_s: float = 10) -> None:
+        """End every process, those that do not end by themselves in time by force, and remove the group's files."""
         for connection in self._connections:
             connection.close()
-        limit = time.monotonic() + (10 if self._connections else 0)
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, limit - time.monotonic()))
+        if self._connections and grace_s:
+            self.resume()
+            limit = time.monotonic() + grace_s
+            for process in self._processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, limit - time.monotonic()))
         for member in self._family():
             with suppress(psutil.NoSuchProcess):
                 member.kill()

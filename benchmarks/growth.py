@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import catalog, facts
-from benchmarks.groups import Group
+from benchmarks.groups import Group, GroupError
 from benchmarks.steps import Plan
 from benchmarks.workloads import TINY
 
@@ -17,6 +17,8 @@ _PEER = next(peer for peer in catalog.TORCH if peer.name == "trainer")
 
 def measure(plan: Plan, *, say: Callable[[str], None]) -> dict[str, Any]:
     """Return what results/growth.json holds: each size in fresh processes, the data itself in no memory."""
+    if why := _PEER.missing():
+        raise GroupError(f"growth: {why}")
     rows = []
     for samples in SAMPLES:
         peer = replace(_PEER, script="growth", environment={"BENCH_SAMPLES": str(samples)})

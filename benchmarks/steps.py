@@ -92,8 +92,9 @@ def launch(
         for turn in range(plan.rounds):
             started.each(started.measure, backwards=turn % 2 == 1)  # what drifts hits both ends alike
         started.each(started.finish)
-    finally:
         started.close()
+    finally:
+        started.close(grace_s=0)  # of an interrupted run, stopped processes would stay for ever
 
 
 class _Launch:
@@ -116,7 +117,8 @@ class _Launch:
         """Start the groups, a few at a time: a launcher leaves cores idle."""
         for first in range(0, len(peers), STARTED_AT_ONCE):
             chunk = peers[first : first + STARTED_AT_ONCE]
-            self._groups |= {peer.name: _start(self._workload, peer, self._plan) for peer in chunk}
+            for peer in chunk:
+                self._groups[peer.name] = _start(self._workload, peer, self._plan)
             self.each(lambda name, group: group.connect(), only=[peer.name for peer in chunk])
 
     def each(self, act: Callable[[str, Group], Any], *, backwards: bool = False, only: Sequence[str] = ()) -> None:
@@ -151,10 +153,10 @@ class _Launch:
         """Let the group end."""
         _finish(group.peer, self._entries[name], group.turn("end"))
 
-    def close(self) -> None:
+    def close(self, *, grace_s: float = 10) -> None:
         """End what is still there."""
-        for group in self._groups.values():
-            group.close()
+        while self._groups:
+            self._groups.popitem()[1].close(grace_s=grace_s)
 
 
 def _start(workload: Workload, peer: Peer, plan: Plan) -> Group:

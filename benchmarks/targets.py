@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.stats import Spread, ratio
 
 Results = dict[str, dict[str, Any]]
+RANKS = 2
 _OURS = ("hvdtrain", "trainer")
 
 
@@ -36,6 +37,7 @@ class Verdict:
 
 def check(results: Results) -> list[Verdict]:
     """Return a verdict on every target, measured or not; `results` is by the name of the file."""
+    results = {name: result for name, result in results.items() if result.get("ranks", RANKS) == RANKS}
     return [*_against_ddp(results), *_against_tuned(results), *_keras(results), *_memory(results), *_once(results)]
 
 

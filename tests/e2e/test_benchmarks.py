@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,3 +86,46 @@ def test_an_unknown_workload_is_one_line() -> None:
     assert finished.returncode == 1
     assert finished.stderr.startswith("benchmarks: no workload is called 'resnet18'. There are: lenet, mlp")
     assert finished.stderr.count("\n") == 1
+
+
+def processes_with(mark: str) -> list[int]:
+    """Return the processes whose environment holds BENCH_MARK=mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it may have ended, or be another user's
+            if entry.name.isdigit() and f"BENCH_MARK={mark}\0".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def test_an_interrupted_run_leaves_no_process_behind_stopped_ones_included(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--section",
+        "steps",
+        "--workload",
+        "lenet",
+        "--peer",
+        "alone,trainer",
+    ]
+    runner = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "BENCH_MARK": mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        limit = time.monotonic() + 60
+        while len(processes_with(mark)) < 6 and time.monotonic() < limit:  # itself, two copies, launcher, two ranks
+            time.sleep(0.2)
+        assert len(processes_with(mark)) >= 6
+        runner.terminate()
+        assert runner.wait(20) == 128 + signal.SIGTERM
+        time.sleep(1)
+        assert processes_with(mark) == []
+    finally:
+        runner.kill()

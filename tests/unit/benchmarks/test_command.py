@@ -13,6 +13,17 @@ from benchmarks.__main__ import main
 from benchmarks.workloads import WORKLOADS
 
 
+def test_without_horovod_its_peers_alone_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda name: None)
+    assert main(["--workload", "lenet", "--peer", "hvdtrain,trainer", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        "benchmarks: nothing can run: hvdtrain not installed: horovod (`hvdtrain build` makes it); "
+        "trainer not installed: horovod (`hvdtrain build` makes it)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

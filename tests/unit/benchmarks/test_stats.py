@@ -38,6 +38,11 @@ def test_a_target_is_met_at_its_limit_missed_above_it_and_open_without_a_figure(
     assert verdicts["lenet: trainer / DDP, step time"].met is None
 
 
+def test_figures_of_another_number_of_ranks_are_no_verdict() -> None:
+    result = {**steps(ddp=[100.0], trainer=[60.0]), "ranks": 4}
+    assert all(each.met is None for each in targets.check({"mlp": result}))
+
+
 def test_every_kind_of_target_is_judged_from_its_own_result() -> None:
     spread = vars(stats.Spread(1.0, 1.0, 1.0))
     results = {
