@@ -254,8 +254,8 @@ def step_notes(steps: Steps) -> list[str]:
         return ["On JAX each step is waited for here, so that fetching data does not hide behind the step before."]
     if framework == "keras/tensorflow":
         note = (
-            "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are there; "
-            "weights that it updates meanwhile count as reduction wait."
+            "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are there: "
+            "what it computes meanwhile, such as updates of the weights that came first, counts as wait."
         )
         return [note if device == "cpu" else f"{note} On a GPU that is when they were handed over: see its profiler."]
     return []
