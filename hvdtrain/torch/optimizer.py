@@ -77,9 +77,13 @@ class DistributedMixin(torch.optim.Optimizer):
 
         return reduced
 
-    def synchronize(self) -> None:
-        """Reduce the gradients now, for example before clipping; then `step` under `skip_synchronize`."""
-        self._reducer().synchronize()
+    def synchronize(self, *, weight: float | None = None, expected: float = 0.0) -> float | None:
+        """Reduce the gradients now, for example before clipping; then `step` under `skip_synchronize`.
+
+        With a `weight` on every rank, such as the number of labels that count, the gradients are multiplied by
+        `expected` / (sum of weights), and the sum is returned: see `Reducer.synchronize`.
+        """
+        return self._reducer().synchronize(weight=weight, expected=expected)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

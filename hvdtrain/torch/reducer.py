@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import engine, units
-from hvdtrain.torch.compression import BF16Compressor, Compression
+from hvdtrain.torch import bucket, engine, units
+from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor
 from hvdtrain.torch.engine import Average
 from hvdtrain.torch.handles import Handle
 from hvdtrain.torch.reduce_ops import active_ranks_async
@@ -35,6 +36,22 @@ class ReducerOptions:
 
 
 @dataclass
+class _Everywhere:
+    """What all ranks have told each other at the end of a step; equal on all of them.
+
+    Attributes:
+        active: ranks that have not joined.
+        weight: the sum of the ranks' weights; None where none were given.
+        counts: for each unit, on how many ranks each parameter's gradient is dense, and on how many sparse; None where
+            every rank has just the gradients that this one has.
+    """
+
+    active: int
+    weight: float | None
+    counts: list[tuple[list[int], list[int]]] | None
+
+
+@dataclass
 class _Step:
     """What is known of the step under way."""
 
@@ -45,9 +62,10 @@ class _Step:
 class Reducer:
     """Owns the gradients' way over the ranks; the optimizer asks it to `synchronize` before each step.
 
-    A unit (a parameter, a group, or a bucket under bf16 compression) is sent as soon as backward has made all of its
-    gradients. In `synchronize` the ranks first tell each other which gradients they have: what is missing on one rank
-    counts as zeros, what is missing on all stays missing, as it would in one process.
+    A unit (a parameter, a group, or a bucket) is sent as soon as backward has made all of its gradients. In
+    `synchronize` the ranks first tell each other which gradients they have: what is missing on one rank counts as
+    zeros, what is missing on all stays missing, as it would in one process. After the first step, small gradients that
+    were dense on all ranks travel in buckets.
 
     Args:
         named: all parameters with their names; equal names, shapes and order on all ranks.
@@ -75,6 +93,8 @@ class Reducer:
         self._step = _Step()
         self._generation = engine.generation()
         self._abandoned_active: Handle | None = None
+        self._packs = options.groups in (None, 0) and options.compression is NoneCompressor
+        self._packed = False
         included = options.process_set.included() is not False
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # one rank now, perhaps more after the next reset
         self.is_distributed = bool(hooked and included and (options.process_set.size() > 1 or elastic))
@@ -89,10 +109,37 @@ class Reducer:
             self._passes[param] = 0
         if self.is_distributed:
             for members in units.partition([p for _, p in named], self._names, self.options):
-                unit = Unit(members, [self._names[p] for p in members], self.options, self.scale)
-                self._units.append(unit)
-                self._unit_of.update((p, unit) for p in members)
+                self._add_unit(Unit, members)
             self._watch()
+
+    def _add_unit(self, kind: type[Unit], members: list[Parameter]) -> None:
+        unit = kind(members, [self._names[p] for p in members], self.options, self.scale)
+        self._units.append(unit)
+        self._unit_of.update((p, unit) for p in members)
+
+    def _pack(self, counts: list[tuple[list[int], list[int]]] | None) -> None:
+        """Put small gradients that are dense on all ranks into buckets, from the next step on."""
+        self._packed = True
+        size = self.options.process_set.size()
+        candidates = []
+        for index, unit in enumerate(self._units):
+            dense = unit.flags()[0] if counts is None else counts[index][0][0] == size
+            if len(unit.params) == 1 and dense:
+                candidates.append(unit.params[0])
+        buckets = bucket.pack(candidates)
+        packed = {param for members in buckets for param in members}
+        self._units = [unit for unit in self._units if unit.params[0] not in packed]
+        for members in buckets:
+            self._add_unit(bucket.Bucket, members)
+
+    def _unpack(self) -> None:
+        """Send each parameter alone again: a rank that is new to the run has no buckets yet."""
+        self._packed = False
+        buckets = [unit for unit in self._units if isinstance(unit, bucket.Bucket)]
+        self._units = [unit for unit in self._units if not isinstance(unit, bucket.Bucket)]
+        for unit in buckets:
+            for param in unit.params:
+                self._add_unit(Unit, [param])
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """Return the parameters that are reduced, with their names."""
@@ -153,6 +200,7 @@ class Reducer:
         if self._generation != engine.generation():
             self._generation = engine.generation()
             self._end_step()
+            self._unpack()
 
     def _abandon(self) -> None:
         for unit in self._units:
@@ -201,8 +249,16 @@ class Reducer:
             self._step.active = active_ranks_async("gradients")
         return self._step.active
 
-    def synchronize(self) -> None:
+    def synchronize(self, *, weight: float | None = None, expected: float = 0.0) -> float | None:
         """Reduce all gradients of this step and wait for them.
+
+        Args:
+            weight: what this rank's gradients weigh in the mean, such as the number of labels that count; all ranks
+                give one, or none does. The gradients were scaled as if all ranks' weights summed up to `expected`.
+            expected: where the weights sum up to something else, gradients are multiplied by expected / sum.
+
+        Returns:
+            The sum of the ranks' weights, the same number on all of them; None without weights.
 
         Raises:
             HorovodInternalError: a collective failed.
@@ -212,55 +268,69 @@ class Reducer:
             self.scale_gradients()
             self._end_step()
             self.is_synchronized = True
-            return
+            return weight
         self._renew()
         self._watch()
         try:
-            self._synchronize()
+            total = self._synchronize(weight, expected)
         except BaseException:
             self._abandon()
             raise
         finally:
             self._end_step()
         self.is_synchronized = True
+        return total
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, weight: float | None, expected: float) -> float | None:
         size = self.options.process_set.size()
         if self.options.compression is BF16Compressor:
             self._all_active()  # every rank counts in every step, whether or not it started a bucket
         for unit in self._units:
             if not unit.is_started and any(p.grad is not None for p in unit.params):
                 self._start(unit)
-        active, everywhere = self._exchange_presence()
-        for unit, (dense, sparse) in zip(self._units, everywhere, strict=True):
+        found = self._tell_each_other(weight)
+        if found.counts is not None:
+            self._start_what_others_have(found.counts)
+        for unit in self._units:
+            unit.begin_second_half()
+        correction = size / found.active if self.options.op == Average and found.active != size else 1.0
+        # Sums of the same whole numbers are equal, but a mean's factor may have rounded this one.
+        if found.weight and abs(found.weight - expected) > 1e-6 * expected:
+            correction *= expected / found.weight
+        for index, unit in enumerate(self._units):
+            if unit.is_started:
+                present = None
+                if found.counts is not None:
+                    present = [bool(dense or sparse) for dense, sparse in zip(*found.counts[index], strict=True)]
+                unit.finish(present, correction)
+        # Only where all ranks took part, so that all of them pack in the same step.
+        if self._packs and not self._packed and found.active == size:
+            self._pack(found.counts)
+        return found.weight
+
+    def _start_what_others_have(self, counts: list[tuple[list[int], list[int]]]) -> None:
+        """Take part in the reductions of gradients that this rank lacks."""
+        for unit, (dense, sparse) in zip(self._units, counts, strict=True):
             if unit.takes_sparse and dense[0] and sparse[0]:
                 unit.reset()  # nobody will ever meet what was started: do not wait for it
                 raise HvdTrainError(
                     f"The gradient of {unit.names[0]} is sparse on {sparse[0]} rank(s) and dense on {dense[0]}. Use "
                     "the same layer on every rank, or sparse_as_dense=True."
                 )
-        for unit, (dense, sparse) in zip(self._units, everywhere, strict=True):
+        for unit, (dense, sparse) in zip(self._units, counts, strict=True):
             if not unit.is_started and (any(dense) or any(sparse)):
                 unit.start(self._all_active, sparse=bool(sparse[0]))
-        for unit in self._units:
-            unit.begin_second_half()
-        correction = size / active if self.options.op == Average and active != size else 1.0
-        for unit, (dense, sparse) in zip(self._units, everywhere, strict=True):
-            if unit.is_started:
-                unit.finish([bool(d or s) for d, s in zip(dense, sparse, strict=True)], correction)
 
-    def _exchange_presence(self) -> tuple[int, list[tuple[list[int], list[int]]]]:
-        """Return how many ranks are left, and for each unit's parameters on how many the gradient is dense, or sparse.
+    def _tell_each_other(self, weight: float | None) -> _Everywhere:
+        """Exchange which gradients ranks have, how many ranks are left, and what they weigh.
 
         The vector joins the last gradients in Horovod's fusion buffer, and so costs no round of its own: for that it is
         reduced with the same operation and factors, which are undone here.
         """
         options = self.options
         size = options.process_set.size()
-        mine = [1.0]
-        for unit in self._units:
-            mine += unit.flags()
-        vector = torch.tensor(mine)
+        flags = [flag for unit in self._units for flag in unit.flags()]
+        vector = torch.tensor([1.0, weight or 0.0, *flags])
         how = units.reduction(options, self.scale)
         part = engine.native().allreduce_async_(
             vector,
@@ -272,14 +342,19 @@ class Reducer:
         )
         engine.native().synchronize(part)
         unit_of_count = how.prescale_factor * how.postscale_factor / (size if how.op == Average else 1)
-        totals = [round(value / unit_of_count) for value in vector.tolist()]
-        active = totals[0] if self._counts_ranks else size
-        everywhere, offset = [], 1
+        sums = vector.numpy() / unit_of_count
+        totals = np.rint(sums[2:])
+        active = round(float(sums[0])) if self._counts_ranks else size
+        total = None if weight is None else float(sums[1])
+        if active == size and np.array_equal(totals, np.multiply(flags, size)):
+            return _Everywhere(active, total, None)
+        counts, offset = [], 0
+        numbers = totals.astype(int).tolist()
         for unit in self._units:
             end = offset + 2 * len(unit.params)
-            everywhere.append((totals[offset:end:2], totals[offset + 1 : end : 2]))
+            counts.append((numbers[offset:end:2], numbers[offset + 1 : end : 2]))
             offset = end
-        return active, everywhere
+        return _Everywhere(active, total, counts)
 
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, where asked for, without any reduction."""

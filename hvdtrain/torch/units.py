@@ -131,7 +131,7 @@ class Unit:
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
             self._start_sparse()
             return
-        tensors = [_dense(p) for p in self.params]
+        tensors = [dense_gradient(p) for p in self.params]
         how = self._how
         if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
             self._contexts = []
@@ -179,11 +179,12 @@ class Unit:
         self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
         self._sent = []
 
-    def finish(self, present: Sequence[bool], correction: float) -> None:
+    def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and put the results into the gradients.
 
         Args:
-            present: for each parameter, whether any rank has a gradient; one that nobody has stays None.
+            present: for each parameter, whether any rank has a gradient; one that nobody has stays None. None: all
+                ranks have those that this one has.
             correction: multiplies the results; not 1 where ranks have joined.
         """
         if self._direct is not None:
@@ -203,12 +204,13 @@ class Unit:
                 options.compression.decompress(t, context)
                 for t, context in zip(results, self._contexts, strict=True)
             ]  # fmt: skip
-        for param, result, there in zip(self.params, results, present, strict=True):
-            if not there:
+        there = [p.grad is not None for p in self.params] if present is None else present
+        for param, result, wanted in zip(self.params, results, there, strict=True):
+            if not wanted:
                 continue
             if correction != 1.0:
                 result.mul_(correction)
-            _store(param, result)
+            store_gradient(param, result)
 
     def begin_second_half(self) -> None:
         """Let a bf16 exchange go on, so that several do at once."""
@@ -239,7 +241,7 @@ def drain(handle: Any) -> None:
         pass  # it failed, and that was reported where it mattered
 
 
-def _dense(param: Parameter) -> Tensor:
+def dense_gradient(param: Parameter) -> Tensor:
     """Return the gradient as a dense tensor, the gradient itself where it is one; zeros for none."""
     if param.grad is None:
         return torch.zeros_like(param, memory_format=torch.contiguous_format)
@@ -247,7 +249,8 @@ def _dense(param: Parameter) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-def _store(param: Parameter, result: Tensor) -> None:
+def store_gradient(param: Parameter, result: Tensor) -> None:
+    """Put a reduced gradient where the local one is, in its layout."""
     grad = param.grad
     if grad is None:
         param.grad = result.to(param.dtype)

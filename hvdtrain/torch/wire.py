@@ -27,6 +27,11 @@ def is_native(tensor: Tensor) -> bool:
     )
 
 
+def is_native_type(dtype: torch.dtype) -> bool:
+    """Return whether Horovod adds up tensors of this type as they are."""
+    return dtype in _REDUCED
+
+
 def to_reduce(tensor: Tensor) -> Tensor:
     """Return `tensor` as something that can be added up; the tensor itself where that is possible.
 

@@ -1,0 +1,135 @@
+"""After the first step small gradients travel together, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.world_size(2, 3)
+
+
+class Many(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(4))
+        self.large = torch.nn.Linear(3, 50_000)
+
+    def forward(self, x, skip=None):
+        for index, layer in enumerate(self.layers):
+            x = x if index == skip else torch.relu(layer(x)) + x
+        return self.large(x)
+
+
+@pytest.fixture
+def sent(hvd, monkeypatch):
+    """The names under which gradients are sent."""
+    from hvdtrain.torch import engine
+
+    native, names = engine.native(), []
+    send = native.allreduce_async_
+    monkeypatch.setattr(
+        native, "allreduce_async_", lambda t, name=None, **options: names.append(name) or send(t, name=name, **options)
+    )
+    return names
+
+
+def wrap(hvd, model, **options):
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+
+
+def step(optimizer, model, rank, *, skip=None, seed=0):
+    optimizer.zero_grad()
+    torch.manual_seed(100 * seed + rank)
+    model(torch.randn(2, 3), skip).square().mean().backward()
+    optimizer.synchronize()
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    return grads
+
+
+def test_small_gradients_travel_as_one_from_the_second_step_on(hvd, rank, sent, assert_same_on_all_ranks):
+    model = Many()
+    optimizer = wrap(hvd, model)
+    step(optimizer, model, rank)
+    assert len(sent) == 10 + 1  # each parameter, and which gradients there are
+    sent.clear()
+    step(optimizer, model, rank)
+    assert sorted(sent) == ["gradients.present", "large.bias.bucket", "large.weight"]
+    assert_same_on_all_ranks(*model.parameters())
+
+
+@pytest.mark.parametrize("skip", [None, 1])
+def test_buckets_give_the_gradients_that_single_tensors_give(hvd, rank, skip):
+    packed, single = Many(), Many()
+    with_buckets, without = wrap(hvd, packed), wrap(hvd, single, groups=[[single.large.weight]])
+    for seed in range(3):
+        left_out = skip if seed == 1 else None  # a layer of the bucket without gradients, on every rank
+        ours = step(with_buckets, packed, rank, skip=left_out, seed=seed)
+        theirs = step(without, single, rank, skip=left_out, seed=seed)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+
+
+def test_a_gradient_missing_on_one_rank_counts_as_zeros_in_a_bucket_too(hvd, rank, size):
+    model = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+    optimizer = wrap(hvd, model)
+
+    def gradients(used):
+        optimizer.zero_grad()
+        sum(model[i](torch.ones(1, 1)).sum() for i in used).backward()
+        optimizer.synchronize()
+        return [None if layer.weight.grad is None else layer.weight.grad.item() for layer in model]
+
+    assert gradients([0, 1, 2]) == pytest.approx([1.0, 1.0, 1.0])
+    assert gradients([0, 1] if rank == 0 else [0]) == pytest.approx([1.0, 1 / size, None])
+    first = [layer.weight.grad for layer in model]
+    assert gradients([0, 1, 2]) == pytest.approx([1.0, 1.0, 1.0])
+    # What was handed out for a missing gradient is not written over by the next step.
+    assert first[1].item() == pytest.approx(1 / size)
+
+
+def test_a_gradient_that_becomes_sparse_in_a_bucket_is_reduced(hvd, rank, size):
+    torch.manual_seed(0)
+    table, other = torch.nn.Embedding(5, 2), torch.nn.Linear(2, 1)
+    model = torch.nn.ModuleList([table, other])
+    optimizer = wrap(hvd, model)
+    for sparse in (False, True):
+        table.sparse = sparse
+        optimizer.zero_grad()
+        other(table(torch.tensor([rank]))).sum().backward()
+        optimizer.synchronize()
+        grad = table.weight.grad.to_dense() if table.weight.grad.is_sparse else table.weight.grad
+        expected = torch.zeros(5, 2)
+        expected[:size] = other.weight.detach() / size
+        torch.testing.assert_close(grad, expected)
+
+
+def test_parameters_added_later_are_reduced_beside_the_buckets(hvd, rank, size):
+    model, late = Many(), torch.nn.Linear(1, 1, bias=False)
+    optimizer = wrap(hvd, model)
+    step(optimizer, model, rank)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3)).sum() + late(torch.full((1, 1), float(rank))).sum()).backward()
+        optimizer.step()
+        torch.testing.assert_close(late.weight.grad, torch.full((1, 1), (size - 1) / 2))
+
+
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_weights_of_ranks_correct_a_mean_that_was_scaled_for_another_sum(hvd, rank, size, ignored):
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("p", param)])
+    held = 4.0 + rank
+    kept = held - ignored if rank == 0 else held
+    expected = sum(4.0 + r for r in range(size))
+    # The mean loss over what this rank kept, scaled as if nothing had been ignored anywhere.
+    (param.sum() * (rank + 1.0) * kept * size / expected).backward()
+    total = optimizer.synchronize(weight=kept, expected=expected)
+    assert total == pytest.approx(expected - ignored)
+    right = sum((r + 1.0) * (4.0 + r - (ignored if r == 0 else 0)) for r in range(size)) / (expected - ignored)
+    torch.testing.assert_close(param.grad, torch.full((2,), right))
