@@ -64,9 +64,7 @@ class Probe:
 def command(framework: str, plane: Plane, *, ranks: int, python: Path) -> list[str]:
     """Return the command line that starts the ranks; it also stands in error messages."""
     option = {"mpi": ["--mpi"], "gloo": ["--gloo"], "nccl": []}[plane]
-    launcher = python.parent / "horovodrun"
-    head = [str(launcher)] if launcher.exists() else [str(python), "-m", "horovod.runner.launch"]
-    return [*head, "-np", str(ranks), *option, str(python), "-m", "hvdtrain.probe", framework, plane]
+    return [*horovodrun(python), "-np", str(ranks), *option, str(python), "-m", "hvdtrain.probe", framework, plane]
 
 
 def allreduce(
@@ -128,11 +126,17 @@ def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Pa
             error = f"horovodrun exited with status {status}" if status else ""
         except subprocess.TimeoutExpired:
             error = f"no answer within {timeout_s:g} s"
-            _end(process)
+            end_family(process)
     return error, log.read_text(encoding="utf-8", errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def horovodrun(python: Path) -> list[str]:
+    """Return the beginning of a command line that starts ranks in the environment of `python`."""
+    beside = python.parent / "horovodrun"
+    return [str(beside)] if beside.exists() else [str(python), "-m", "horovod.runner.launch"]
+
+
+def end_family(process: subprocess.Popen[bytes]) -> None:
     """End the launcher and every process below it; mpirun's ranks have process groups of their own."""
     psutil = importlib.import_module("psutil")
     try:

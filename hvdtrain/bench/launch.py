@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,7 @@ from pathlib import Path
 
 from hvdtrain import launcher
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.probe import end_family, horovodrun
 
 MAX_RANKS_A_CORE = 4
 _EXIT_GRACE_S = 20.0
@@ -165,7 +164,8 @@ def run_ranks(
         try:
             status = _wait(process, log.fileno(), answers, mark, began + timeout_s)
         finally:
-            _end(process)
+            if process.poll() is None:
+                end_family(process)
         log.seek(0)
         output = log.read().decode(errors="replace")
     stdout, streams = split_by_rank(output)
@@ -183,10 +183,8 @@ def check_launchable() -> None:
 
 
 def _horovodrun(hosts: Hosts) -> list[str]:
-    beside = Path(sys.executable).parent / "horovodrun"
-    head = [str(beside)] if beside.exists() else [sys.executable, "-m", "horovod.runner.launch"]
     named = ",".join(f"{name}:{slots}" for name, slots in hosts.names.items())
-    return [*head, "-np", str(hosts.ranks), "-H", named or f"localhost:{hosts.ranks}"]
+    return [*horovodrun(Path(sys.executable)), "-np", str(hosts.ranks), "-H", named or f"localhost:{hosts.ranks}"]
 
 
 def _wait(process: subprocess.Popen[bytes], log: int, wanted: int, mark: str, deadline: float) -> int | None:
@@ -205,24 +203,6 @@ def _wait(process: subprocess.Popen[bytes], log: int, wanted: int, mark: str, de
         # The ranks need the cores: look rarely.
         time.sleep(_POLL_S if answered_at is not None else 4 * _POLL_S)
     return process.returncode
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and every process below it; mpirun's ranks have process groups of their own."""
-    if process.poll() is not None:
-        return
-    psutil = importlib.import_module("psutil")
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    for member in family:
-        try:
-            member.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    process.kill()
-    process.wait()
 
 
 def split_by_rank(output: str) -> tuple[dict[int, str], dict[int, str]]:

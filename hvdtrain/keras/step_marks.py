@@ -1,8 +1,9 @@
 """Where a Keras step begins, waits and ends: tells `hvdtrain.step_times`, attached from outside.
 
 A step is one call of the compiled train function. Data wait is the time from the end of one to the next one's batch.
-On TensorFlow both the batch and the reduction are inside the graph, so that the graph itself notes the time there:
-when the batch is there, when the last local gradient is ready, and when the last reduced one is.
+On TensorFlow the reduction is inside the graph, and so is fetching a batch under fit. There the graph itself notes the
+time: when the batch is there, when the last local gradient is ready, and when the last reduced one is. What it computes
+in between, in an order of its own, cannot be told from waiting.
 """
 
 from __future__ import annotations
@@ -197,18 +198,22 @@ class _TensorFlowMarks(_Marks):
 
         @functools.wraps(function)
         def step(iterator: Any) -> Any:
-            result = function(iterator)
+            in_graph = hasattr(iterator, "get_next")  # tf.data's own, as fit gives it
+            if not in_graph:
+                self.recorder.waited_for_data(self.recorder.clock() - self._ended)
+            result = function(self._timed(iterator))
             facts = self.recorder.facts
-            # The variable may be read only now: the step is over.
+            # The variables may be read only now: the step is over.
             self.recorder.waited(float(self._noted.waited.numpy()))
-            self.recorder.waited_for_data(float(self._noted.batch_at.numpy()) - self._wall_ended)
+            if in_graph:
+                self.recorder.waited_for_data(float(self._noted.batch_at.numpy()) - self._wall_ended)
             if "gradient_bytes" not in facts:
                 facts |= _facts(model)
             facts["samples_per_step"] = int(self._noted.samples.numpy())
             self._noted.waited.assign(0.0)
             self._noted.batch_at.assign(0.0)
             self.recorder.step_done()
-            self._wall_ended = time.time()
+            self._ended, self._wall_ended = self.recorder.clock(), time.time()
             return result
 
         return step
