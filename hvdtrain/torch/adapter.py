@@ -177,7 +177,7 @@ class TorchAdapter:
                 buffer.copy_(part.reshape(buffer.shape))
 
     def state(self) -> State:
-        """Return copies of weights, buffers, optimizer state and scaler."""
+        """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""
         return training_state.capture(self._model, self._optimizer, self._scaler)
 
     def load_state(self, state: State) -> None:
@@ -240,12 +240,7 @@ class TorchAdapter:
         optimizer, clip_norm = self._optimizer, self._options.clip_norm
         if self._reduced:
             # Before unscale_ tests for infinities: ranks must agree to skip a step.
-            optimizer.synchronize()
-            correction = self._weights.correction()
-            if correction != 1.0:
-                for grad in (p.grad for group in optimizer.param_groups for p in group["params"]):
-                    if grad is not None:
-                        grad.mul_(correction)
+            self._weights.learn(optimizer.synchronize(weight=self._weights.weight, expected=self._weights.expected))
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             return  # no sample counted on any rank, and a scaler refuses to step without gradients
         if clip_norm is not None:

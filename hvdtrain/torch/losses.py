@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 
 from hvdtrain.data import Batch
-from hvdtrain.torch import engine
 from hvdtrain.world import World
 
 _ELEMENTWISE = (
@@ -74,26 +72,28 @@ class LossWeights:
 
     With mean losses L of denominators d over batches k and ranks r, one process would minimise
     sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` ranks, so each loss is scaled by
-    d_rk * size / sum(d). How many samples all ranks hold is known by arithmetic; which labels are ignored is not, yet
-    nobody waits for that before backward: losses are scaled for the sum that is expected, the sum itself travels
-    meanwhile, and in the steps in which it was another one the reduced gradients are scaled once more.
+    d_rk * size / sum(d). How many samples all ranks hold is known by arithmetic; which labels are ignored is not, and
+    it costs no round of its own: losses are scaled for the sum that is expected, the sum travels with the gradients,
+    and the reducer scales them once more in the steps in which it was another one.
 
     Attributes:
         counted: what counts of each batch of the step under way.
+        weight: sum of this rank's denominators, where other ranks cannot know it; None where they can.
+        expected: sum over all ranks that losses are scaled for.
     """
 
     def __init__(self, loss: Any, world: World) -> None:
         self.counted: list[Counted] = []
+        self.weight: float | None = None
+        self.expected = 0.0
         self._loss = loss
         self._world = world
         self._exchanged = needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
         self._samples = 0  # of the step, over all ranks
-        self._expected = 0.0  # sum of denominators; 0 where nothing is known yet
         # The most that a sample has counted so far, equal on all ranks. The most: gradients are then never scaled up
         # before they are reduced, where float16 on the wire could not hold them.
         self._per_sample = 0.0
-        self._handle: Any = None
 
     def count(self, batch: Batch) -> Counted:
         """Return what counts of a batch."""
@@ -104,43 +104,29 @@ class LossWeights:
         """Count a step's batches; every rank calls it, whether it holds samples or not."""
         self.counted = [self.count(batch) for batch in batches]
         self._samples = sum(batch.global_count for batch in batches)
+        self.expected = float(self._samples)
         if not self._exchanged:
-            self._expected = float(self._samples)
             return
-        total = sum(each.weight for each in self.counted)
-        self._expected = total
-        if self._world.size > 1:
-            self._expected = self._per_sample * self._samples
-            vector = torch.tensor([total], dtype=torch.float64)
-            native = engine.native()
-            self._handle = native.allreduce_async_(vector, name="hvdtrain.loss_denominator", op=engine.Sum), vector
+        self.weight = sum(each.weight for each in self.counted)
+        self.expected = self.weight
+        if self._world.size > 1:  # until labels have counted, nothing is known: ask
+            self.expected = self._per_sample * self._samples or self._ask(self.weight)
+
+    def _ask(self, weight: float) -> float:
+        return float(self._world.allreduce(np.array([weight]), name="loss_denominator")[0])
 
     def factor(self, index: int) -> float:
-        """Return what the loss of batch `index` is multiplied by before backward."""
+        """Return what the loss of batch `index`, which counts something, is multiplied by before backward."""
         size = self._world.size
-        if self._sums:  # a sum over samples: averaging over ranks is all that must be undone
-            return float(size)
-        if not self._expected:
-            self._expected = self._wait()
-        return self.counted[index].weight * size / self._expected
+        # A sum over samples: averaging over ranks is all that must be undone.
+        return float(size) if self._sums else self.counted[index].weight * size / self.expected
 
-    def correction(self) -> float:
-        """Return what the reduced gradients must be multiplied by; every rank calls it once a step."""
-        total = self._wait()
-        if not total or not self._expected or math.isclose(total, self._expected, rel_tol=1e-12):
-            return 1.0
-        return self._expected / total
-
-    def _wait(self) -> float:
-        """Return the sum of denominators over ranks."""
-        if self._handle is None:
-            return self._expected
-        handle, vector = self._handle
-        self._handle = None
-        engine.native().synchronize(handle)
-        total = float(vector[0])
-        self._per_sample = max(self._per_sample, total / self._samples)
-        return total
+    def learn(self, total: float | None) -> None:
+        """Take note of the sum that came with the gradients."""
+        if total is not None:
+            # In float32, and perhaps divided and multiplied by the number of ranks: counts are whole.
+            total = float(round(total)) if self._loss.weight is None else total
+            self._per_sample = max(self._per_sample, total / self._samples)
 
 
 def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
