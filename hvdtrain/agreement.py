@@ -33,7 +33,7 @@ def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
 def require_equal_state(state: State, *, world: World) -> None:
     """Raise DesyncError naming the first tensor that is not bitwise equal on all ranks."""
     hashes = {
-        name: zlib.crc32(np.asarray(array, order="C").reshape(-1).view(np.uint8))
+        name: zlib.crc32(np.asarray(array, order="C").reshape(-1).view(np.uint8).data)
         for name, array in state.arrays.items()
     }
     require_equal(hashes, world=world, what="the trained weights (crc32)")
