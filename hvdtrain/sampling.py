@@ -73,7 +73,8 @@ class EpochOrder:
             mine, other, base = digits[turn % 2], digits[1 - turn % 2], bases[turn % 2]
             mine += _random_below(base, other, key)
             np.subtract(mine, base, out=mine, where=mine >= base)
-        numbers = digits[0] * bases[1] + digits[1]
+        numbers = digits[0] * bases[1]
+        numbers += digits[1]
         return numbers
 
 
