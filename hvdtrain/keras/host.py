@@ -7,7 +7,7 @@ have the same signatures, so only the two conversions differ.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +37,25 @@ def call(kind: str, array: Array, *args: Any, process_set: Any | None = None, **
         kwargs["process_set"] = process_set
     with _eagerly():
         return _from_tensor(getattr(module, kind)(_to_tensor(module, array), *args, **kwargs))
+
+
+def allreduce_in_place(
+    array: Array, *, name: str, process_set: Any | None = None, **kwargs: Any
+) -> Callable[[], Array]:
+    """Start to reduce `array`, which must be writeable and left alone; return what waits, and returns the result."""
+    module: Any = basics.running()
+    if module is None or basics.name() != "torch":
+        result = call("allreduce", array, name=name, process_set=process_set, **kwargs)
+        return lambda: result
+    if process_set is not None:
+        kwargs["process_set"] = process_set
+    handle = module.allreduce_async_(_to_tensor(module, array), name=name, **kwargs)
+
+    def wait() -> Array:
+        module.synchronize(handle)
+        return array
+
+    return wait
 
 
 def alltoall(array: Array, splits: Array, *, name: str, process_set: Any | None = None) -> tuple[Array, Array]:

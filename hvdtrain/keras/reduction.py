@@ -82,6 +82,31 @@ class Reduction:
         return list(found.values())
 
 
+def small_together(nbytes: Sequence[int], *, limit: int = 2**18, room: int = 2**22) -> list[list[int]]:
+    """Return positions that are sent together: each large tensor alone, small ones in company.
+
+    A small one costs a round of messages, whatever it holds; a large one a copy in and out, if it had company.
+
+    Args:
+        nbytes: size of each tensor; equal on all ranks.
+        limit: tensors of fewer bytes are small.
+        room: most bytes that are sent together.
+    """
+    buckets: list[list[int]] = []
+    company: list[int] = []
+    filled = 0
+    for position in reversed(range(len(nbytes))):  # about the order in which backward makes gradients
+        if nbytes[position] >= limit:
+            buckets.append([position])
+            continue
+        if not company or filled + nbytes[position] > room:
+            company, filled = [], 0
+            buckets.append(company)
+        company.append(position)
+        filled += nbytes[position]
+    return buckets
+
+
 def _identity(variable: Any) -> Any:
     """Return what makes a variable itself: Keras wraps backend variables, and users may hold either."""
     if keras.backend.backend() == "jax":

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from hvdtrain.keras import basics, host
-from hvdtrain.keras.reduction import Reduction
+from hvdtrain.keras.reduction import Reduction, small_together
 
 Tensor = Any
 
@@ -92,7 +92,7 @@ def reduce_gradients(
     """
     wires = [_to_wire(g, how) for g in gradients]
     shapes = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in wires]
-    buckets = how.buckets(variables) or [list(range(len(wires)))]
+    buckets = how.buckets(variables) or small_together([w.size * w.dtype.itemsize for w in wires])
     # The callback holds no traced value but its arguments: JAX may run it long after this trace is gone.
     on_host = functools.partial(_reduce_on_host, list(names), buckets, how)
     results = io_callback(on_host, shapes, *wires, ordered=True)
@@ -113,26 +113,31 @@ def _native(op: int) -> Any:
 
 def _reduce_on_host(names: list[str], buckets: list[list[int]], how: Reduction, *wires: Any) -> list[Any]:
     arrays = [np.asarray(w) for w in wires]
-    outputs: list[Any] = list(arrays)
+    sent: list[tuple[list[int], Callable[[], Any]]] = []
     for bucket in buckets:
         for dtype in {arrays[i].dtype: None for i in bucket}:
             alike = [i for i in bucket if arrays[i].dtype == dtype]
-            # JAX's arrays are read-only, so a copy is due anyway: one buffer is one negotiation and no second copy.
+            # JAX's arrays are read-only: this copy is sent in place, and its parts are what is given back.
             flat = np.concatenate([arrays[i].reshape(-1) for i in alike])
             reduce = _reduce_bf16 if dtype == ml_dtypes.bfloat16 else _allreduce
-            parts = np.split(reduce(flat, names[alike[0]], how), np.cumsum([arrays[i].size for i in alike])[:-1])
-            for i, part in zip(alike, parts, strict=True):
-                outputs[i] = part.reshape(arrays[i].shape)
+            sent.append((alike, reduce(flat, names[alike[0]], how)))
+    outputs: list[Any] = list(arrays)
+    for alike, wait in sent:
+        parts = np.split(wait(), np.cumsum([arrays[i].size for i in alike])[:-1])
+        for i, part in zip(alike, parts, strict=True):
+            outputs[i] = part.reshape(arrays[i].shape)
     return outputs
 
 
-def _allreduce(flat: Any, name: str, how: Reduction) -> Any:
-    op = _native(how.op)
-    return host.call("allreduce", flat, name=f"{name}.{flat.dtype}", op=op, process_set=how.process_set, **how.scales)
+def _allreduce(flat: Any, name: str, how: Reduction) -> Callable[[], Any]:
+    """Send `flat`, which is this function's from now on; return what waits for the result."""
+    return host.allreduce_in_place(
+        flat, name=f"{name}.{flat.dtype}", op=_native(how.op), process_set=how.process_set, **how.scales
+    )
 
 
-def _reduce_bf16(flat: Any, name: str, how: Reduction) -> Any:
-    """Return bfloat16 numbers, summed in float32; see the torch backend's function of this name."""
+def _reduce_bf16(flat: Any, name: str, how: Reduction) -> Callable[[], Any]:
+    """Return what returns bfloat16 numbers, summed in float32; see the torch backend's function of this name."""
     size = how.size()
     total = flat.size
     padded = np.concatenate([flat, np.zeros(-total % size, flat.dtype)])
@@ -141,4 +146,4 @@ def _reduce_bf16(flat: Any, name: str, how: Reduction) -> Any:
     shard = shards.sum(axis=0) * np.float32(how.factor / (size if how.average else 1))
     bits = shard.astype(flat.dtype).view(np.uint8)
     gathered = host.call("allgather", bits, name=f"{name}.bf16_sums", process_set=how.process_set)
-    return gathered.view(flat.dtype)[:total]
+    return lambda: gathered.view(flat.dtype)[:total]

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.keras import basics
-from hvdtrain.keras.reduction import Reduction
+from hvdtrain.keras.reduction import Reduction, small_together
 
 Tensor = Any
 
@@ -21,14 +21,17 @@ class LocalWeight:
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("/CPU:0"):
             self._variable = tf.Variable(1.0, dtype=tf.float32, trainable=False, name="hvdtrain_batch_weight")
+        self._value = 1.0  # the same: an assignment costs more than a small model's gradient
 
     def get(self) -> float:
         """Return the weight."""
-        return float(self._variable.numpy())
+        return self._value
 
     def set(self, value: float) -> None:
         """Set the weight of the steps from now on."""
-        self._variable.assign(value)
+        if value != self._value:
+            self._value = value
+            self._variable.assign(value)
 
     def multiply(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return `gradients` times the weight; exact zeros at weight 0, whatever they held."""
@@ -113,18 +116,19 @@ def reduce_gradients(
 
 def _reduce_dense(tensors: list[Tensor], names: list[str], buckets: list[list[int]] | None, how: Reduction) -> Any:
     wires = [_to_wire(t, how) for t in tensors]
+    grouped = buckets is not None or tf.executing_eagerly()  # eagerly each call would wait for its answer alone
     if buckets is None:
-        # In a graph each gradient leaves when it is ready; eagerly each call would wait for its answer alone.
-        whole = [list(range(len(wires)))]
-        buckets = whole if tf.executing_eagerly() else [[i] for i in range(len(wires))]
+        buckets = [list(range(len(wires)))] if grouped else small_together([_nbytes(w) for w in wires])
     outputs: list[Tensor] = [None] * len(wires)
     for bucket in buckets:
         for dtype in sorted({wires[i].dtype.name for i in bucket}):
             alike = [i for i in bucket if wires[i].dtype.name == dtype]
             if len(alike) == 1:
                 results = [_allreduce(wires[alike[0]], names[alike[0]], how)]
-            else:
+            elif grouped:
                 results = _grouped_allreduce([wires[i] for i in alike], f"{names[alike[0]]}.{dtype}", how)
+            else:
+                results = _flat_allreduce([wires[i] for i in alike], f"{names[alike[0]]}.{dtype}", how)
             for i, result in zip(alike, results, strict=True):
                 outputs[i] = tf.cast(result, tensors[i].dtype)
     return outputs
@@ -166,6 +170,19 @@ def _grouped_allreduce(tensors: list[Tensor], name: str, how: Reduction) -> Any:
     return mpi_ops._grouped_allreduce(
         tensors, name=_graph_name(name), op=how.op, ignore_name_scope=True, process_set=_process_set(how), **how.scales
     )
+
+
+def _flat_allreduce(tensors: list[Tensor], name: str, how: Reduction) -> list[Tensor]:
+    """Reduce `tensors` as one: a copy each, and one round of messages instead of one each."""
+    flat = _allreduce(tf.concat([tf.reshape(t, [-1]) for t in tensors], axis=0), f"{name}.and_{len(tensors) - 1}", how)
+    parts = tf.split(flat, [t.shape.num_elements() for t in tensors])
+    return [tf.reshape(part, t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the size in bytes; that of a large tensor where it is not known while tracing."""
+    count = tensor.shape.num_elements()
+    return 2**62 if count is None else int(count * tensor.dtype.size)
 
 
 def _reduce_sparse(gradient: Tensor, name: str, how: Reduction) -> Tensor:

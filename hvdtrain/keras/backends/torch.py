@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 
 from hvdtrain.keras import basics
-from hvdtrain.keras.reduction import Reduction
+from hvdtrain.keras.reduction import Reduction, small_together
 
 Tensor = torch.Tensor
 
@@ -101,7 +101,7 @@ def everywhere(flag: Any, name: str, how: Reduction) -> Tensor:
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: Reduction
 ) -> list[Tensor]:
-    """Return `gradients` reduced over ranks; those passed in keep their values.
+    """Return `gradients` reduced over ranks, those that are a variable's own `.grad` in place.
 
     Args:
         gradients: one tensor a variable.
@@ -116,20 +116,37 @@ def reduce_gradients(
     wires = [_to_wire(g, how) for g in gradients]
     common: dict[str, Any] = {"op": how.op, **how.scales, **how.options}
     pending: list[tuple[list[int], Any]] = []
-    for bucket in how.buckets(variables) or [[i] for i in range(len(wires))]:
+    grouped = how.buckets(variables)
+    for bucket in grouped or small_together([w.nbytes for w in wires]):
         for dtype in {str(wires[i].dtype): None for i in bucket}:
             alike = [i for i in bucket if str(wires[i].dtype) == dtype]
-            if len(alike) == 1:
-                handle = hvd.allreduce_async(wires[alike[0]], name=names[alike[0]], **common)
-            else:
+            if len(alike) > 1 and grouped is not None:
                 handle = hvd.grouped_allreduce_async([wires[i] for i in alike], name=names[alike[0]], **common)
+            elif len(alike) > 1:
+                flat = torch.cat([wires[i].reshape(-1) for i in alike])
+                handle = hvd.allreduce_async_(flat, name=f"{names[alike[0]]}.and_{len(alike) - 1}_more", **common)
+            else:
+                (i,) = alike
+                # A variable's own .grad may change, as it does in hvdtrain.torch; a tensor of the caller's may not.
+                ours = wires[i] is not gradients[i] or wires[i] is _own_gradient(variables[i])
+                send = hvd.allreduce_async_ if ours else hvd.allreduce_async
+                handle = send(wires[i], name=names[i], **common)
             pending.append((alike, handle))
     outputs: list[Tensor] = list(gradients)
     for alike, handle in pending:
         result = hvd.synchronize(handle)
-        for i, tensor in zip(alike, [result] if len(alike) == 1 else result, strict=True):
-            outputs[i] = tensor.to(gradients[i].dtype)
+        if len(alike) == 1:
+            parts = [result]
+        else:
+            parts = result if grouped is not None else result.split([wires[i].numel() for i in alike])
+        for i, part in zip(alike, parts, strict=True):
+            outputs[i] = part.reshape(gradients[i].shape).to(gradients[i].dtype)
     return outputs
+
+
+def _own_gradient(variable: Any) -> Tensor | None:
+    gradient: Tensor | None = getattr(variable, "value", variable).grad
+    return gradient
 
 
 def _to_wire(tensor: Tensor, how: Reduction) -> Tensor:

@@ -114,7 +114,7 @@ def _native_functions() -> list[tuple[Any, str]]:
         return [(mpi_ops, "_allreduce"), (mpi_ops, "_grouped_allreduce")]
     import horovod.torch as native
 
-    return [(native, "allreduce_async"), (native, "allreduce")]
+    return [(native, "allreduce_async_"), (native, "allreduce_async"), (native, "allreduce")]
 
 
 @pytest.fixture
