@@ -140,6 +140,9 @@ class Reducer:
         for unit in buckets:
             for param in unit.params:
                 self._add_unit(Unit, [param])
+        # The order in which ranks list their gradients, which a new rank takes from its parameters.
+        order = {param: index for index, param in enumerate(self._names)}
+        self._units.sort(key=lambda unit: order[unit.params[0]])
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """Return the parameters that are reduced, with their names."""

@@ -61,6 +61,24 @@ def test_small_gradients_travel_as_one_from_the_second_step_on(hvd, rank, sent, 
     assert_same_on_all_ranks(*model.parameters())
 
 
+def test_after_an_elastic_reset_old_ranks_list_gradients_as_new_ones_do(
+    hvd, rank, monkeypatch, assert_same_on_all_ranks
+):
+    from hvdtrain.torch import engine
+
+    model = Many()
+    optimizer = wrap(hvd, model)
+    step(optimizer, model, rank)
+    engine.start_over()
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # a new rank makes its optimizer alone
+    if rank != 0:
+        optimizer = wrap(hvd, model)
+    for _ in range(2):  # a layer that rank 0 alone leaves out: its zeros must meet that layer's gradients
+        grads = step(optimizer, model, rank, skip=1 if rank == 0 else None)
+        assert_same_on_all_ranks(*grads)
+        assert grads[2].abs().sum() > 0
+
+
 @pytest.mark.parametrize("skip", [None, 1])
 def test_buckets_give_the_gradients_that_single_tensors_give(hvd, rank, skip):
     packed, single = Many(), Many()
@@ -71,7 +89,8 @@ def test_buckets_give_the_gradients_that_single_tensors_give(hvd, rank, skip):
         theirs = step(without, single, rank, skip=left_out, seed=seed)
         for a, b in zip(ours, theirs, strict=True):
             assert (a is None) == (b is None)
-            assert a is None or torch.equal(a, b)
+            if a is not None:  # on more than two ranks MPI adds up in an order that depends on the tensor
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_a_gradient_missing_on_one_rank_counts_as_zeros_in_a_bucket_too(hvd, rank, size):
