@@ -1,0 +1,27 @@
+"""What every peer trains on is the same, down to the layout in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks.torch_tasks import Task  # noqa: E402
+from hvdtrain.data import as_source  # noqa: E402
+from hvdtrain.world import SoloWorld  # noqa: E402
+
+
+@pytest.mark.parametrize("workload", ["lenet", "convnet"])
+def test_the_trainers_batches_and_those_of_a_loop_have_one_memory_format(
+    workload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BENCH_WORKLOAD", workload)
+    monkeypatch.setenv("BENCH_DATA_RANKS", "1")
+    state = torch.get_rng_state()
+    task = Task()
+    torch.set_rng_state(state)
+    source = as_source((task.inputs, task.targets), batch_size=4, world=SoloWorld())
+    batch = torch.as_tensor(next(iter(source.epoch(0, shuffle=True))).inputs)
+    looped = task.inputs[torch.arange(4)]
+    formats = [task.model[0](images).stride() for images in (batch, looped)]
+    assert formats[0] == formats[1]
