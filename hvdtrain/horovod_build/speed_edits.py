@@ -352,6 +352,23 @@ _IN_PLACE = (
     ),
 )
 
+# A TensorFlow graph waits for what it has sent, though no thread does.
+_IN_FLIGHT = (
+    Edit(
+        "horovod/tensorflow/mpi_ops.cc",
+        "[context, done](const common::Status& status)",
+        "[context, done, waiting = std::make_shared<common::Waiting>()](const common::Status& status)",
+        "a small tensor of TensorFlow's took a cycle or two, 1 to 2 ms, where torch's takes 0.2 ms",
+        count=6,
+    ),
+    Edit(
+        "horovod/tensorflow/mpi_ops.cc",
+        "[context, done, callback_mutex, callback_count, num_tensors]",
+        "[context, done, callback_mutex, callback_count, num_tensors, waiting = std::make_shared<common::Waiting>()]",
+        "likewise, for a group of reductions",
+    ),
+)
+
 # horovodrun: what the build was made with is written in the wheel.
 _START = (
     Edit(
@@ -377,4 +394,4 @@ _START = (
     ),
 )
 
-SPEED: tuple[Edit, ...] = (*_WAIT, *_WAKE, *_PIECES, *_IN_PLACE, *_START)
+SPEED: tuple[Edit, ...] = (*_WAIT, *_WAKE, *_PIECES, *_IN_PLACE, *_IN_FLIGHT, *_START)
