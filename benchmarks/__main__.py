@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     report.show(results, out)
     all_met = report.show_targets(results, out)
+    report.write(results, options.out)
     _draw(results, options.out)
     failed += [f"{name}/{peer}" for name, result in results.items() for peer, entry in result.get("peers", {}).items()
                if entry["status"] == "failed"]  # fmt: skip

@@ -14,6 +14,7 @@ from benchmarks import targets
 from benchmarks.stats import ratio, spread
 from benchmarks.workloads import EVERY
 
+_WIDTH = 160  # columns, where no terminal says
 # Against what the tables hold each peer.
 _BASES = {"ddp": "/ DDP", "single": "/ one process"}
 
@@ -36,7 +37,7 @@ def save(folder: Path, name: str, result: dict[str, Any]) -> None:
 def console() -> Console:
     """Return a console that is wide enough for the tables where nobody looks at a terminal."""
     plain = Console()
-    return plain if plain.is_terminal else Console(width=150)
+    return plain if plain.is_terminal else Console(width=_WIDTH)
 
 
 def show(results: dict[str, dict[str, Any]], out: Console) -> None:
@@ -47,7 +48,7 @@ def show(results: dict[str, dict[str, Any]], out: Console) -> None:
 
 def show_targets(results: dict[str, dict[str, Any]], out: Console) -> bool:
     """Print what was measured for each target; return whether all that was measured is met."""
-    table = Table(title="Targets, np=2 on 2 cores (median, quartiles)")
+    table = Table(title=f"Targets, {targets.RANKS} ranks (median, quartiles)")
     for name in ("target", "at most", "measured", "", "note"):
         table.add_column(name, justify="right" if name == "at most" else "left")
     verdicts = targets.check(results)
@@ -59,6 +60,14 @@ def show_targets(results: dict[str, dict[str, Any]], out: Console) -> bool:
     if missing := sum(each.measured is None for each in verdicts):
         out.print(f"{missing} of {len(verdicts)} targets are not measured in these results.")
     return all(each.met is not False for each in verdicts)
+
+
+def write(results: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Write tables.txt: what was shown, for those who read the results where they are kept."""
+    with (folder / "tables.txt").open("w") as stream:
+        out = Console(file=stream, width=_WIDTH)
+        show(results, out)
+        show_targets(results, out)
 
 
 def _show_steps(result: dict[str, Any], out: Console) -> None:

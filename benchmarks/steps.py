@@ -15,7 +15,7 @@ from benchmarks.stats import ratio
 from benchmarks.workloads import Workload
 
 # What every peer is held against in the JSON.
-BASES = ("single", "alone", "ddp", "horovod-tuned")
+BASES = ("single", "alone", "ddp", "ddp-kept", "horovod-tuned")
 CHECK_STEPS = 5
 STARTED_AT_ONCE = 3
 # A step that ranks did not average, or averaged wrongly, is wrong by about its own length; rounding is far below this.

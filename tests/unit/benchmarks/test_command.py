@@ -88,6 +88,7 @@ def test_results_are_shown_without_measuring(tmp_path: Path, capsys: pytest.Capt
     assert "2.50" in printed
     assert "1.100 [1.000-1.300]" in printed
     assert "met" in printed
+    assert "1.100 [1.000-1.300]" in (tmp_path / "tables.txt").read_text()
     row["ratios"]["trainer"]["median"] = 1.3  # type: ignore[index]
     (tmp_path / "startup.json").write_text(json.dumps(row))
     assert main(["--show", "--out", str(tmp_path)]) == 0
