@@ -37,14 +37,37 @@ def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
     return [bucket for alike in buckets.values() for bucket in alike if len(bucket) > 1]
 
 
-class Bucket(Unit):
-    """Gradients of one type and device, dense on all ranks, copied into one tensor and back."""
+def can_tell(param: Parameter) -> bool:
+    """Return whether a bucket of gradients such as this one's can carry counts.
 
-    def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
+    On a GPU reading them would make the host wait for the device, and float16 counts to 2048 only.
+    """
+    return param.device.type == "cpu" and param.dtype in (torch.float32, torch.float64)
+
+
+class Bucket(Unit):
+    """Gradients of one type and device, dense on all ranks, copied into one tensor and back.
+
+    Args:
+        params: see `Unit`.
+        names: see `Unit`.
+        options: see `Unit`.
+        scale: see `Unit`.
+        header: how many further numbers travel in front of the gradients, reduced as those are.
+
+    Attributes:
+        header: those numbers: written before `start`, read after `wait`.
+    """
+
+    def __init__(
+        self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float, *, header: int = 0
+    ) -> None:
         super().__init__(params, names, options, scale)
         sizes = [p.numel() for p in params]
-        self._flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
-        self._views = [v.view(p.shape) for v, p in zip(self._flat.split(sizes), params, strict=True)]
+        self._flat = torch.zeros(header + sum(sizes), dtype=params[0].dtype, device=params[0].device)
+        self.header = self._flat[:header]
+        views = self._flat[header:].split(sizes)
+        self._views = [view.view(p.shape) for view, p in zip(views, params, strict=True)]
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
@@ -63,9 +86,13 @@ class Bucket(Unit):
             process_set=how.process_set,
         )
 
+    def wait(self) -> None:
+        """Wait until the bucket is reduced; again is no wait."""
+        engine.native().synchronize(self._direct)
+
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and copy the results into the gradients; see `Unit.finish`."""
-        engine.native().synchronize(self._direct)
+        self.wait()
         if correction != 1.0:
             self._flat.mul_(correction)
         gradients: list[Tensor] = []

@@ -65,7 +65,7 @@ class Reducer:
     A unit (a parameter, a group, or a bucket) is sent as soon as backward has made all of its gradients. In
     `synchronize` the ranks first tell each other which gradients they have: what is missing on one rank counts as
     zeros, what is missing on all stays missing, as it would in one process. After the first step, small gradients that
-    were dense on all ranks travel in buckets.
+    were dense on all ranks travel in buckets, and what ranks tell each other travels in front of the last one.
 
     Args:
         named: all parameters with their names; equal names, shapes and order on all ranks.
@@ -95,6 +95,7 @@ class Reducer:
         self._abandoned_active: Handle | None = None
         self._packs = options.groups in (None, 0) and options.compression is NoneCompressor
         self._packed = False
+        self._closing: bucket.Bucket | None = None  # the bucket that waits for what ranks tell each other
         included = options.process_set.included() is not False
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # one rank now, perhaps more after the next reset
         self.is_distributed = bool(hooked and included and (options.process_set.size() > 1 or elastic))
@@ -104,18 +105,24 @@ class Reducer:
 
     def extend(self, named: Sequence[tuple[str, Parameter]]) -> None:
         """Reduce these parameters too, from the next step on."""
+        self._closing = None  # it has no room for what there is to tell of these
         for name, param in named:
             self._names[param] = name
             self._passes[param] = 0
         if self.is_distributed:
             for members in units.partition([p for _, p in named], self._names, self.options):
-                self._add_unit(Unit, members)
+                self._add_unit(self._unit(members))
             self._watch()
 
-    def _add_unit(self, kind: type[Unit], members: list[Parameter]) -> None:
-        unit = kind(members, [self._names[p] for p in members], self.options, self.scale)
+    def _add_unit(self, unit: Unit) -> None:
         self._units.append(unit)
-        self._unit_of.update((p, unit) for p in members)
+        self._unit_of.update((p, unit) for p in unit.params)
+
+    def _unit(self, members: list[Parameter]) -> Unit:
+        return Unit(members, self._names_of(members), self.options, self.scale)
+
+    def _names_of(self, members: list[Parameter]) -> list[str]:
+        return [self._names[p] for p in members]
 
     def _pack(self, counts: list[tuple[list[int], list[int]]] | None) -> None:
         """Put small gradients that are dense on all ranks into buckets, from the next step on."""
@@ -130,16 +137,20 @@ class Reducer:
         packed = {param for members in buckets for param in members}
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:
-            self._add_unit(bucket.Bucket, members)
+            last = members is buckets[-1] and bucket.can_tell(members[0])
+            header = 2 + 2 * len(self._names) if last else 0
+            made = bucket.Bucket(members, self._names_of(members), self.options, self.scale, header=header)
+            self._closing = made if last else None
+            self._add_unit(made)
 
     def _unpack(self) -> None:
         """Send each parameter alone again: a rank that is new to the run has no buckets yet."""
-        self._packed = False
+        self._packed, self._closing = False, None
         buckets = [unit for unit in self._units if isinstance(unit, bucket.Bucket)]
         self._units = [unit for unit in self._units if not isinstance(unit, bucket.Bucket)]
         for unit in buckets:
             for param in unit.params:
-                self._add_unit(Unit, [param])
+                self._add_unit(self._unit([param]))
         # The order in which ranks list their gradients, which a new rank takes from its parameters.
         order = {param: index for index, param in enumerate(self._names)}
         self._units.sort(key=lambda unit: order[unit.params[0]])
@@ -160,6 +171,8 @@ class Reducer:
 
     def _watch(self) -> None:
         # Also those unfrozen since the last step.
+        if len(self._hooks) == len(self._names):
+            return
         this = weakref.ref(self)  # parameters outlive optimizers; a forgotten one must not go on reducing
 
         def hook(param: Tensor) -> None:
@@ -180,9 +193,9 @@ class Reducer:
 
     @property
     def is_under_way(self) -> bool:
-        """True while Horovod may be writing into gradients."""
+        """True from a step's first gradients that are sent, or wait to be, until they are reduced."""
         self._renew()
-        return bool(self._step.started)
+        return bool(self._step.started) or (self._closing is not None and self._closing.ready > 0)
 
     def set_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes a step, from the next step on."""
@@ -230,7 +243,7 @@ class Reducer:
         if self._passes[param] == self.passes_per_step:
             unit = self._unit_of[param]
             unit.ready += 1
-            if unit.ready == len(unit.params):
+            if unit.ready == len(unit.params) and unit is not self._closing:
                 self._start(unit)
 
     def _start(self, unit: Unit) -> None:
@@ -289,7 +302,7 @@ class Reducer:
         if self.options.compression is BF16Compressor:
             self._all_active()  # every rank counts in every step, whether or not it started a bucket
         for unit in self._units:
-            if not unit.is_started and any(p.grad is not None for p in unit.params):
+            if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
                 self._start(unit)
         found = self._tell_each_other(weight)
         if found.counts is not None:
@@ -327,25 +340,12 @@ class Reducer:
     def _tell_each_other(self, weight: float | None) -> _Everywhere:
         """Exchange which gradients ranks have, how many ranks are left, and what they weigh.
 
-        The vector joins the last gradients in Horovod's fusion buffer, and so costs no round of its own: for that it is
-        reduced with the same operation and factors, which are undone here.
+        The numbers travel with the last bucket, or join the last gradients in Horovod's fusion buffer: for that they
+        are reduced with the same operation and factors, which are undone here.
         """
-        options = self.options
-        size = options.process_set.size()
+        size = self.options.process_set.size()
         flags = [flag for unit in self._units for flag in unit.flags()]
-        vector = torch.tensor([1.0, weight or 0.0, *flags])
-        how = units.reduction(options, self.scale)
-        part = engine.native().allreduce_async_(
-            vector,
-            name="gradients.present",
-            op=how.op,
-            prescale_factor=how.prescale_factor,
-            postscale_factor=how.postscale_factor,
-            process_set=options.process_set,
-        )
-        engine.native().synchronize(part)
-        unit_of_count = how.prescale_factor * how.postscale_factor / (size if how.op == Average else 1)
-        sums = vector.numpy() / unit_of_count
+        sums = self._sum_with_gradients([1.0, weight or 0.0, *flags])
         totals = np.rint(sums[2:])
         active = round(float(sums[0])) if self._counts_ranks else size
         total = None if weight is None else float(sums[1])
@@ -358,6 +358,29 @@ class Reducer:
             counts.append((numbers[offset:end:2], numbers[offset + 1 : end : 2]))
             offset = end
         return _Everywhere(active, total, counts)
+
+    def _sum_with_gradients(self, numbers: list[float]) -> np.ndarray[Any, Any]:
+        """Return `numbers` summed over ranks, sent together with the last gradients."""
+        options, native = self.options, engine.native()
+        how = units.reduction(options, self.scale)
+        if self._closing is not None:
+            vector = self._closing.header
+            vector.copy_(torch.tensor(numbers))
+            self._start(self._closing)
+            self._closing.wait()
+        else:
+            vector = torch.tensor(numbers)
+            part = native.allreduce_async_(
+                vector,
+                name="gradients.present",
+                op=how.op,
+                prescale_factor=how.prescale_factor,
+                postscale_factor=how.postscale_factor,
+                process_set=options.process_set,
+            )
+            native.synchronize(part)
+        factor = how.prescale_factor * how.postscale_factor
+        return np.asarray(vector.numpy() / (factor / (options.process_set.size() if how.op == Average else 1)))
 
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, where asked for, without any reduction."""

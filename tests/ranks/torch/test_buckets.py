@@ -57,7 +57,7 @@ def test_small_gradients_travel_as_one_from_the_second_step_on(hvd, rank, sent, 
     assert len(sent) == 10 + 1  # each parameter, and which gradients there are
     sent.clear()
     step(optimizer, model, rank)
-    assert sorted(sent) == ["gradients.present", "large.bias.bucket", "large.weight"]
+    assert sorted(sent) == ["large.bias.bucket", "large.weight"]  # what gradients there are travels with the bucket
     assert_same_on_all_ranks(*model.parameters())
 
 
@@ -137,6 +137,17 @@ def test_parameters_added_later_are_reduced_beside_the_buckets(hvd, rank, size):
         (model(torch.ones(1, 3)).sum() + late(torch.full((1, 1), float(rank))).sum()).backward()
         optimizer.step()
         torch.testing.assert_close(late.weight.grad, torch.full((1, 1), (size - 1) / 2))
+
+
+def test_gradients_dropped_before_their_step_are_an_error_with_buckets_too(hvd, rank):
+    model = torch.nn.Linear(3, 3)
+    optimizer = wrap(hvd, model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(AssertionError, match="zero_grad"):
+            optimizer.zero_grad()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("ignored", [0, 3])
