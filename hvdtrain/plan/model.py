@@ -242,11 +242,12 @@ def pays_up_to(forecasts: Sequence[Forecast], *, worth: float = 0.5) -> Forecast
 
 
 def _exposed(allreduce_s: float, buckets: int, *, backward_s: float) -> float:
-    """Return how long after backward the last of equal buckets is reduced, one at a time, as each becomes ready."""
-    done_s = 0.0  # seconds after backward began
-    for bucket in range(1, buckets + 1):
-        done_s = max(backward_s * bucket / buckets, done_s) + allreduce_s
-    return max(0.0, done_s - backward_s)  # a rounding error below 0 is 0
+    """Return how long after backward the last of equal buckets is reduced, one at a time, as each becomes ready.
+
+    Buckets are ready at equal distances: either each is reduced before the next is ready, and the last one is left, or
+    they queue up from the first one on.
+    """
+    return max(allreduce_s, buckets * allreduce_s - backward_s * (buckets - 1) / buckets)
 
 
 def _allreduce(cluster: Cluster, size_bytes: float, ranks: int) -> _Cost:

@@ -132,6 +132,21 @@ def test_a_slow_link_exposes_all_but_what_fits_under_backward() -> None:
     assert f.exposed_s == pytest.approx(f.sync_s - backward_s * 5 / 6)
 
 
+@given(st.integers(1, 50), st.floats(1e-6, 1e2), st.floats(1e-6, 1e2))
+def test_what_is_exposed_is_that_of_buckets_reduced_one_by_one(buckets: int, backward_s: float, sync_s: float) -> None:
+    cluster = Cluster(link_bytes_per_s=1 / sync_s, link_efficiency=1, latency_s=0, overhead_s=0, bucket_bytes=1.0)
+    step = Step(compute_s=backward_s, gradient_bytes=buckets, samples=1, backward_share=1.0)
+    done_s = 0.0  # seconds after backward began
+    for bucket in range(1, buckets + 1):
+        done_s = max(backward_s * bucket / buckets, done_s) + sync_s
+    assert forecast(step, cluster, 2).exposed_s == pytest.approx(done_s - backward_s, abs=1e-9 * done_s)
+
+
+def test_a_billion_tiny_buckets_are_forecast_at_once() -> None:
+    f = forecast(STEP, replace(CLUSTER, bucket_bytes=0.1), 512)
+    assert f.sync_s > 4e9 * CLUSTER.overhead_s
+
+
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0.0), (2, 0.5642), (10, 1.5388), (100, 2.5076), (1000, 3.2414)])
 def test_the_slowest_of_many_ranks_is_known_from_order_statistics(ranks: int, expected: float) -> None:
     assert expected_maximum(ranks) == pytest.approx(expected, abs=0.03)  # exact values: Harter 1961, table 1
