@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.tuning import usable_cores
 
 # "0" records until the script ends, "N" ends it after N measured steps. Each rank then prints one line that begins
 # with MARK, and the rest of which is JSON: standard output is the one way back that every launcher has.
@@ -278,7 +279,7 @@ def process_facts() -> dict[str, Any]:
     tensorflow: Any = sys.modules.get("tensorflow")
     keras: Any = sys.modules.get("keras")
     backend = keras.config.backend() if keras is not None and hasattr(keras, "config") else None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     facts: dict[str, Any] = {"cores": cores}
     try:
         if backend == "tensorflow" and tensorflow is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hvdtrain.plan.units import format_size, format_time
+
 _FAST_LINK_BYTES_PER_S = 100e9 / 8
 
 
@@ -101,8 +103,8 @@ def latency_dominates(facts: Facts) -> str:
     if facts.communication < 0.1 or facts.alpha_s <= bytes_s:
         return ""
     return (
-        f"An allreduce costs {facts.alpha_s * 1e3:.2g} ms however small it is, and the "
-        f"{facts.gradient_bytes / 1e6:.2g} MB of gradients cost {bytes_s * 1e3:.2g} ms on top: latency dominates. "
+        f"An allreduce costs {format_time(facts.alpha_s)} however small it is, and the "
+        f"{format_size(facts.gradient_bytes)} of gradients cost {format_time(bytes_s)} on top: latency dominates. "
         "Compression would not help; fewer, larger steps do."
     )
 

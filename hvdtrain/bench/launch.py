@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
     names: dict[str, int] = {}
     for item in text.split(","):
         name, _, slots = item.strip().partition(":")
-        if not name or not slots.isdigit() or int(slots) < 1 or name in names:
+        if not name or not slots.isdecimal() or int(slots) < 1 or name in names:
             raise BenchError(f"-H must be like host1:2,host2:2, each host once. Received: -H {text}")
         names[name] = int(slots)
     if ranks > sum(names.values()):
@@ -161,15 +162,26 @@ def run_ranks(
             )
         except OSError as problem:
             raise BenchError(f"{line[0]} does not start: {problem}") from None
+        # In a session of their own, ranks would outlive a command that is ended from outside.
+        ending = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+        for each in ending:
+            signal.signal(each, _exit)
         try:
             status = _wait(process, log.fileno(), answers, mark, began + timeout_s)
         finally:
             if process.poll() is None:
                 end_family(process)
+            for each in ending:
+                signal.signal(each, signal.SIG_DFL)
         log.seek(0)
         output = log.read().decode(errors="replace")
     stdout, streams = split_by_rank(output)
     return Outcome(status, stdout, streams, time.monotonic() - began)
+
+
+def _exit(number: int, frame: object) -> None:
+    """Turn a signal into an exit that ends what was started."""
+    sys.exit(128 + number)
 
 
 def check_launchable() -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from hvdtrain.bench.steps import Steps
 from hvdtrain.bench.sweep import Fit, Point
+from hvdtrain.plan.units import three_digits
 from hvdtrain.step_times import WARMUP_STEPS, Spread
 
 
@@ -86,7 +87,7 @@ def show(result: Result, console: Console) -> None:
         for said in result.advice.values():
             console.print(f"- {escape(said)}")
     else:
-        console.print("\nNothing to advise: compute takes nearly all of a step.")
+        console.print("\nNothing to advise.")
 
 
 def _show_sweep(result: Result, console: Console) -> None:
@@ -145,13 +146,13 @@ def _unit(seconds: float) -> tuple[float, str]:
 def time_of(seconds: float) -> str:
     """Return a time with three digits and its unit."""
     factor, unit = _unit(seconds)
-    return f"{seconds * factor:.3g} {unit}"
+    return f"{three_digits(seconds * factor)} {unit}"
 
 
 def quartiles_of(spread: Spread) -> str:
     """Return the quartiles, in the median's unit."""
     factor, unit = _unit(spread.median)
-    return f"{spread.q1 * factor:.3g} - {spread.q3 * factor:.3g} {unit}"
+    return f"{three_digits(spread.q1 * factor)} - {three_digits(spread.q3 * factor)} {unit}"
 
 
 def size_of(num_bytes: int) -> str:

@@ -21,6 +21,7 @@ from hvdtrain.bench.floor import floor_s, parse_link
 from hvdtrain.bench.launch import BenchError, Hosts, Outcome, check_launchable, parse_hosts, run_ranks
 from hvdtrain.bench.steps import Steps, collect, from_script
 from hvdtrain.step_times import RankTimes
+from hvdtrain.tuning import usable_cores
 
 __all__ = ["BenchError", "Options", "run"]
 
@@ -67,8 +68,7 @@ def run(options: Options) -> None:
     Raises:
         BenchError: options that cannot be, or a run that came to nothing.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    hosts = parse_hosts(options.hosts, ranks=options.ranks, cores=cores)
+    hosts = parse_hosts(options.hosts, ranks=options.ranks, cores=usable_cores())
     _check(options)
     link = None if options.link is None else parse_link(options.link)
     check_launchable()
@@ -84,9 +84,8 @@ def run(options: Options) -> None:
 def _check(options: Options) -> None:
     if not (math.isfinite(options.timeout_s) and options.timeout_s > 0):
         raise BenchError(f"--timeout must be above zero seconds. Received: {options.timeout_s:g}")
-    if options.steps is not None and (
-        options.steps < 0 or (options.steps < step_times.MIN_STEPS and not options.script)
-    ):
+    until_end = options.steps == 0 and options.script is not None
+    if options.steps is not None and options.steps < step_times.MIN_STEPS and not until_end:
         raise BenchError(f"--steps must be at least {step_times.MIN_STEPS}. Received: {options.steps}")
     if options.script is None:
         if options.arguments:
@@ -178,7 +177,10 @@ def _told(outcome: Outcome, timeout_s: float) -> dict[str, Any]:
     if not texts:
         why = f"was ended after {timeout_s:g} s (--timeout)" if outcome.status is None else "failed"
         raise BenchError(f"the measurement {why}; {outcome.last_words()}")
-    told: dict[str, Any] = json.loads(texts[0])
+    try:
+        told: dict[str, Any] = json.loads(texts[0])
+    except ValueError as problem:
+        raise BenchError(f"the ranks' report cannot be read ({problem}): {texts[0][:200]}") from None
     return told
 
 

@@ -53,7 +53,7 @@ class Steps:
         What was not measured is left out.
 
         Args:
-            fit: of the sweep on this host; None where there was none.
+            fit: of the sweep; None where there was none. Ranks on several hosts say nothing of a host's own speed.
         """
         summary, facts, size = self.slowest.summary, self.slowest.facts, len(self.ranks)
         own_s = self.slowest.own_s
@@ -65,7 +65,7 @@ class Steps:
         found |= {key: facts[key] for key in ("gradient_bytes", "samples_per_step", "framework") if key in facts}
         if summary.backward_s is not None and own_s > 0:
             found["backward_share"] = summary.backward_s / own_s
-        if fit is not None:
+        if fit is not None and len({each.facts.get("host") for each in self.ranks}) == 1:
             moves = 2 * (size - 1)
             found["overhead_s"] = fit.alpha_s
             if fit.beta_s_per_byte > 0:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -44,6 +47,7 @@ def test_hosts_and_slots_are_read_as_horovodrun_writes_them() -> None:
         ("", 1, "-H must be like"),
         (":2", 1, "-H must be like"),
         ("a:-1", 1, "-H must be like"),
+        ("a:²", 1, "-H must be like"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused_in_one_line(text: str | None, ranks: int, said: str) -> None:
@@ -122,6 +126,29 @@ def test_ranks_that_have_answered_get_a_while_to_end(monkeypatch: pytest.MonkeyP
     assert outcome.status is None
     assert outcome.seconds < 20
     assert outcome.marked("M") == {0: " 1"}
+
+
+@pytest.mark.usefixtures("as_ranks")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_ended_from_outside_leaves_no_rank_behind(tmp_path: Path, number: signal.Signals) -> None:
+    told, before = tmp_path / "pid", signal.signal(number, signal.SIG_DFL)
+    code = f"import os, time; open({str(told)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(60)"
+
+    def end_this_process() -> None:
+        while not (told.exists() and told.read_text().endswith("\n")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=end_this_process, daemon=True).start()
+    try:
+        with pytest.raises(SystemExit) as info:
+            run_ranks(Hosts(1, {}), ["-c", code], environment={}, timeout_s=50, mark="M", answers=1)
+        assert info.value.code == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
 
 
 @pytest.mark.usefixtures("as_ranks")

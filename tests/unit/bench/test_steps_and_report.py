@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hvdtrain import cli
-from hvdtrain.bench import report, run, steps
+from hvdtrain.bench import report, run, steps, worker
 from hvdtrain.bench.launch import BenchError, Outcome
 from hvdtrain.bench.steps import Rank, Steps
 from hvdtrain.bench.sweep import Fit, Point
@@ -58,6 +58,11 @@ def test_plan_gets_a_step_without_communication() -> None:
     }
 
 
+def test_plan_takes_no_link_between_hosts_for_a_speed_within_one() -> None:
+    ranks = [Rank(each.rank, each.summary, {**FACTS, "host": f"h{each.rank}"}) for each in two().ranks]
+    assert not {"intra_bytes_per_s", "overhead_s"} & set(Steps(ranks).plan_input(Fit(1e-4, 1e-9, 0.1)))
+
+
 def test_plan_is_not_told_what_was_not_measured() -> None:
     found = Steps([Rank(0, summary(1.0, 0.0, 0.0), {})]).plan_input(None)
     assert set(found) == {"step_s", "spread_s", "ranks"}
@@ -93,6 +98,11 @@ def test_a_script_that_cannot_be_measured_gets_a_clear_word(ended: Outcome, said
 def test_a_report_that_was_cut_off_is_an_error() -> None:
     with pytest.raises(BenchError, match="a rank's report cannot be read"):
         steps.from_script(Outcome(0, {0: f"{MARK}{{\n"}, {}, 1.0), name="a", ranks=1, timeout_s=9)
+
+
+def test_a_report_of_the_standard_model_that_was_cut_off_is_an_error() -> None:
+    with pytest.raises(BenchError, match="the ranks' report cannot be read"):
+        run._told(Outcome(0, {0: f"{worker.MARK}{{\n"}, {}, 1.0), 9)
 
 
 def test_ranks_that_had_reported_their_steps_may_end_badly() -> None:
@@ -165,10 +175,15 @@ def test_without_a_speed_there_is_no_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 us"), (1.5e-6, "1.5 us"), (9.99e-4, "999 us"), (0.0123, "12.3 ms"), (2.0, "2 s")]
+    ("seconds", "text"),
+    [(0.0, "0 us"), (1.5e-6, "1.5 us"), (9.99e-4, "999 us"), (9.997e-4, "1,000 us"), (0.0123, "12.3 ms"), (2.0, "2 s")],
 )
 def test_times_have_their_unit(seconds: float, text: str) -> None:
     assert report.time_of(seconds) == text
+
+
+def test_quartiles_have_the_medians_unit() -> None:
+    assert report.quartiles_of(Spread(9.5e-4, 8.8e-4, 1.1e-3)) == "880 - 1,100 us"
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(4, "4 B"), (1024, "1 KiB"), (64 << 20, "64 MiB"), (1 << 30, "1 GiB")])
@@ -199,6 +214,7 @@ def test_advice_is_on_the_slowest_ranks_step() -> None:
         (["--timeout", "nan"], "--timeout must be above zero"),
         (["--steps", "-1"], "--steps must be at least 2"),
         (["--steps", "0"], "--steps must be at least 2"),
+        (["--script", __file__, "--steps", "1"], "--steps must be at least 2"),
         (["--script", "missing.py"], "--script must be a file. There is none at missing.py"),
         (["--script", __file__, "--quick"], "are for the standard model, not for --script"),
         (["--", "--epochs", "3"], "arguments are a script's: give --script. Received: --epochs 3"),
