@@ -116,7 +116,7 @@ class Shard:
             ahead = self._positions[first : max(last, first + _BLOCK)]
             start, block = first, self._at(np.arange(ahead.start, ahead.stop, ahead.step, dtype=np.int64))
             self._block = (start, block)
-        return block[first - start : last - start]
+        return np.array(block[first - start : last - start])  # a copy: whoever sorts it sorts no later batch's
 
     def __iter__(self) -> Iterator[int]:
         for first in range(0, len(self), _BLOCK):

@@ -9,15 +9,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 import sys
-from collections.abc import Callable
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain import launcher
 
 log = logging.getLogger("hvdtrain")
+
+Bytes = NDArray[np.uint8]
 
 PIECES = "HVDTRAIN_MPI_PIECE_BYTES"
 FUSION = "HOROVOD_FUSION_THRESHOLD"
@@ -26,11 +33,35 @@ KEEP_MEMORY = "HVDTRAIN_KEEP_MEMORY"
 
 # mallopt's parameters, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT_BYTES = 2**30  # a larger block is given back when it is freed: it is data, not a step's working memory
+# Blocks below are taken from the heap, which keeps them; larger ones are mapped, and given back when they are freed.
+_SMALL_BLOCKS, _NEARLY_ALL_BLOCKS = 2**25, 2**30
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
+_MOST_CORES = 4096
 
 # Set here, not by the user: a second init in one process must not take them for the user's.
 _ours: dict[str, str] = {}
 _said = False
+
+
+class Host(Protocol):
+    """What an engine's framework is asked: see `hvdtrain.torch.collectives`."""
+
+    def has_gpu(self) -> bool:
+        """Return whether the framework sees a GPU."""
+        ...
+
+    def use_huge_pages(self) -> bool:
+        """Ask the framework to map large blocks with huge pages; return whether it does."""
+        ...
+
+    def set_threads(self, threads: int) -> int | None:
+        """Compute with at most so many threads; return the number in force, None where that cannot be told."""
+        ...
+
+    def allgather(self, array: Bytes, name: str) -> Bytes:
+        """Return all ranks' arrays, concatenated."""
+        ...
 
 
 @dataclass
@@ -38,22 +69,24 @@ class Tuning:
     """What was decided before Horovod started."""
 
     one_host: bool
-    gpu: bool
+    nccl: bool = False
     keeps_memory: bool = False
     yours: list[str] = field(default_factory=list)
 
 
-def prepare(engine: str, *, gpu: bool) -> Tuning:
+def prepare(engine: str, host: Host, *, nccl: bool) -> Tuning:
     """Decide what must be decided before Horovod starts.
 
     Args:
         engine: "torch" or "tensorflow".
-        gpu: whether ranks compute on GPUs, for which Horovod's own defaults are right.
+        host: this process's framework.
+        nccl: whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
+            GPU: ranks that fuse differently would wait for each other for ever.
 
     Raises:
         ValueError: HVDTRAIN_MPI_PIECE_BYTES is not a number of bytes.
     """
-    tuning = Tuning(one_host=launcher.on_one_host(), gpu=gpu)
+    tuning = Tuning(one_host=launcher.on_one_host(), nccl=nccl and host.has_gpu())
     _check_bytes(PIECES)
     # Ranks that spin while they wait starve the ones that compute: 2 to 13 times slower on full cores.
     wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -61,35 +94,38 @@ def prepare(engine: str, *, gpu: bool) -> Tuning:
         # In pieces that fit the cache, copying through shared memory beats reading the other process's memory, which
         # costs a system call and page-table walk a piece.
         wanted |= {PIECES: str(512 * 2**10), "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
-    if not gpu:
-        # Only small tensors gain by being copied into one buffer; 64 MB would be copied in and out for nothing.
+    if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
+        # Only small tensors gain by being copied into one buffer; 64 MB would be copied in and out for nothing. Where
+        # Horovod tunes itself, what is set would be out of its reach.
         wanted[FUSION] = str(2**20)
     for variable, value in wanted.items():
         if os.environ.get(variable, value) == _ours.get(variable, value):
             os.environ[variable] = _ours[variable] = value
         else:
             tuning.yours.append(f"{variable}={os.environ[variable]}")
-    if not gpu:
-        # TensorFlow allocates on threads of its own, whose arenas give everything back.
-        tuning.keeps_memory = keep_freed_memory(one_arena=engine == "tensorflow")
+    if not tuning.nccl:
+        tuning.keeps_memory = keep_freed_memory(engine, host)
     return tuning
 
 
-def settle(tuning: Tuning, module: ModuleType, set_threads: Callable[[int], int | None]) -> None:
+def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
     """Share out the cores, now that ranks know each other, and say once, on rank 0, what was decided.
 
     Args:
         tuning: what `prepare` returned.
         module: Horovod's, initialised.
-        set_threads: takes a number of threads and returns the one in force, None where that cannot be told.
+        host: this process's framework.
     """
     global _said
-    threads = None
-    if module.local_size() > 1 and "OMP_NUM_THREADS" not in os.environ:
-        threads = set_threads(max(1, usable_cores() // module.local_size()))
-    elif os.environ.get("OMP_NUM_THREADS", "").isdigit():
+    if module.size() == 1:
+        return
+    share = share_of_cores(host, local_size=module.local_size())  # a collective: whatever this rank's settings are
+    threads: int | None
+    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
         threads = int(os.environ["OMP_NUM_THREADS"])
-    if module.size() > 1 and module.rank() == 0 and not _said:
+    else:
+        threads = host.set_threads(share)
+    if module.rank() == 0 and not _said:
         _said = True
         log.info("%s", describe(tuning, module, threads))
 
@@ -98,7 +134,7 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
     """Return one line: what was decided, and what the user had decided."""
     size, hosts = module.size(), "1 host" if tuning.one_host else "several hosts"
     words = [f"{size} ranks on {hosts}"]
-    if tuning.gpu and module.nccl_built():
+    if tuning.nccl:
         words.append("NCCL")
     elif module.mpi_enabled():
         words.append("Open MPI")
@@ -119,16 +155,21 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
     return ", ".join(words)
 
 
-def keep_freed_memory(*, one_arena: bool) -> bool:
+def keep_freed_memory(engine: str, host: Host) -> bool:
     """Let glibc keep what is freed, for the next step to use; return whether it does.
 
-    A step frees its gradients and the next one allocates them anew. By default each large one is a mapping of its own,
-    given back and faulted in again page by page: 20 of an MLP's 110 ms. A step needs no more memory than before, but
-    what was once used is not given back before the end. HVDTRAIN_KEEP_MEMORY=0 leaves malloc alone, and so do settings
-    of the user's own (MALLOC_*, GLIBC_TUNABLES).
+    A step frees its activations and gradients, and the next one allocates them anew. What was given back in between is
+    faulted in again page by page: 20 of an MLP's 110 ms. A step needs no more memory than before, but what was once
+    used is not given back before the end. HVDTRAIN_KEEP_MEMORY=0 leaves malloc alone, and so do settings of the user's
+    own (MALLOC_*, GLIBC_TUNABLES).
+
+    In a heap that also holds the very largest blocks, gaps between them can cost as much memory again as the largest.
+    torch maps those with huge pages instead, a 512th of the faults, if it was asked to before its first allocation.
+    TensorFlow cannot; it also allocates on several threads, each with a heap that is given back: those share one.
 
     Args:
-        one_arena: threads share one heap, for frameworks whose large blocks are allocated on several.
+        engine: "torch" or "tensorflow".
+        host: this process's framework.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if own or os.environ.get(KEEP_MEMORY) == "0" or not sys.platform.startswith("linux"):
@@ -138,29 +179,72 @@ def keep_freed_memory(*, one_arena: bool) -> bool:
         os.confstr("CS_GNU_LIBC_VERSION")  # musl has a mallopt of no effect
     except (AttributeError, OSError, ValueError):
         return False
-    done = mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) == 1 and mallopt(_M_TRIM_THRESHOLD, -1) == 1
-    if done and one_arena:
+    kept = _SMALL_BLOCKS if _has_huge_pages() and host.use_huge_pages() else _NEARLY_ALL_BLOCKS
+    # Older versions of glibc take no more than the first.
+    done = any(mallopt(_M_MMAP_THRESHOLD, limit) == 1 for limit in (kept, _SMALL_BLOCKS))
+    if done and engine == "tensorflow":
         mallopt(_M_ARENA_MAX, 1)
-    return bool(done)
+    return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
+
+
+def _has_huge_pages() -> bool:
+    try:
+        return "[never]" not in _HUGE_PAGES.read_text()
+    except OSError:
+        return False
+
+
+def share_of_cores(host: Host, *, local_size: int) -> int:
+    """Return how many of the cores that this rank may use are its own, at least 1; a collective of all ranks.
+
+    A core that several ranks of a host may use is shared among them; one that a launcher gave to this rank alone is
+    its own. A container's limit on processor time is shared by its ranks.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    mask = np.zeros(_MOST_CORES, np.uint8)
+    mask[[core for core in cores if core < _MOST_CORES]] = 1
+    mine = np.concatenate([np.frombuffer(_host_id(), np.uint8), mask])
+    rows = host.allgather(mine, "hvdtrain.cores").reshape(-1, len(mine))
+    here = rows[(rows[:, :16] == mine[:16]).all(axis=1), 16:]
+    ranks = here.sum(axis=0, dtype=np.int64)  # on each core
+    share = sum(1 / ranks[core] for core in cores if core < _MOST_CORES)
+    return max(1, int(min(share, _time_limit() / local_size) + 1e-9))
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use: its affinity, or its container's share if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, _time_limit())))
+
+
+def _host_id() -> bytes:
+    """Return 16 bytes that all processes of this host share, also from containers, and those of no other host."""
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return uuid.uuid5(uuid.NAMESPACE_DNS, platform.node()).bytes
+
+
+def _time_limit() -> float:
+    """Return how many cores' time this container may use; infinite where there is no limit (cgroup v2, then v1)."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no cgroup v2, or "max": no limit
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # not there, or "max"
         pass
-    return cores
+    try:
+        quota, period = ((_CGROUP_V1 / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else float("inf")
+    except (OSError, ValueError):
+        return float("inf")
 
 
 def _kib(variable: str) -> str:
     value = os.environ[variable]
-    return f"{int(value) // 1024} KiB" if value.isdigit() else value
+    return f"{int(value) // 1024} KiB" if value.isdecimal() else value
 
 
 def _check_bytes(variable: str) -> None:
     value = os.environ.get(variable, "0")
-    if not value.isdigit():
+    if not value.isdecimal():
         raise ValueError(f"{variable} must be a number of bytes, 0 for whole tensors. Received: {variable}={value!r}")

@@ -33,7 +33,7 @@ _world: World | None = None
 _loaded: dict[str, ModuleType] = {}
 
 
-class Collectives(Protocol):
+class Collectives(tuning.Host, Protocol):
     """What an engine does with host arrays, and with this rank's share of the host."""
 
     def allreduce(self, array: Array, op: Op, name: str) -> Array:
@@ -50,14 +50,6 @@ class Collectives(Protocol):
 
     def pick_device(self, local_rank: int) -> str:
         """Make this rank's GPU the current one and return its name, or "cpu"."""
-        ...
-
-    def has_gpu(self) -> bool:
-        """Return whether the framework sees a GPU."""
-        ...
-
-    def set_threads(self, threads: int) -> int | None:
-        """Compute with at most so many threads; return the number in force, None where that cannot be told."""
         ...
 
 
@@ -285,7 +277,7 @@ def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType |
     if module is None:
         return None
     host: Collectives = importlib.import_module(_COLLECTIVES[framework])
-    decided = tuning.prepare(framework, gpu=host.has_gpu())
+    decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()))
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     module.init(*args, **kwargs)
     if affinity:
@@ -299,7 +291,7 @@ def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType |
             f"{found} started this process, but Horovod sees {size} rank(s): each copy would train alone. Launch with "
             "`horovodrun -np N python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
         )
-    tuning.settle(decided, module, host.set_threads)
+    tuning.settle(decided, module, host)
     return module
 
 

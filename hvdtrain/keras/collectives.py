@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,19 @@ def has_gpu() -> bool:
 
 def set_threads(threads: int) -> int | None:
     """Compute each operation with at most `threads` threads, unless the user chose or TensorFlow already started."""
+    if "TF_NUM_INTRAOP_THREADS" in os.environ:
+        return None
     if tf.config.threading.get_intra_op_parallelism_threads() == 0:
         try:
             tf.config.threading.set_intra_op_parallelism_threads(threads)
         except RuntimeError:  # its threads are running
             return None
     return int(tf.config.threading.get_intra_op_parallelism_threads())
+
+
+def use_huge_pages() -> bool:
+    """Return False: TensorFlow does not ask for huge pages."""
+    return False
 
 
 def pick_device(local_rank: int) -> str:

@@ -101,6 +101,7 @@ class TorchAdapter:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
         # A scaler makes its scale when it is first used, which a rank without samples never does.
         self._scaler.scale(torch.zeros((), device=self._device))
+        self._weights.forget()
         if self._reduced:
             tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
             hvd.broadcast_parameters(tensors, root_rank=0)

@@ -38,8 +38,10 @@ class AdasumMixin(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]
 
-    def synchronize(self) -> None:
-        """Do nothing: gradients are not reduced."""
+    def synchronize(self, *, weight: float | None = None, expected: float = 0.0) -> None:
+        """Do nothing: gradients are not reduced, and so cannot be weighed."""
+        if weight is not None:
+            raise ValueError(f"Adasum has no mean that could be weighed. Received: weight={weight}")
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Raise AssertionError: with Adasum a step without reduction has no meaning."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine, wire
 from hvdtrain.torch.units import Unit, dense_gradient, drain, store_gradient
 
@@ -54,9 +55,6 @@ class Bucket(Unit):
         options: see `Unit`.
         scale: see `Unit`.
         header: how many further numbers travel in front of the gradients, reduced as those are.
-
-    Attributes:
-        header: those numbers: written before `start`, read after `wait`.
     """
 
     def __init__(
@@ -65,15 +63,20 @@ class Bucket(Unit):
         super().__init__(params, names, options, scale)
         sizes = [p.numel() for p in params]
         self._flat = torch.zeros(header + sum(sizes), dtype=params[0].dtype, device=params[0].device)
-        self.header = self._flat[:header]
+        self._header = self._flat[:header]
         views = self._flat[header:].split(sizes)
         self._views = [view.view(p.shape) for view, p in zip(views, params, strict=True)]
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
-        drain(self._abandoned)
-        self._abandoned = None
+        self._let_go()
         self._flags = self.flags()
+        for name, param, view in zip(self.names, self.params, self._views, strict=True):
+            if param.shape != view.shape:
+                raise HvdTrainError(
+                    f"{name} changed its shape after the first step. Received: {tuple(param.shape)}, was "
+                    f"{tuple(view.shape)}. Make a new DistributedOptimizer when parameters change."
+                )
         with torch.no_grad():
             torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])
         how = self._how
@@ -85,6 +88,17 @@ class Bucket(Unit):
             postscale_factor=how.postscale_factor,
             process_set=how.process_set,
         )
+
+    def write_header(self, numbers: Sequence[float]) -> Tensor:
+        """Put `numbers` in front of the gradients; return where their sums will stand after `wait`."""
+        self._let_go()
+        self._header.copy_(torch.tensor(numbers))
+        return self._header
+
+    def _let_go(self) -> None:
+        """Wait for what an abandoned step still has under way, which would write over the next one's numbers."""
+        drain(self._abandoned)
+        self._abandoned = None
 
     def wait(self) -> None:
         """Wait until the bucket is reduced; again is no wait."""

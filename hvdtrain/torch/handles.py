@@ -30,8 +30,8 @@ class Handle:
     def wait(self) -> Any:
         """Block until the operation is done and return its result; later calls return the same."""
         if not self._done:
-            self._done = True
             if self.is_stale:
+                self._done = True
                 raise engine.native().HorovodInternalError("This operation was submitted before hvd.shutdown().")
             outputs = []
             error: Exception | None = None
@@ -40,6 +40,8 @@ class Handle:
                     outputs.append(synchronize(part))
                 except Exception as failure:  # noqa: BLE001 - wait for the others first, they write into our buffers
                     error = error or failure
+            # Only now: whoever was interrupted, by a signal's handler for example, may wait again.
+            self._done = True
             if error is not None:
                 raise error
             self._result = self._finish(*outputs)

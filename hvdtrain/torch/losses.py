@@ -95,6 +95,10 @@ class LossWeights:
         # before they are reduced, where float16 on the wire could not hold them.
         self._per_sample = 0.0
 
+    def forget(self) -> None:
+        """Learn anew what a sample counts: where all ranks begin together, and data may be another."""
+        self._per_sample = 0.0
+
     def count(self, batch: Batch) -> Counted:
         """Return what counts of a batch."""
         weight, all_targets = denominator(self._loss, batch)

@@ -57,6 +57,7 @@ class _Step:
 
     started: list[Unit] = field(default_factory=list)
     active: Handle | None = None
+    numbers: Handle | None = None
 
 
 class Reducer:
@@ -93,6 +94,7 @@ class Reducer:
         self._step = _Step()
         self._generation = engine.generation()
         self._abandoned_active: Handle | None = None
+        self._abandoned_numbers: Handle | None = None
         self._packs = options.groups in (None, 0) and options.compression is NoneCompressor
         self._packed = False
         self._closing: bucket.Bucket | None = None  # the bucket that waits for what ranks tell each other
@@ -147,6 +149,8 @@ class Reducer:
         """Send each parameter alone again: a rank that is new to the run has no buckets yet."""
         self._packed, self._closing = False, None
         buckets = [unit for unit in self._units if isinstance(unit, bucket.Bucket)]
+        if not buckets:
+            return
         self._units = [unit for unit in self._units if not isinstance(unit, bucket.Bucket)]
         for unit in buckets:
             for param in unit.params:
@@ -195,7 +199,7 @@ class Reducer:
     def is_under_way(self) -> bool:
         """True from a step's first gradients that are sent, or wait to be, until they are reduced."""
         self._renew()
-        return bool(self._step.started) or (self._closing is not None and self._closing.ready > 0)
+        return bool(self._step.started) or any(unit.ready for unit in self._units)
 
     def set_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes a step, from the next step on."""
@@ -222,6 +226,7 @@ class Reducer:
         for unit in self._units:
             unit.abandon()
         self._abandoned_active = self._step.active
+        self._abandoned_numbers = self._step.numbers
 
     def _end_step(self) -> None:
         self._step = _Step()
@@ -309,10 +314,13 @@ class Reducer:
             self._start_what_others_have(found.counts)
         for unit in self._units:
             unit.begin_second_half()
-        correction = size / found.active if self.options.op == Average and found.active != size else 1.0
-        # Sums of the same whole numbers are equal, but a mean's factor may have rounded this one.
-        if found.weight and abs(found.weight - expected) > 1e-6 * expected:
-            correction *= expected / found.weight
+        correction = 1.0
+        if weight is None:
+            if self.options.op == Average and found.active != size:
+                correction = size / found.active
+        elif found.weight and abs(found.weight - expected) > 1e-5 * expected:
+            # Sums of the same whole numbers are equal, but float32 and a mean's factor have rounded this one.
+            correction = expected / found.weight
         for index, unit in enumerate(self._units):
             if unit.is_started:
                 present = None
@@ -364,11 +372,12 @@ class Reducer:
         options, native = self.options, engine.native()
         how = units.reduction(options, self.scale)
         if self._closing is not None:
-            vector = self._closing.header
-            vector.copy_(torch.tensor(numbers))
+            vector = self._closing.write_header(numbers)
             self._start(self._closing)
             self._closing.wait()
         else:
+            units.drain(self._abandoned_numbers)
+            self._abandoned_numbers = None
             vector = torch.tensor(numbers)
             part = native.allreduce_async_(
                 vector,
@@ -378,7 +387,8 @@ class Reducer:
                 postscale_factor=how.postscale_factor,
                 process_set=options.process_set,
             )
-            native.synchronize(part)
+            self._step.numbers = Handle([part], lambda _: None)
+            self._step.numbers.wait()
         factor = how.prescale_factor * how.postscale_factor
         return np.asarray(vector.numpy() / (factor / (options.process_set.size() if how.op == Average else 1)))
 

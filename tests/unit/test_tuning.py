@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from hvdtrain import launcher, tuning
@@ -21,7 +22,16 @@ YIELD = "OMPI_MCA_mpi_yield_when_idle"
 @pytest.fixture(autouse=True)
 def nothing_decided(monkeypatch):
     """A clean environment; malloc is left alone, since this process goes on to run other tests."""
-    for name in (*ONE_HOST, COPY, YIELD, tuning.PIECES, tuning.FUSION, tuning.CYCLE, "OMP_NUM_THREADS"):
+    for name in (
+        *ONE_HOST,
+        "HOROVOD_AUTOTUNE",
+        COPY,
+        YIELD,
+        tuning.PIECES,
+        tuning.FUSION,
+        tuning.CYCLE,
+        "OMP_NUM_THREADS",
+    ):
         monkeypatch.setenv(name, "")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv(tuning.KEEP_MEMORY, "0")
@@ -39,9 +49,33 @@ def horovod(*, rank=0, size=2, local_size=2, mpi=True, nccl=False):
     return SimpleNamespace(**{name: (lambda value=value: value) for name, value in facts.items()})
 
 
+class Host:
+    """A framework without a GPU, on ranks that may all use the same cores."""
+
+    def __init__(self, ranks=1, gpu=False):
+        self.ranks, self.gpu, self.given = ranks, gpu, []
+
+    def has_gpu(self):
+        return self.gpu
+
+    def use_huge_pages(self):
+        return False
+
+    def set_threads(self, threads):
+        self.given.append(threads)
+        return threads
+
+    def allgather(self, array, name):
+        return np.concatenate([array] * self.ranks)
+
+
+def prepare(engine="torch", host=None, *, nccl=False):
+    return tuning.prepare(engine, host or Host(), nccl=nccl)
+
+
 def test_ranks_of_one_host_copy_small_pieces_through_shared_memory(monkeypatch):
     launched(monkeypatch, ONE_HOST)
-    tuning.prepare("torch", gpu=False)
+    prepare()
     assert os.environ[YIELD] == "1"
     assert os.environ[COPY] == "none"
     assert int(os.environ[tuning.PIECES]) > 0
@@ -50,61 +84,102 @@ def test_ranks_of_one_host_copy_small_pieces_through_shared_memory(monkeypatch):
 
 def test_ranks_of_several_hosts_send_whole_tensors(monkeypatch):
     launched(monkeypatch, TWO_HOSTS)
-    tuning.prepare("torch", gpu=False)
+    prepare()
     assert tuning.PIECES not in os.environ
     assert COPY not in os.environ
 
 
-def test_gpus_keep_horovods_own_fusion_threshold(monkeypatch):
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_build_with_nccl_fuses_as_horovod_does_on_every_rank(gpu, monkeypatch):
     launched(monkeypatch, ONE_HOST)
-    tuning.prepare("torch", gpu=True)
+    prepare(host=Host(gpu=gpu), nccl=True)
+    assert tuning.FUSION not in os.environ
+
+
+def test_horovods_own_tuning_is_left_its_fusion_threshold(monkeypatch):
+    launched(monkeypatch, {**ONE_HOST, "HOROVOD_AUTOTUNE": "1"})
+    prepare()
     assert tuning.FUSION not in os.environ
 
 
 @pytest.mark.parametrize("variable", [YIELD, COPY, tuning.PIECES, tuning.FUSION])
 def test_what_the_user_set_stays_and_is_said(variable, monkeypatch):
     launched(monkeypatch, {**ONE_HOST, variable: "7"})
-    decided = tuning.prepare("torch", gpu=False)
+    decided = prepare()
     assert os.environ[variable] == "7"
     assert f"yours: {variable}=7" in tuning.describe(decided, horovod(), 1)
 
 
 def test_a_second_init_does_not_take_its_own_choices_for_the_users(monkeypatch):
     launched(monkeypatch, ONE_HOST)
-    tuning.prepare("torch", gpu=False)
-    assert tuning.prepare("torch", gpu=False).yours == []
+    prepare()
+    assert prepare().yours == []
 
 
 def test_pieces_that_are_no_number_are_refused(monkeypatch):
     monkeypatch.setenv(tuning.PIECES, "1MB")
     with pytest.raises(ValueError, match=r"HVDTRAIN_MPI_PIECE_BYTES='1MB'"):
-        tuning.prepare("torch", gpu=False)
+        prepare()
 
 
-@pytest.mark.parametrize(("cores", "local_size", "threads"), [(2, 2, 1), (16, 4, 4), (2, 4, 1), (7, 2, 3)])
-def test_cores_are_shared_out_over_the_ranks_of_a_host(cores, local_size, threads, monkeypatch):
-    monkeypatch.setattr(tuning, "usable_cores", lambda: cores)
-    given = []
-    tuning.settle(tuning.Tuning(True, False), horovod(local_size=local_size), given.append)
-    assert given == [threads]
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 2, 1), (16, 4, 4), (2, 4, 1), (7, 2, 3)])
+def test_cores_are_shared_out_over_the_ranks_that_may_use_them(cores, ranks, threads, monkeypatch):
+    monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(tuning, "_time_limit", lambda: float("inf"))
+    host = Host(ranks)
+    tuning.settle(tuning.Tuning(True), horovod(size=ranks, local_size=ranks), host)
+    assert host.given == [threads]
+
+
+def test_cores_that_a_launcher_gave_to_one_rank_alone_are_not_divided_again(monkeypatch):
+    monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    monkeypatch.setattr(tuning, "_time_limit", lambda: float("inf"))
+
+    class Bound(Host):
+        def allgather(self, array, name):
+            other = array.copy()
+            other[16:] = np.roll(array[16:], 4)  # the next four cores
+            return np.concatenate([array, other])
+
+    assert tuning.share_of_cores(Bound(), local_size=2) == 4
+
+
+def test_ranks_of_another_host_share_no_core(monkeypatch):
+    monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(tuning, "_time_limit", lambda: float("inf"))
+
+    class Far(Host):
+        def allgather(self, array, name):
+            other = array.copy()
+            other[0] ^= 1
+            return np.concatenate([array, other])
+
+    assert tuning.share_of_cores(Far(), local_size=1) == 2
+
+
+def test_a_containers_limit_on_processor_time_is_shared(monkeypatch):
+    monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(tuning, "_time_limit", lambda: 8.0)
+    assert tuning.share_of_cores(Host(2), local_size=2) == 4
 
 
 def test_threads_that_the_user_set_and_those_of_one_rank_are_left_alone(monkeypatch):
-    given = []
-    tuning.settle(tuning.Tuning(True, False), horovod(size=1, local_size=1), given.append)
+    host = Host(2)
+    tuning.settle(tuning.Tuning(True), horovod(size=1, local_size=1), host)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    tuning.settle(tuning.Tuning(True, False), horovod(), given.append)
-    assert given == []
+    tuning.settle(tuning.Tuning(True), horovod(), host)
+    assert host.given == []
 
 
 def test_what_was_decided_is_said_once_on_rank_0(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hvdtrain")
     launched(monkeypatch, ONE_HOST)
-    decided = tuning.prepare("torch", gpu=False)
-    tuning.settle(decided, horovod(rank=1), lambda threads: threads)
+    monkeypatch.setattr(tuning, "share_of_cores", lambda host, local_size: 1)
+    decided = prepare()
+    tuning.settle(decided, horovod(rank=1), Host(2))
     assert caplog.messages == []
     for _ in range(2):
-        tuning.settle(decided, horovod(), lambda threads: 1)
+        tuning.settle(decided, horovod(), Host(2))
     (line,) = caplog.messages
     assert line == (
         "2 ranks on 1 host, Open MPI, shared memory in pieces of 512 KiB, 1 thread a rank, cycle 1 ms, "
@@ -114,7 +189,7 @@ def test_what_was_decided_is_said_once_on_rank_0(monkeypatch, caplog):
 
 def test_gloo_on_one_host_is_told_of_open_mpi(monkeypatch):
     launched(monkeypatch, ONE_HOST)
-    decided = tuning.prepare("torch", gpu=False)
+    decided = prepare()
     assert "hvdtrain build" in tuning.describe(decided, horovod(mpi=False), 1)
 
 
@@ -136,10 +211,12 @@ def test_the_launcher_says_whether_ranks_share_a_host(variables, one, monkeypatc
 
 
 FREED = """
-import resource, sys
+import resource
+from types import SimpleNamespace
 import numpy as np
 from hvdtrain import tuning
-print(int(tuning.keep_freed_memory(one_arena=True)))
+host = SimpleNamespace(use_huge_pages=lambda: False)
+print(int(tuning.keep_freed_memory("tensorflow", host)))
 for _ in range(2):
     np.ones(10_000_000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

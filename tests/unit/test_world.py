@@ -96,6 +96,9 @@ class FakeHorovod:
     def local_size(self):
         return 1
 
+    def nccl_built(self):
+        return 0
+
 
 def test_a_launcher_that_announces_more_ranks_than_horovod_sees_is_refused(monkeypatch):
     monkeypatch.setitem(world._loaded, "torch", FakeHorovod())

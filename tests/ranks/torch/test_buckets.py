@@ -163,3 +163,45 @@ def test_weights_of_ranks_correct_a_mean_that_was_scaled_for_another_sum(hvd, ra
     assert total == pytest.approx(expected - ignored)
     right = sum((r + 1.0) * (4.0 + r - (ignored if r == 0 else 0)) for r in range(size)) / (expected - ignored)
     torch.testing.assert_close(param.grad, torch.full((2,), right))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "groups", "none"])
+def test_a_run_that_starts_over_lists_its_units_as_a_new_rank_would(hvd, kind, monkeypatch):
+    from hvdtrain.torch import engine, units
+
+    monkeypatch.setattr(units, "_BUCKET_BYTES", 64)  # several buckets under bf16
+    model = Many()
+    options = {
+        "bf16": {"compression": hvd.Compression.bf16},
+        "groups": {"groups": [[model.large.weight], [model.layers[3].weight, model.layers[0].bias]]},
+        "none": {},
+    }[kind]
+
+    def listed(optimizer):
+        return [unit.names for unit in optimizer._hvd_reducer._units]
+
+    optimizer = wrap(hvd, model, **options)
+    new = listed(optimizer)
+    for seed in range(2):
+        step(optimizer, model, hvd.rank(), seed=seed)
+    assert (listed(optimizer) == new) is (kind != "none")
+    engine.start_over()
+    step(optimizer, model, hvd.rank())
+    engine.start_over()
+    assert not optimizer._hvd_reducer.is_under_way
+    assert listed(optimizer) == new
+
+
+def test_a_parameter_that_changed_its_shape_is_named(hvd, rank):
+    from hvdtrain.errors import HvdTrainError
+
+    model = torch.nn.Linear(3, 3)
+    optimizer = wrap(hvd, model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.weight.data = torch.zeros(4, 3)
+    model.bias.data = torch.zeros(4)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(HvdTrainError, match=r"bias changed its shape.*\(4,\), was \(3,\)"):
+        optimizer.step()
