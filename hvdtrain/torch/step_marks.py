@@ -1,7 +1,8 @@
 """Where a PyTorch step begins, waits and ends: tells `hvdtrain.step_times`, attached from outside.
 
-A step ends when an optimizer has stepped. Data wait is the time from there to the first forward pass of any module,
-the backward pass is `loss.backward()`, and exposed communication the time in `Reducer.synchronize`.
+A step ends when an optimizer has stepped. Data wait is the time from there, and from each backward pass of an
+accumulated step, to the next forward pass of any module; the backward pass is `loss.backward()`, and exposed
+communication the time in `Reducer.synchronize`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def attach(recorder: Recorder) -> Callable[[], None]:
     marks = _Marks(recorder)
     synchronize, backward = Reducer.synchronize, torch.autograd.backward
     Reducer.synchronize = marks.timed(synchronize, recorder.waited)  # type: ignore[method-assign]
-    torch.autograd.backward = marks.timed(backward, recorder.went_backward)
+    torch.autograd.backward = marks.timed(backward, marks.went_backward)
     hook = register_optimizer_step_post_hook(marks.stepped)
     marks.expect_batch()
 
@@ -41,11 +42,14 @@ class _Marks:
         self._recorder = recorder
         self._hook: Any = None
         self._ended = recorder.clock()
+        self._waited_s = 0.0  # communication of the step under way when the batch before was done with
+        self._held = 0  # samples of the forward pass under way
+        self._samples = 0  # of the step under way
         self._depth: dict[Any, int] = {}
 
     def expect_batch(self) -> None:
         """Take the next forward pass for the sign that a batch is there."""
-        self._ended = self._recorder.clock()
+        self._ended, self._waited_s = self._recorder.clock(), self._recorder.waited_s
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(self._forward)
 
@@ -57,13 +61,17 @@ class _Marks:
 
     def _forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         # Reductions since then, of a metric perhaps, are counted as what they are.
-        gap = self._recorder.clock() - self._ended - self._recorder.waited_s
+        gap = self._recorder.clock() - self._ended - (self._recorder.waited_s - self._waited_s)
         self._recorder.waited_for_data(gap)
         self.ignore_batch()
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim():
-            self._recorder.facts["samples_per_step"] = max(
-                len(inputs[0]), self._recorder.facts.get("samples_per_step", 0)
-            )
+            self._held = len(inputs[0])
+
+    def went_backward(self, seconds: float) -> None:
+        """Count a backward pass; another batch may follow it before the step."""
+        self._recorder.went_backward(seconds)
+        self._samples, self._held = self._samples + self._held, 0
+        self.expect_batch()
 
     def timed(self, function: Callable[..., Any], add: Callable[[float], None]) -> Callable[..., Any]:
         """Return `function`, whose outermost calls are timed."""
@@ -89,6 +97,9 @@ class _Marks:
         """End the step."""
         _finish_gpu()
         facts = self._recorder.facts
+        if self._samples:
+            facts["samples_per_step"] = max(self._samples, facts.get("samples_per_step", 0))
+        self._samples = 0
         if "gradient_bytes" not in facts:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             facts["gradient_bytes"] = sum(g.numel() * g.element_size() for g in gradients)

@@ -172,3 +172,27 @@ def test_a_number_of_steps_that_is_none_is_an_error() -> None:
     done = python("import hvdtrain.torch", **{step_times.VARIABLE: "many"})
     assert done.returncode != 0
     assert "HVDTRAIN_STEP_TIMES must be a number of steps, 0 for all of them. Received: 'many'" in done.stderr
+
+
+def test_a_step_of_several_batches_holds_all_their_samples_and_waits() -> None:
+    code = """
+import time
+import torch
+import hvdtrain.torch as hvd
+from hvdtrain import step_times
+from hvdtrain.torch import step_marks
+hvd.init()
+recorder = step_times.Recorder()
+step_marks.attach(recorder)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    for _ in range(2):
+        time.sleep(0.02)  # the loader
+        model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(recorder.facts["samples_per_step"], recorder.summary().data_s >= 0.04)
+"""
+    done = python(code)
+    assert done.stdout.split() == ["6", "True"], done.stderr
