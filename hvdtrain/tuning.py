@@ -104,7 +104,7 @@ def prepare(engine: str, host: Host, *, nccl: bool) -> Tuning:
         else:
             tuning.yours.append(f"{variable}={os.environ[variable]}")
     if not tuning.nccl:
-        tuning.keeps_memory = keep_freed_memory(engine, host)
+        tuning.keeps_memory = keep_freed_memory(host, torch=engine == "torch" and not launcher.runs_on_jax(None))
     return tuning
 
 
@@ -155,7 +155,7 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
     return ", ".join(words)
 
 
-def keep_freed_memory(engine: str, host: Host) -> bool:
+def keep_freed_memory(host: Host, *, torch: bool) -> bool:
     """Let glibc keep what is freed, for the next step to use; return whether it does.
 
     A step frees its activations and gradients, and the next one allocates them anew. What was given back in between is
@@ -165,11 +165,12 @@ def keep_freed_memory(engine: str, host: Host) -> bool:
 
     In a heap that also holds the very largest blocks, gaps between them can cost as much memory again as the largest.
     torch maps those with huge pages instead, a 512th of the faults, if it was asked to before its first allocation.
-    TensorFlow cannot; it also allocates on several threads, each with a heap that is given back: those share one.
+    TensorFlow and JAX do not; they also allocate on several threads, each with a heap that is given back: those share
+    one.
 
     Args:
-        engine: "torch" or "tensorflow".
         host: this process's framework.
+        torch: whether that is what computes; JAX borrows torch's Horovod.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if own or os.environ.get(KEEP_MEMORY) == "0" or not sys.platform.startswith("linux"):
@@ -179,10 +180,10 @@ def keep_freed_memory(engine: str, host: Host) -> bool:
         os.confstr("CS_GNU_LIBC_VERSION")  # musl has a mallopt of no effect
     except (AttributeError, OSError, ValueError):
         return False
-    kept = _SMALL_BLOCKS if _has_huge_pages() and host.use_huge_pages() else _NEARLY_ALL_BLOCKS
+    kept = _SMALL_BLOCKS if torch and _has_huge_pages() and host.use_huge_pages() else _NEARLY_ALL_BLOCKS
     # Older versions of glibc take no more than the first.
     done = any(mallopt(_M_MMAP_THRESHOLD, limit) == 1 for limit in (kept, _SMALL_BLOCKS))
-    if done and engine == "tensorflow":
+    if done and not torch:
         mallopt(_M_ARENA_MAX, 1)
     return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
 
