@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from benchmarks.catalog import Peer
 from benchmarks.groups import GroupError
 from benchmarks.workloads import GPU, WORKLOADS, Workload
 
+_RESULTS = Path(__file__).parent / "results"
 SECTIONS = ("sweep", "steps", "startup", "overhead", "scaling", "growth")
 
 
@@ -33,6 +35,10 @@ class BadInputError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for, write it down, and show all results that there are."""
     options = _parser().parse_args(arguments)
+    options.out = options.out or (Path(tempfile.mkdtemp(prefix="benchmarks-")) if options.quick else _RESULTS)
+    everything = options.workload == options.peer == ["*"]
+    # What was measured for all must not be replaced by what was measured for a few.
+    options.section = options.section or (list(SECTIONS) if everything else ["steps"])
     try:
         failed = _measure(options)
     except BadInputError as error:
@@ -58,13 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--workload", type=_list, default=["*"], help="names or patterns, by commas: lenet,keras-*")
     parser.add_argument("--peer", type=_list, default=["*"], help="names or patterns, by commas: ddp,trainer")
-    parser.add_argument("--section", type=_list, default=list(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--section", type=_list, help=f"of {', '.join(SECTIONS)}; all, or steps where names are given")
     parser.add_argument("--np", type=int, default=2, help="ranks of a distributed peer")
     parser.add_argument("--rounds", type=int, default=steps.Plan.rounds, help="turns of each peer after each launch")
     parser.add_argument("--launches", type=int, default=steps.Plan.launches, help="how often peers are started anew")
     parser.add_argument("--seconds", type=float, default=steps.Plan.seconds, help="length of a turn")
     parser.add_argument("--horovod-python", help="interpreter whose Horovod the plain Horovod peers use")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, or a new one for --quick")
     parser.add_argument("--gpu", action="store_true", help="only what needs a GPU: one rank, bf16")
     parser.add_argument("--quick", action="store_true", help="a trial in under a minute: one workload, two peers")
     parser.add_argument("--show", action="store_true", help="measure nothing, show what is there")
@@ -148,6 +154,8 @@ def _plan(options: argparse.Namespace) -> steps.Plan:
         )
     if options.horovod_python and not (Path(options.horovod_python).parent / "horovodrun").exists():
         raise BadInputError(f"--horovod-python: no horovodrun beside it. Received: {options.horovod_python}")
+    # A core a rank for every peer: those that share out the cores by themselves would take the others, too.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.np])
     plan = steps.Plan(options.np, options.rounds, options.launches, options.seconds)
     return replace(plan, horovod_python=options.horovod_python)
 

@@ -18,7 +18,7 @@ ONE_THREAD = {
     "TF_NUM_INTEROP_THREADS": "1",
     "NPROC": "1",  # XLA's pool, on JAX
 }
-# glibc's malloc as `hvdtrain.init` sets it, by environment: tells its share of a gain from the exchange's.
+# glibc's malloc told to keep what is freed, about as `hvdtrain.init` does: tells its share of a gain.
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -70,7 +70,8 @@ TORCH = (
     Peer("accelerate", "Accelerate", "accelerate", "torchrun", environment=ONE_THREAD, needs=("accelerate",)),
     Peer("fabric", "Lightning Fabric", "fabric", "torchrun", environment=ONE_THREAD, needs=("lightning_fabric",)),
     Peer("horovod", "plain Horovod, default (Gloo)", "horovod", "horovodrun", ("--gloo",), ONE_THREAD, _HOROVOD),
-    Peer("horovod-tuned", "plain Horovod, hand-tuned", "horovod", "horovodrun", ("--mpi",), ONE_THREAD, _HOROVOD),
+    Peer("horovod-tuned", "plain Horovod, hand-tuned", "horovod", "horovodrun", ("--mpi",),
+         {**ONE_THREAD, **KEPT}, _HOROVOD),
     Peer("hvdtrain", "hvdtrain, drop-in", "hvdtrain", "horovodrun", needs=_HOROVOD),
     Peer("trainer", "hvdtrain, Trainer", "trainer", "horovodrun", needs=_HOROVOD),
 )  # fmt: skip
@@ -83,7 +84,7 @@ KERAS = (
 REFERENCE = Peer("reference", "one process, all batches", "reference", "python", environment=ONE_THREAD, ranks=1)
 NAMES = (*dict.fromkeys(peer.name for peer in (*TORCH, *KERAS)), "torch-trainer")
 
-# What a Horovod expert would try, on Horovod's own terms: the sweep that makes "hand-tuned" honest.
+# What a Horovod expert would try, on Horovod's own terms, beside keeping freed memory: makes "hand-tuned" honest.
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 SWEEP = {
     "HOROVOD_FUSION_THRESHOLD": ("0", str(1 << 20), str(128 << 20)),  # bytes; the last is Horovod's default

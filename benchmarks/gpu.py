@@ -43,11 +43,12 @@ def measure(workload: Workload, plan: Plan, folder: Path, *, say: Callable[[str]
     for entry in measured["peers"].values():
         if entry["status"] == "ok":
             entry["block_ms"], entry["step_ms"] = entry["block_mean_ms"], entry["mean_ms"]
+            entry["samples_per_s"] = round(workload.batch_size / entry["mean_ms"] * 1000, 1)
     measured["machine"]["gpus"] = gpus
     if against := ratio(measured, "trainer", "single"):
         say(f"trainer / plain loop: {against}, at most 1.01 wanted")
     if len(gpus) > 1:
-        timeline(workload, len(gpus), folder / f"{workload.name}-timeline.json", say=say)
+        timeline(workload, len(gpus), folder / "timelines" / f"{workload.name}.json", say=say)
     else:
         say("no timeline: overlap shows where gradients travel, which takes two GPUs")
     return measured
@@ -55,6 +56,7 @@ def measure(workload: Workload, plan: Plan, folder: Path, *, say: Callable[[str]
 
 def timeline(workload: Workload, ranks: int, path: Path, *, say: Callable[[str], None]) -> None:
     """Write Horovod's timeline of a few steps: chrome://tracing or ui.perfetto.dev shows it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     peer = replace(PEERS[1], ranks=ranks, environment={"HOROVOD_TIMELINE": str(path.absolute())})
     group = Group(peer, workload, ranks=ranks, data_ranks=ranks)
     try:

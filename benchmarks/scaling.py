@@ -25,7 +25,8 @@ def measure(
     raw: dict[str, Any] = {}
     for workload in (WORKLOADS[name] for name in _WORKLOADS if name in workloads):
         peers = [
-            replace(peer, name=f"{peer.name}-{ranks}", ranks=ranks)
+            # One thread a rank on any number of them: alone, the Trainer would leave a rank all cores.
+            replace(peer, name=f"{peer.name}-{ranks}", ranks=ranks, environment=catalog.ONE_THREAD)
             for peer in catalog.TORCH
             if peer.name in _PEERS and peer.name in names
             for ranks in RANKS

@@ -37,6 +37,7 @@ def measure(names: Sequence[str], plan: Plan, *, say: Callable[[str], None]) -> 
     return {
         "kind": "rows",
         "title": f"Start to the first finished step, LeNet, {plan.ranks} ranks",
+        "ranks": plan.ranks,
         "columns": ["peer", "ranks", "seconds", "/ DDP"],
         "rows": rows,
         "seconds": seconds,

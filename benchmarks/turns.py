@@ -68,10 +68,11 @@ class Turns:
 
     def _answer(self) -> None:
         self._settle()
-        now, marks = time.perf_counter(), self._marks
+        # The last step is done when its device is: what was only launched has not been measured.
+        now = time.perf_counter()
+        marks = [*self._marks[:-1], now]
         answer: dict[str, Any] = {
             "step_s": [later - earlier for earlier, later in itertools.pairwise(marks)],
-            "turn_s": now - marks[0],
             "cpu_s": time.process_time() - self._cpu_s,
             "done_at": time.monotonic(),  # one clock for all processes of a host
         }

@@ -14,7 +14,7 @@ import hvdtrain
 from benchmarks.turns import peak_kib, report, reset_peak
 from hvdtrain.callbacks import Callback
 
-STEPS = 50
+STEPS = 20
 FITS = 5
 
 
