@@ -276,6 +276,10 @@ def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType |
     module = load_engine(framework)
     if module is None:
         return None
+    if module.is_initialized():
+        # Horovod's init may be called again, by one rank alone too: then nothing may be a collective.
+        module.init(*args, **kwargs)
+        return module
     host: Collectives = importlib.import_module(_COLLECTIVES[framework])
     decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()))
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None

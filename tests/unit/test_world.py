@@ -81,6 +81,12 @@ def test_horovod_built_for_another_version_is_refused_under_a_launcher(monkeypat
 class FakeHorovod:
     """Sees one rank, whatever was launched."""
 
+    def __init__(self, initialized=False):
+        self.initialized = initialized
+
+    def is_initialized(self):
+        return self.initialized
+
     def init(self):
         pass
 
@@ -106,6 +112,13 @@ def test_a_launcher_that_announces_more_ranks_than_horovod_sees_is_refused(monke
     with pytest.raises(LaunchError, match=r"4 ranks.*sees 1 rank.*horovodrun"):
         world.init_engine("torch")
     monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert world.init_engine("torch").size() == 1
+
+
+def test_a_second_init_decides_nothing_and_needs_no_other_rank(monkeypatch):
+    monkeypatch.setitem(world._loaded, "torch", FakeHorovod(initialized=True))
+    monkeypatch.setattr(tuning, "prepare", None)
+    monkeypatch.setattr(tuning, "settle", None)
     assert world.init_engine("torch").size() == 1
 
 
