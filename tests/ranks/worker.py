@@ -111,7 +111,9 @@ def main(arguments: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     plugin = RankEvents(directory, rank)
     plugin.emit("begin", pid=os.getpid())
-    status = pytest.main(["--import-mode=importlib", "-p", "no:cacheprovider", *arguments], plugins=[plugin])
+    # A place of its own for temporary files: in a common one, ranks stumble over each other as they clean up.
+    own = ["--import-mode=importlib", "-p", "no:cacheprovider", f"--basetemp={directory / f'tmp-{rank}'}"]
+    status = pytest.main([*own, *arguments], plugins=[plugin])
     plugin.emit("end", status=int(status))
     plugin.stream.close()
     faulthandler.unregister(signal.SIGUSR1)
