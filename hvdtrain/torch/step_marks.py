@@ -45,6 +45,7 @@ class _Marks:
         self._waited_s = 0.0  # communication of the step under way when the batch before was done with
         self._held = 0  # samples of the forward pass under way
         self._samples = 0  # of the step under way
+        self._stepping = False  # until a torch optimizer has stepped: Keras's steps on torch are others' to mark
         self._depth: dict[Any, int] = {}
 
     def expect_batch(self) -> None:
@@ -70,6 +71,8 @@ class _Marks:
     def went_backward(self, seconds: float) -> None:
         """Count a backward pass; another batch may follow it before the step."""
         self._recorder.went_backward(seconds)
+        if not self._stepping:
+            return
         self._samples, self._held = self._samples + self._held, 0
         self.expect_batch()
 
@@ -96,6 +99,7 @@ class _Marks:
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the step."""
         _finish_gpu()
+        self._stepping = True
         facts = self._recorder.facts
         if self._samples:
             facts["samples_per_step"] = max(self._samples, facts.get("samples_per_step", 0))
