@@ -69,7 +69,9 @@ TORCH = (
     Peer("ddp-kept", "torch DDP, freed memory kept", "ddp", "torchrun", environment={**ONE_THREAD, **KEPT}),
     Peer("accelerate", "Accelerate", "accelerate", "torchrun", environment=ONE_THREAD, needs=("accelerate",)),
     Peer("fabric", "Lightning Fabric", "fabric", "torchrun", environment=ONE_THREAD, needs=("lightning_fabric",)),
-    Peer("horovod", "plain Horovod, default (Gloo)", "horovod", "horovodrun", ("--gloo",), ONE_THREAD, _HOROVOD),
+    # Stopped between its turns, Gloo would count the pause as a dead peer's after 30 s.
+    Peer("horovod", "plain Horovod, default (Gloo)", "horovod", "horovodrun", ("--gloo",),
+         {**ONE_THREAD, "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}, _HOROVOD),
     Peer("horovod-tuned", "plain Horovod, hand-tuned", "horovod", "horovodrun", ("--mpi",),
          {**ONE_THREAD, **KEPT}, _HOROVOD),
     Peer("hvdtrain", "hvdtrain, drop-in", "hvdtrain", "horovodrun", needs=_HOROVOD),

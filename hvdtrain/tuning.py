@@ -95,9 +95,9 @@ def prepare(engine: str, host: Host, *, nccl: bool) -> Tuning:
         # costs a system call and page-table walk a piece.
         wanted |= {PIECES: str(512 * 2**10), "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
-        # Only small tensors gain by being copied into one buffer; 64 MB would be copied in and out for nothing. Where
-        # Horovod tunes itself, what is set would be out of its reach.
-        wanted[FUSION] = str(2**20)
+        # Only small tensors gain by being copied into one buffer; 64 MB would be copied in and out for nothing. Larger
+        # ones also start a cycle at once. Where Horovod tunes itself, what is set would be out of its reach.
+        wanted[FUSION] = str(2**17)
     for variable, value in wanted.items():
         if os.environ.get(variable, value) == _ours.get(variable, value):
             os.environ[variable] = _ours[variable] = value

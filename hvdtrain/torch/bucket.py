@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from hvdtrain.torch.reducer import ReducerOptions
 
 # A gradient below the first is cheaper to copy than to send alone: 20 us of Python and a negotiation against two passes
-# through the cache. A bucket is sent when it is full: the second is what Horovod's background thread starts at once.
+# through the cache. A bucket is sent when it is full.
 _SMALL_BYTES = 2**18
 _BUCKET_BYTES = 2**20
+# The last bucket of backward is waited for by everybody, whatever it holds: little of what could have gone before.
+_LAST_BYTES = 2**15
 
 
 def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
@@ -35,7 +37,17 @@ def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
         if sum(p.nbytes for p in alike[-1]) + param.nbytes > _BUCKET_BYTES:
             alike.append([])
         alike[-1].append(param)
-    return [bucket for alike in buckets.values() for bucket in alike if len(bucket) > 1]
+    packed = [bucket for alike in buckets.values() for bucket in alike if len(bucket) > 1]
+    return packed[:-1] + _split_end(packed[-1]) if packed else []
+
+
+def _split_end(params: list[Parameter]) -> list[list[Parameter]]:
+    """Return a bucket in two: the second with what backward makes last, of `_LAST_BYTES` at most if it can be."""
+    room, first = _LAST_BYTES, len(params)
+    while first > 0 and (room := room - params[first - 1].nbytes) >= 0:
+        first -= 1
+    first = min(first, len(params) - 1)
+    return [params[:first], params[first:]] if first > 0 else [params]
 
 
 def can_tell(param: Parameter) -> bool:

@@ -57,7 +57,8 @@ def test_small_gradients_travel_as_one_from_the_second_step_on(hvd, rank, sent, 
     assert len(sent) == 10 + 1  # each parameter, and which gradients there are
     sent.clear()
     step(optimizer, model, rank)
-    assert sorted(sent) == ["large.bias.bucket", "large.weight"]  # what gradients there are travels with the bucket
+    # What backward makes last waits for what ranks have to tell each other; 200 kB that were ready before do not.
+    assert sorted(sent) == ["large.bias.bucket", "large.weight", "layers.3.bias.bucket"]
     assert_same_on_all_ranks(*model.parameters())
 
 
@@ -205,3 +206,14 @@ def test_a_parameter_that_changed_its_shape_is_named(hvd, rank):
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(HvdTrainError, match=r"bias changed its shape.*\(4,\), was \(3,\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "expected"),
+    [([1, 1, 1], [[1, 1, 1]]), ([100, 100, 1], [[1, 100], [100]]), ([1, 1, 100], [[100], [1, 1]]), ([100], [])],
+)
+def test_little_is_left_for_the_last_bucket(kilobytes, expected):
+    from hvdtrain.torch import bucket
+
+    params = [torch.nn.Parameter(torch.zeros(250 * kb)) for kb in kilobytes]
+    assert [[p.nbytes // 1000 for p in members] for members in bucket.pack(params)] == expected
