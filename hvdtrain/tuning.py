@@ -55,6 +55,10 @@ class Host(Protocol):
         """Ask the framework to map large blocks with huge pages; return whether it does."""
         ...
 
+    def starts_with_threads(self) -> bool:
+        """Return whether the number of threads must be known before anything is computed, a collective included."""
+        ...
+
     def set_threads(self, threads: int) -> int | None:
         """Compute with at most so many threads; return the number in force, None where that cannot be told."""
         ...
@@ -119,7 +123,10 @@ def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
     global _said
     if module.size() == 1:
         return
-    share = share_of_cores(host, local_size=module.local_size())  # a collective: whatever this rank's settings are
+    if host.starts_with_threads():
+        share = max(1, usable_cores() // module.local_size())
+    else:  # a collective: whatever this rank's settings are
+        share = share_of_cores(host, local_size=module.local_size())
     threads: int | None
     if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
         threads = int(os.environ["OMP_NUM_THREADS"])

@@ -39,6 +39,11 @@ def has_gpu() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
+def starts_with_threads() -> bool:
+    """Return True: TensorFlow's threads are started with its first operation."""
+    return True
+
+
 def set_threads(threads: int) -> int | None:
     """Compute each operation with at most `threads` threads, unless the user chose or TensorFlow already started."""
     if "TF_NUM_INTRAOP_THREADS" in os.environ:

@@ -38,6 +38,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def starts_with_threads() -> bool:
+    """Return False: torch's number of threads can change at any time."""
+    return False
+
+
 def set_threads(threads: int) -> int:
     """Compute with at most `threads` threads: fewer that the user asked for stay fewer."""
     if torch.get_num_threads() > threads:

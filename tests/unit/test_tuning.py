@@ -61,6 +61,9 @@ class Host:
     def use_huge_pages(self):
         return False
 
+    def starts_with_threads(self):
+        return False
+
     def set_threads(self, threads):
         self.given.append(threads)
         return threads
@@ -142,6 +145,21 @@ def test_cores_that_a_launcher_gave_to_one_rank_alone_are_not_divided_again(monk
             return np.concatenate([array, other])
 
     assert tuning.share_of_cores(Bound(), local_size=2) == 4
+
+
+def test_a_framework_that_starts_with_its_threads_is_given_them_before_any_collective(monkeypatch):
+    monkeypatch.setattr(tuning, "usable_cores", lambda: 8)
+
+    class Early(Host):
+        def starts_with_threads(self):
+            return True
+
+        def allgather(self, array, name):
+            raise AssertionError("its threads are running now")
+
+    host = Early(2)
+    tuning.settle(tuning.Tuning(True), horovod(), host)
+    assert host.given == [4]
 
 
 def test_ranks_of_another_host_share_no_core(monkeypatch):
