@@ -152,35 +152,7 @@ _WAKE = (
     ),
     Edit(
         "horovod/common/operations.cc",
-        "  for (const auto& n : names) {\n"
-        '    tensors_enqueued += n + "; ";\n'
-        "  }\n"
-        "  LOG(TRACE, horovod_global.global_controller->GetRank())\n"
-        '      << "Enqueued " << tensors_enqueued;\n\n'
-        "  // Only create groups larger than 1 tensor, unless disable_group_fusion is\n"
-        "  // requested. In that case, even single tensor groups are created to enforce\n"
-        "  // disabling fusion.\n"
-        "  if (tensors.size() > 1 || horovod_global.disable_group_fusion) {\n"
-        "    auto group_id = process_set.group_table.RegisterGroup(std::move(names));\n"
-        "    for (auto& message : messages) {\n"
-        "      message.set_group_id(group_id);\n"
-        "    }\n"
-        "  }\n\n"
         "  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n",
-        "  for (const auto& n : names) {\n"
-        '    tensors_enqueued += n + "; ";\n'
-        "  }\n"
-        "  LOG(TRACE, horovod_global.global_controller->GetRank())\n"
-        '      << "Enqueued " << tensors_enqueued;\n\n'
-        "  // Only create groups larger than 1 tensor, unless disable_group_fusion is\n"
-        "  // requested. In that case, even single tensor groups are created to enforce\n"
-        "  // disabling fusion.\n"
-        "  if (tensors.size() > 1 || horovod_global.disable_group_fusion) {\n"
-        "    auto group_id = process_set.group_table.RegisterGroup(std::move(names));\n"
-        "    for (auto& message : messages) {\n"
-        "      message.set_group_id(group_id);\n"
-        "    }\n"
-        "  }\n\n"
         "  int64_t bytes = 0;\n"
         "  for (const auto& e : entries) {\n"
         "    bytes += e.tensor == nullptr ? 0 : e.tensor->size();\n"
