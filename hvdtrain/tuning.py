@@ -208,7 +208,7 @@ def share_of_cores(host: Host, *, local_size: int) -> int:
     A core that several ranks of a host may use is shared among them; one that a launcher gave to this rank alone is
     its own. A container's limit on processor time is shared by its ranks.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = _cores()
     mask = np.zeros(_MOST_CORES, np.uint8)
     mask[[core for core in cores if core < _MOST_CORES]] = 1
     mine = np.concatenate([np.frombuffer(_host_id(), np.uint8), mask])
@@ -221,8 +221,12 @@ def share_of_cores(host: Host, *, local_size: int) -> int:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use: its affinity, or its container's share if that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cores, _time_limit())))
+    return max(1, int(min(len(_cores()), _time_limit())))
+
+
+def _cores() -> list[int]:
+    """Return the numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _host_id() -> bytes:
