@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
-import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import catalog, gpu, growth, overhead, report, scaling, startup, steps, sweep
+from benchmarks import asked, catalog, gpu, growth, overhead, report, scaling, startup, steps, sweep
+from benchmarks.asked import SECTIONS, BadInputError
 from benchmarks.catalog import Peer
 from benchmarks.groups import GroupError
 from benchmarks.workloads import GPU, WORKLOADS, Workload
 
 _RESULTS = Path(__file__).parent / "results"
-SECTIONS = ("sweep", "steps", "startup", "overhead", "scaling", "growth")
-
-
 # A result's name -> what measures it.
 Parts = dict[str, Callable[[], dict[str, Any]]]
-
-
-class BadInputError(Exception):
-    """What was asked for cannot be done; one line says why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for, write it down, and show all results that there are."""
     options = _parser().parse_args(arguments)
-    options.out = options.out or (Path(tempfile.mkdtemp(prefix="benchmarks-")) if options.quick else _RESULTS)
-    everything = options.workload == options.peer == ["*"]
-    # What was measured for all must not be replaced by what was measured for a few.
-    options.section = options.section or (list(SECTIONS) if everything else ["steps"])
     try:
-        failed = _measure(options)
+        asked.check(options)
+        options.out = options.out or (Path(tempfile.mkdtemp(prefix="benchmarks-")) if options.quick else _RESULTS)
+        failed = [] if options.show else _measure(options)
     except BadInputError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
@@ -61,18 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    plan = steps.Plan
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--workload", type=_list, default=["*"], help="names or patterns, by commas: lenet,keras-*")
-    parser.add_argument("--peer", type=_list, default=["*"], help="names or patterns, by commas: ddp,trainer")
+    parser.add_argument("--workload", type=_list, help="names or patterns, by commas: lenet,keras-*; default: all")
+    parser.add_argument("--peer", type=_list, help="names or patterns, by commas: ddp,trainer; default: all")
     parser.add_argument("--section", type=_list, help=f"of {', '.join(SECTIONS)}; all, or steps where names are given")
-    parser.add_argument("--np", type=int, default=2, help="ranks of a distributed peer")
-    parser.add_argument("--rounds", type=int, default=steps.Plan.rounds, help="turns of each peer after each launch")
-    parser.add_argument("--launches", type=int, default=steps.Plan.launches, help="how often peers are started anew")
-    parser.add_argument("--seconds", type=float, default=steps.Plan.seconds, help="length of a turn")
+    parser.add_argument("--np", type=int, help=f"ranks of a distributed peer [{plan.ranks}]")
+    parser.add_argument("--rounds", type=int, help=f"turns of each peer after each launch [{plan.rounds}]")
+    parser.add_argument("--launches", type=int, help=f"how often peers are started anew [{plan.launches}]")
+    parser.add_argument("--seconds", type=float, help=f"length of a turn [{plan.seconds}]")
     parser.add_argument("--horovod-python", help="interpreter whose Horovod the plain Horovod peers use")
     parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, or a new one for --quick")
     parser.add_argument("--gpu", action="store_true", help="only what needs a GPU: one rank, bf16")
-    parser.add_argument("--quick", action="store_true", help="a trial in under a minute: one workload, two peers")
+    parser.add_argument("--quick", action="store_true", help="a trial in under a minute: LeNet, two peers, short turns")
     parser.add_argument("--show", action="store_true", help="measure nothing, show what is there")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target was measured and not met")
     return parser
@@ -80,22 +70,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(options: argparse.Namespace) -> list[str]:
     """Measure and write down what is asked for; return the names of what failed as a whole."""
-    if options.show:
-        return []
-    if options.quick:
-        options.workload, options.peer, options.section = ["lenet"], ["ddp", "trainer"], ["steps"]
-        options.rounds, options.launches, options.seconds = 2, 1, 0.3
-    plan = _plan(options)
+    plan = asked.plan(options)
     if options.gpu:
-        return _run(_gpu_parts(plan, options.out), options.out)
-    workloads = [WORKLOADS[name] for name in _chosen("workload", options.workload, tuple(WORKLOADS))]
-    peers = _chosen("peer", options.peer, catalog.NAMES)
-    sections = _chosen("section", options.section, SECTIONS)
+        return _run(_gpu_parts(options.workload, plan, options.out), options.out)
+    few = (["lenet"], ["ddp", "trainer"]) if options.quick else (["*"], ["*"])
+    workloads = [WORKLOADS[name] for name in asked.choose("workload", options.workload or few[0], tuple(WORKLOADS))]
+    peers = asked.choose("peer", options.peer or few[1], catalog.NAMES)
+    sections = asked.sections(options)
+    asked.check_fixed(options, sections)
     absent = {each.name: each.missing() for workload in workloads for each in catalog.peers_of(workload)}
     if all(absent.get(name, "unknown") for name in peers):
         raise BadInputError(
             "nothing can run: " + "; ".join(f"{name} {absent.get(name, 'is for other workloads')}" for name in peers)
         )
+    asked.keep_to_cores(plan.ranks)
     parts: Parts = {}
     for workload in workloads:
         chosen = [peer for peer in catalog.peers_of(workload) if peer.name in peers]
@@ -136,36 +124,11 @@ def _with_best_settings(workload: Workload, peers: Sequence[Peer], folder: Path)
     return [tuned if peer == sweep.TUNED else peer for peer in peers]
 
 
-def _gpu_parts(plan: steps.Plan, folder: Path) -> Parts:
+def _gpu_parts(patterns: Sequence[str] | None, plan: steps.Plan, folder: Path) -> Parts:
+    names = asked.choose("GPU workload", patterns or ["*"], [each.name for each in GPU])
     if not gpu.devices():
         raise BadInputError("--gpu: no GPU is here (torch sees no CUDA device), so nothing was measured")
-    return {workload.name: partial(gpu.measure, workload, plan, folder, say=_say) for workload in GPU}
-
-
-def _plan(options: argparse.Namespace) -> steps.Plan:
-    for name in ("np", "rounds", "launches", "seconds"):
-        if getattr(options, name) <= 0:
-            raise BadInputError(f"--{name} must be > 0. Received: {getattr(options, name)}")
-    cores = len(os.sched_getaffinity(0))
-    if options.np > cores:
-        raise BadInputError(
-            f"--np {options.np} is more than the {cores} cores here: ranks would share cores, and no figure would mean "
-            "anything. Use a smaller --np; the section 'scaling' measures oversubscribed ranks, labelled so."
-        )
-    if options.horovod_python and not (Path(options.horovod_python).parent / "horovodrun").exists():
-        raise BadInputError(f"--horovod-python: no horovodrun beside it. Received: {options.horovod_python}")
-    # A core a rank for every peer: those that share out the cores by themselves would take the others, too.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.np])
-    plan = steps.Plan(options.np, options.rounds, options.launches, options.seconds)
-    return replace(plan, horovod_python=options.horovod_python)
-
-
-def _chosen(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that the patterns name. Raises BadInputError for a pattern that names none."""
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise BadInputError(f"no {what} is called {pattern!r}. There are: {', '.join(names)}")
-    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    return {each.name: partial(gpu.measure, each, plan, folder, say=_say) for each in GPU if each.name in names}
 
 
 def _draw(results: dict[str, dict[str, Any]], folder: Path) -> None:
@@ -184,7 +147,10 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("names nothing")
+    return names
 
 
 def _say(line: str) -> None:

@@ -19,13 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import catalog, facts, report, steps
+from benchmarks import asked, catalog, facts, report, steps
 from benchmarks.groups import Group, GroupError
 from benchmarks.workloads import WORKLOADS, Workload
 from hvdtrain.plan.model import Cluster, Step, forecast
 
 RANKS = 2
 TOLERANCE = 0.15
+_WORKLOADS = [name for name, each in WORKLOADS.items() if each.framework == "torch"]
 _PEERS = {peer.name: peer for peer in catalog.TORCH}
 _LINK = replace(_PEERS["hvdtrain"], name="link", script="link")
 # The ranks' own script without a launcher: np=1, in one process and in two at once.
@@ -99,18 +100,19 @@ def as_rows(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check each workload, show and write the result; 1 where a forecast misses by more than the tolerance."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_check", description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", default="mlp,convnet", help="names of PyTorch workloads, by commas")
+    parser.add_argument("--workload", default="mlp,convnet", help="names or patterns of PyTorch workloads, by commas")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each kind of process")
     parser.add_argument("--seconds", type=float, default=1.5, help="length of a turn")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the result")
     options = parser.parse_args(arguments)
-    names = options.workload.split(",")
-    if unknown := [name for name in names if name not in WORKLOADS or WORKLOADS[name].framework != "torch"]:
-        parser.error(f"no PyTorch workload: {', '.join(unknown)}")
     plan = steps.Plan(ranks=RANKS, rounds=options.rounds, launches=1, seconds=options.seconds)
     try:
+        names = asked.choose("PyTorch workload", options.workload.split(","), _WORKLOADS)
+        asked.require_positive("--rounds", options.rounds)
+        asked.require_positive("--seconds", options.seconds)
+        asked.keep_to_cores(RANKS)
         results = {name: check(WORKLOADS[name], plan) for name in names}
-    except GroupError as error:
+    except (asked.BadInputError, GroupError) as error:
         print(f"plan_check: {error}", file=sys.stderr)
         return 1
     document = as_rows(results)

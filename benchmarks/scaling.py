@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks import catalog, facts, steps
 from benchmarks.steps import Plan
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS as ALL
 
 RANKS = (1, 2, 4)
-_WORKLOADS = ("lenet", "convnet")
-_PEERS = ("ddp", "trainer")
+WORKLOADS = ("lenet", "convnet")
+PEERS = ("ddp", "trainer")
 
 
 def measure(
@@ -23,12 +23,12 @@ def measure(
     cores = len(os.sched_getaffinity(0))
     rows: list[list[Any]] = []
     raw: dict[str, Any] = {}
-    for workload in (WORKLOADS[name] for name in _WORKLOADS if name in workloads):
+    for workload in (ALL[name] for name in WORKLOADS if name in workloads):
         peers = [
             # One thread a rank on any number of them: alone, the Trainer would leave a rank all cores.
             replace(peer, name=f"{peer.name}-{ranks}", ranks=ranks, environment=catalog.ONE_THREAD)
             for peer in catalog.TORCH
-            if peer.name in _PEERS and peer.name in names
+            if peer.name in PEERS and peer.name in names
             for ranks in RANKS
         ]
         measured = steps.measure(workload, peers, replace(plan, ranks=max(RANKS)), say=say)["peers"]

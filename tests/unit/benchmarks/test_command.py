@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import catalog, gpu, sweep
+from benchmarks import asked, catalog, gpu, report, steps, sweep
 from benchmarks.__main__ import main
 from benchmarks.workloads import WORKLOADS
 
@@ -30,11 +30,20 @@ def test_without_horovod_its_peers_alone_are_refused(
         (["--workload", "lenet,resnet"], "no workload is called 'resnet'. There are: lenet, mlp, convnet"),
         (["--peer", "deepspeed"], "no peer is called 'deepspeed'. There are: single, alone, "),
         (["--section", "speed"], "no section is called 'speed'. There are: sweep, steps, startup"),
-        (["--rounds", "0"], "--rounds must be > 0. Received: 0"),
-        (["--seconds", "-1"], "--seconds must be > 0. Received: -1.0"),
-        (["--np", "4096"], "--np 4096 is more than the"),
+        (["--rounds", "0"], "--rounds must be > 0 and finite. Received: 0"),
+        (["--launches", "-2"], "--launches must be > 0 and finite. Received: -2"),
+        (["--seconds", "-1"], "--seconds must be > 0 and finite. Received: -1.0"),
+        (["--seconds", "nan"], "--seconds must be > 0 and finite. Received: nan"),
+        (["--seconds", "inf"], "--seconds must be > 0 and finite. Received: inf"),
+        (["--np", "4096"], "4096 ranks are more than the"),
         (["--horovod-python", "/nowhere/python"], "no horovodrun beside it. Received: /nowhere/python"),
         (["--show"], "no results in"),
+        (["--show", "--quick", "--workload", "mlp"], "--show has no use for --workload, --quick: leave it out"),
+        (["--gpu", "--peer", "trainer"], "--gpu has no use for --peer: leave it out"),
+        (["--gpu", "--np", "1", "--section", "steps"], "--gpu has no use for --section, --np: leave it out"),
+        (["--gpu", "--workload", "mlp"], "no GPU workload is called 'mlp'. There are: gpu-resnet50, gpu-transformer"),
+        (["--section", "scaling", "--workload", "mlp"], "section scaling has workloads lenet, convnet. Received: "),
+        (["--section", "growth", "--peer", "ddp"], "section growth has a peer of its own. Received: --peer ddp"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_1(
@@ -54,6 +63,28 @@ def test_without_a_gpu_the_gpu_set_says_so(
     monkeypatch.setattr(gpu, "devices", list)
     assert main(["--gpu", "--out", str(tmp_path)]) == 1
     assert "no GPU is here" in capsys.readouterr().err
+
+
+def test_the_gpu_set_measures_the_workloads_that_were_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(gpu, "devices", lambda: ["a GPU"])
+    monkeypatch.setattr(gpu, "measure", lambda workload, *_, **__: measured.append(workload.name) or {"kind": "rows"})
+    monkeypatch.setattr(report, "load", lambda folder: {})
+    main(["--gpu", "--workload", "*resnet*", "--out", str(tmp_path)])
+    assert measured == ["gpu-resnet50"]
+
+
+def test_a_quick_run_takes_what_was_named_and_its_own_choice_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for = []
+    monkeypatch.setattr(asked, "keep_to_cores", lambda ranks: None)
+    monkeypatch.setattr(steps, "measure", lambda *measured, **__: asked_for.append(measured) or {"kind": "rows"})
+    monkeypatch.setattr(report, "load", lambda folder: {})
+    main(["--quick", "--workload", "mlp", "--rounds", "3", "--out", str(tmp_path)])
+    [(workload, peers, plan)] = asked_for
+    assert (workload.name, [peer.name for peer in peers]) == ("mlp", ["ddp", "trainer"])
+    assert (plan.rounds, plan.launches, plan.seconds) == (3, 1, 0.3)
 
 
 def test_a_peer_that_is_not_installed_says_what_is_missing() -> None:

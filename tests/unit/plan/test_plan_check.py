@@ -16,6 +16,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stand in for the processes: two links, and step times in ms."""
     links = [{"gradient_bytes": 8e7, "overhead_s": 1e-3, "bytes_per_s": rate} for rate in (3e9, 5e9)]
     steps = {name: {"status": "ok", "step_ms": ms} for name, ms in (("single", 95), ("alone", 100), ("hvdtrain", 120))}
+    monkeypatch.setattr(plan_check.asked, "keep_to_cores", lambda ranks: None)
     monkeypatch.setattr(plan_check, "measure_link", lambda workload: links.pop(0))
     monkeypatch.setattr(plan_check.steps, "measure", lambda workload, peers, plan, say: {"peers": steps})
     return steps
@@ -44,8 +45,19 @@ def test_a_peer_that_fails_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_only_pytorch_workloads_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as info:
-        plan_check.main(["--workload", "mlp,keras-jax-mlp"])
-    assert info.value.code == 2
-    assert "no PyTorch workload: keras-jax-mlp" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--workload", "mlp,keras-jax-mlp"], "no PyTorch workload is called 'keras-jax-mlp'. There are: lenet, mlp"),
+        (["--rounds", "0"], "--rounds must be > 0 and finite. Received: 0"),
+        (["--seconds", "nan"], "--seconds must be > 0 and finite. Received: nan"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_runs(
+    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_check, "check", lambda workload, plan: pytest.fail("measured"))
+    assert plan_check.main([*arguments, "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"plan_check: {line}")
+    assert printed.count("\n") == 1
