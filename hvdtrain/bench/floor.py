@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -32,14 +33,14 @@ def parse_link(text: str) -> float:
     """Return the bytes a second of a link such as "25Gb/s" (bits) or "3GB/s" (bytes).
 
     Raises:
-        BenchError: it does not parse, or is not above zero.
+        BenchError: it does not parse, or is not above zero and finite.
     """
     try:
         rate = parse_rate(text)
     except ValueError as problem:
         raise BenchError(f"--link: {problem}") from None
-    if rate == 0:
-        raise BenchError(f"--link must be above zero. Received: --link {text}")
+    if not 0 < rate < math.inf:
+        raise BenchError(f"--link must be above zero and finite. Received: --link {text}")
     return rate
 
 

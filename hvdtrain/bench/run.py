@@ -83,7 +83,7 @@ def run(options: Options) -> None:
 
 def _check(options: Options) -> None:
     if not (math.isfinite(options.timeout_s) and options.timeout_s > 0):
-        raise BenchError(f"--timeout must be above zero seconds. Received: {options.timeout_s:g}")
+        raise BenchError(f"--timeout must be above zero seconds and finite. Received: {options.timeout_s:g}")
     until_end = options.steps == 0 and options.script is not None
     if options.steps is not None and options.steps < step_times.MIN_STEPS and not until_end:
         raise BenchError(f"--steps must be at least {step_times.MIN_STEPS}. Received: {options.steps}")

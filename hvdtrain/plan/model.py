@@ -296,17 +296,25 @@ def _seconds_per_byte(cluster: Cluster, *, hosts: int, local: int) -> tuple[floa
 
 def require_positive(name: str, value: float) -> None:
     """Raise ValueError unless value is above 0 and finite."""
-    if not (value > 0 and math.isfinite(value)):
+    if not (value > 0 and _is_finite(value)):
         raise ValueError(f"{name} must be above 0 and finite. Received: {value}")
 
 
 def require_not_negative(name: str, value: float) -> None:
     """Raise ValueError unless value is 0 or above, and finite."""
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must not be negative. Received: {value}")
+    if not (value >= 0 and _is_finite(value)):
+        raise ValueError(f"{name} must be 0 or above, and finite. Received: {value}")
 
 
 def require_share(name: str, value: float) -> None:
     """Raise ValueError unless value is above 0 and at most 1."""
     if not 0 < value <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1. Received: {value}")
+
+
+def _is_finite(value: float) -> bool:
+    """Return whether the arithmetic can hold value: an integer may be too large for it."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
