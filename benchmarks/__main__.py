@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -33,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BadInputError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
-    results, out = report.load(options.out), report.console()
+    results, foreign = report.load(options.out)
+    for line in foreign:
+        print(f"benchmarks: {line}", file=sys.stderr)
+    out = report.console()
     if not results:
         print(f"benchmarks: no results in {options.out}", file=sys.stderr)
         return 1
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         print(f"benchmarks: failed: {', '.join(failed)}", file=sys.stderr)
         return 1
-    return 1 if options.check and not all_met else 0
+    # What cannot be read may be what was missed.
+    return 1 if options.check and (foreign or not all_met) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +123,11 @@ def _measure_steps(workload: Workload, peers: Sequence[Peer], plan: steps.Plan, 
 def _with_best_settings(workload: Workload, peers: Sequence[Peer], folder: Path) -> list[Peer]:
     """Give the hand-tuned peer the settings that the last sweep has found; its title says so where none was made."""
     path = folder / f"sweep-{workload.name}.json"
-    tuned = sweep.best(json.loads(path.read_text()) if path.exists() else None)
+    try:
+        tuned = sweep.best(report.read(path) if path.exists() else None)
+    except report.ForeignFileError as error:
+        _say(str(error))
+        tuned = sweep.best(None)
     return [tuned if peer == sweep.TUNED else peer for peer in peers]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,31 @@ _WIDTH = 160  # columns, where no terminal says
 _BASES = {"ddp": "/ DDP", "single": "/ one process"}
 
 
-def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return all results in a folder, by the file's name."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+class ForeignFileError(Exception):
+    """A file holds no result of ours; one line names it and says what is wrong with it."""
+
+
+def load(folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return (all results in a folder by the file's name, a line about each file that holds none)."""
+    found, foreign = {}, []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path.stem] = read(path)
+        except ForeignFileError as error:
+            foreign.append(str(error))
     known = [name for name in EVERY if name in found]
-    return {name: found[name] for name in [*known, *(name for name in found if name not in known)]}
+    return {name: found[name] for name in [*known, *(name for name in found if name not in known)]}, foreign
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the result in a file. Raises ForeignFileError where there is none that can be shown and judged."""
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        show({path.stem: result}, Console(file=io.StringIO()))
+        targets.check({path.stem: result})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ForeignFileError(f"{path} holds no result ({type(error).__name__}: {error})") from None
+    return result
 
 
 def save(folder: Path, name: str, result: dict[str, Any]) -> None:

@@ -44,10 +44,12 @@ def measure(workload: Workload, plan: Plan, *, say: Callable[[str], None]) -> di
 def best(result: dict[str, Any] | None) -> Peer:
     """Return the hand-tuned peer with the fastest of the settings that `measure` has tried.
 
-    Without a result: with no fusion, which is what usually wins, and a title that says that nobody looked.
+    Without a result, or where its winner is none of today's settings: with no fusion, which is what usually wins, and
+    a title that says that nobody looked.
     """
     candidates = {each.name: each for each in catalog.sweep_of(TUNED)}
-    if result is None:
+    winner = result["rows"][0][0] if result else None
+    if winner not in candidates:
         unfused = next(each for each in candidates.values() if each.environment["HOROVOD_FUSION_THRESHOLD"] == "0")
         return replace(unfused, name=TUNED.name, title="plain Horovod, no fusion (no sweep made)")
-    return replace(candidates[result["rows"][0][0]], name=TUNED.name)
+    return replace(candidates[winner], name=TUNED.name)

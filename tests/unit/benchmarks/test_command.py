@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import asked, catalog, gpu, report, steps, sweep
-from benchmarks.__main__ import main
+from benchmarks.__main__ import _with_best_settings, main
 from benchmarks.workloads import WORKLOADS
 
 
@@ -69,7 +69,7 @@ def test_the_gpu_set_measures_the_workloads_that_were_named(tmp_path: Path, monk
     measured = []
     monkeypatch.setattr(gpu, "devices", lambda: ["a GPU"])
     monkeypatch.setattr(gpu, "measure", lambda workload, *_, **__: measured.append(workload.name) or {"kind": "rows"})
-    monkeypatch.setattr(report, "load", lambda folder: {})
+    monkeypatch.setattr(report, "load", lambda folder: ({}, []))
     main(["--gpu", "--workload", "*resnet*", "--out", str(tmp_path)])
     assert measured == ["gpu-resnet50"]
 
@@ -80,7 +80,7 @@ def test_a_quick_run_takes_what_was_named_and_its_own_choice_of_the_rest(
     asked_for = []
     monkeypatch.setattr(asked, "keep_to_cores", lambda ranks: None)
     monkeypatch.setattr(steps, "measure", lambda *measured, **__: asked_for.append(measured) or {"kind": "rows"})
-    monkeypatch.setattr(report, "load", lambda folder: {})
+    monkeypatch.setattr(report, "load", lambda folder: ({}, []))
     main(["--quick", "--workload", "mlp", "--rounds", "3", "--out", str(tmp_path)])
     [(workload, peers, plan)] = asked_for
     assert (workload.name, [peer.name for peer in peers]) == ("mlp", ["ddp", "trainer"])
@@ -125,6 +125,47 @@ def test_results_are_shown_without_measuring(tmp_path: Path, capsys: pytest.Capt
     assert main(["--show", "--out", str(tmp_path)]) == 0
     assert main(["--show", "--check", "--out", str(tmp_path)]) == 1
     assert "NOT MET" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"colour": "red"}',
+        '{"kind": "steps", "title": "x"}',
+        '{"kind": "rows", "title": "x", "columns": ["a"], "rows": 3, "commit": "c", "measured_at": "now"}',
+        b"\xff\xfe\x00",
+    ],
+)
+def test_a_file_that_holds_no_result_is_named_and_the_others_are_shown(
+    content: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "kind": "rows",
+        "title": "Start",
+        "columns": ["peer"],
+        "rows": [["DDP"]],
+        "commit": "c",
+        "measured_at": "now",
+    }
+    (tmp_path / "mine.json").write_text(json.dumps(row))
+    other = tmp_path / "lenet.json"
+    other.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert main(["--show", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "Start" in printed.out
+    assert printed.err.startswith(f"benchmarks: {other} holds no result (")
+    assert printed.err.count("\n") == 1
+    assert main(["--show", "--check", "--out", str(tmp_path)]) == 1
+
+
+def test_a_sweep_that_cannot_be_read_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep-lenet.json").write_text("{")
+    [tuned] = _with_best_settings(WORKLOADS["lenet"], [sweep.TUNED], tmp_path)
+    assert tuned.title.endswith("(no sweep made)")
+    assert "sweep-lenet.json holds no result (JSONDecodeError" in capsys.readouterr().out
+    assert sweep.best({"rows": [["a setting of old", 1.0]]}).title.endswith("(no sweep made)")
 
 
 def test_a_callers_own_settings_do_not_reach_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
