@@ -11,12 +11,14 @@ import importlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import agreement, sampling
+from hvdtrain.errors import HvdTrainError
 from hvdtrain.world import SoloWorld, World
 
 # Datasets that belong to a framework are read in that framework's folder, found by where their class was defined.
@@ -41,6 +43,25 @@ class Batch:
     local_count: int = 0  # samples on this rank
     global_count: int = 0  # samples on all ranks
     indices: NDArray[np.int64] | None = None  # which samples of the dataset, where that is known
+    done: int | None = None  # `Consumed.batches` with this step, where steps may be left out
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """What of an epoch is done already, by however many ranks.
+
+    Attributes:
+        samples: over all ranks.
+        batches: over all ranks, those included that a rank ended without.
+        size: how many ranks there were.
+    """
+
+    samples: int = 0
+    batches: int = 0
+    size: int = 1
+
+
+NOTHING = Consumed()
 
 
 class Source(Protocol):
@@ -49,8 +70,12 @@ class Source(Protocol):
     steps: int | None  # per epoch; None where only iterating tells
     facts: dict[str, Any]  # what must be equal on all ranks, as JSON
 
-    def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
-        """Yield this rank's batches of one epoch, in step with the other ranks."""
+    def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
+        """Return this rank's batches of one epoch, or of the rest of one, in step with the other ranks.
+
+        Orders are drawn, and workers started, before it returns: what is random in them draws here, and then only
+        batch by batch.
+        """
         ...
 
 
@@ -82,43 +107,64 @@ class IndexedSource:
         self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size, "seed": seed}
         self.steps: int | None = sampling.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
 
-    def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
-        """Yield batches by index arithmetic: no communication."""
-        return (self.batch(epoch, step, shuffle=shuffle) for step in range(self.steps or 0))
+    def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
+        """Return batches by index arithmetic: no communication, and no time for those that are done."""
+        left = self._num_samples - after.samples
+        steps = sampling.steps_per_epoch(left, batch_size=self._batch_size, size=self._world.size)
+        return (self.batch(epoch, step, shuffle=shuffle, start=after.samples) for step in range(steps))
 
-    def batch(self, epoch: int, step: int, *, shuffle: bool) -> Batch:
-        """Return this rank's batch of one step: O(batch_size) time and memory, whatever the number of samples."""
-        mine = self._shard(epoch, shuffle)
-        held = sampling.samples_in_step(step, self._num_samples, batch_size=self._batch_size, size=self._world.size)
+    def batch(self, epoch: int, step: int, *, shuffle: bool, start: int = 0) -> Batch:
+        """Return this rank's batch of one step, of those after the epoch's first `start` samples.
+
+        It takes O(batch_size) time and memory, whatever the number of samples.
+        """
+        mine = self._shard(epoch, shuffle, start)
+        left = self._num_samples - start
+        held = sampling.samples_in_step(step, left, batch_size=self._batch_size, size=self._world.size)
         indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
         # Nothing left: this rank's first samples, or any where it has none, are the filler.
         chosen = indices if len(indices) else mine[: self._batch_size] if len(mine) else np.zeros(1, np.int64)
         return Batch(*self._fetch(chosen), local_count=len(indices), global_count=held, indices=indices)
 
-    def _shard(self, epoch: int, shuffle: bool) -> sampling.Shard:
-        key = (epoch, shuffle, self._world.rank, self._world.size)
+    def _shard(self, epoch: int, shuffle: bool, start: int) -> sampling.Shard:
+        key = (epoch, shuffle, start, self._world.rank, self._world.size)
         kept, mine = self._kept
         if mine is None or kept != key:
-            rank, size = key[2:]
             mine = sampling.shard(
-                self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle
+                self._num_samples,
+                rank=self._world.rank,
+                size=self._world.size,
+                epoch=epoch,
+                seed=self._seed,
+                shuffle=shuffle,
+                start=start,
             )
             self._kept = (key, mine)  # in one piece: a prefetching thread may ask for another epoch meanwhile
         return mine
 
 
 class IteratedSource:
-    """Batches that can only be iterated; ranks may hold different numbers of them."""
+    """Batches that can only be iterated; ranks may hold different numbers of them.
 
-    def __init__(self, start: Callable[[int, bool], Iterator[Any]], *, world: World, steps: int | None = None) -> None:
-        self._start = start  # (epoch, shuffle) -> this rank's batches
+    Args:
+        start: (epoch, shuffle, what is done) -> this rank's batches of the rest.
+        world: whose ranks take them.
+        steps: per epoch, where that is known.
+    """
+
+    def __init__(
+        self, start: Callable[[int, bool, Consumed], Iterator[Any]], *, world: World, steps: int | None = None
+    ) -> None:
+        self._start = start
         self._world = world
         self.steps = steps
         self.facts: dict[str, Any] = {"steps": steps}
 
-    def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
-        """Yield batches until no rank has any left; a rank that runs out early goes on with empty ones."""
-        batches = iter(self._start(epoch, shuffle))
+    def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
+        """Return batches until no rank has any left; a rank that runs out early goes on with empty ones."""
+        return self._in_step(iter(self._start(epoch, shuffle, after)), after.batches)
+
+    def _in_step(self, batches: Iterator[Any], done: int) -> Iterator[Batch]:
         batch = Batch()
         while True:
             item = next(batches, None)
@@ -128,9 +174,10 @@ class IteratedSource:
             samples, going_on = self._world.allreduce(counts, name="samples_in_step")
             if not going_on:
                 return
+            done += self._world.size
             if samples:
                 # Indices of a share are not the whole dataset's.
-                yield replace(batch, global_count=int(samples), indices=None)
+                yield replace(batch, global_count=int(samples), indices=None, done=done)
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Source:
@@ -162,7 +209,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
 
 def _make_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
     if isinstance(data, Sharded):
-        return IteratedSource(_own_share(data.data, batch_size=batch_size, seed=seed), world=world)
+        return IteratedSource(_own_share(data.data, batch_size=batch_size, seed=seed, world=world), world=world)
     for base in type(data).__mro__:
         home = _FRAMEWORK_SOURCES.get(base.__module__.partition(".")[0])
         if home is None:
@@ -189,19 +236,34 @@ def _make_source(data: Any, *, batch_size: int, world: World, seed: int) -> Sour
     )
 
 
-def _own_share(data: Any, *, batch_size: int, seed: int) -> Callable[[int, bool], Iterator[Any]]:
+def _own_share(
+    data: Any, *, batch_size: int, seed: int, world: World
+) -> Callable[[int, bool, Consumed], Iterator[Any]]:
     """Return how to iterate data that shards itself: a loader as it is, anything else as one process would."""
     if hasattr(data, "dataset") and hasattr(data, "sampler"):  # a DataLoader, whose sampler knows its rank
 
-        def iterate(epoch: int, shuffle: bool) -> Iterator[Any]:
+        def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
             for part in (data.sampler, data.batch_sampler, data.dataset):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
             return iter(data)
 
-        return iterate
-    mine = _make_source(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
-    return lambda epoch, shuffle: mine.epoch(epoch, shuffle=shuffle)
+    else:
+        mine = _make_source(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
+
+        def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
+            return mine.epoch(epoch, shuffle=shuffle)
+
+    def iterate(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
+        if after.batches and after.size != world.size:
+            raise HvdTrainError(
+                "Data that is each rank's own share cannot be shared out anew in the middle of an epoch. Received: a "
+                f"checkpoint of {after.size} ranks, taken in epoch {epoch}, on {world.size} ranks. "
+                "Go on with as many ranks as before, or from a checkpoint of an epoch's end."
+            )
+        return islice(whole(epoch, shuffle), after.batches // after.size, None)
+
+    return iterate
 
 
 def _array_source(parts: tuple[Any, ...], batch_size: int, world: World, seed: int) -> IndexedSource:

@@ -123,11 +123,17 @@ class Shard:
             yield from self[first : first + _BLOCK].tolist()
 
 
-def shard(num_samples: int, *, rank: int, size: int, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> Shard:
-    """Return this rank's samples of one epoch, in O(1) memory; see `shard_indices` for the arguments."""
+def shard(
+    num_samples: int, *, rank: int, size: int, epoch: int = 0, seed: int = 0, shuffle: bool = True, start: int = 0
+) -> Shard:
+    """Return this rank's samples of one epoch, in O(1) memory; see `shard_indices` for the arguments.
+
+    Where `start` samples of the epoch are done already, by however many ranks, those that are left are shared out:
+    found by arithmetic, so that going on costs nothing.
+    """
     check_rank(rank, size)
     order = EpochOrder(num_samples, epoch=epoch, seed=seed, shuffle=shuffle)
-    return Shard(order.at, range(rank, num_samples, size))
+    return Shard(order.at, range(min(start + rank, num_samples), num_samples, size))
 
 
 def epoch_order(num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> Indices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 
 from hvdtrain import sampling
-from hvdtrain.data import IteratedSource, Source, tree_map
+from hvdtrain.data import Consumed, IteratedSource, Source, tree_map
 from hvdtrain.world import World
 
 log = logging.getLogger("hvdtrain")
@@ -37,8 +38,16 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
             type(data).__name__,
         )
 
-    def batches(epoch: int, shuffle: bool) -> Iterator[Any]:
-        order = sampling.shard(len(data), rank=world.rank, size=world.size, epoch=epoch, seed=seed, shuffle=shuffle)
+    def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
+        order = sampling.shard(
+            len(data),
+            rank=world.rank,
+            size=world.size,
+            epoch=epoch,
+            seed=seed,
+            shuffle=shuffle,
+            start=after.batches,
+        )
         return (data[int(index)] for index in order)
 
     return IteratedSource(batches, world=world, steps=-(-len(data) // world.size))
@@ -54,11 +63,17 @@ def _tf_dataset(data: Any, world: World) -> Source:
         raise ValueError(
             "data never ends. Received: an infinite tf.data.Dataset. Bound it with .take(batches an epoch)."
         )
-    mine = data.shard(world.size, world.rank) if world.size > 1 else data
     to_host = keras.backend.backend() != "tensorflow"
+    orders = itertools.count()  # how many the data's own shuffle has drawn
 
-    def batches(epoch: int, shuffle: bool) -> Iterator[Any]:
-        return (tree_map(np.asarray, item) for item in mine) if to_host else iter(mine)
+    def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
+        # It draws one for each iterator that is made: a run that goes on in epoch 3 must come to the fourth.
+        for _ in range(next(orders), epoch):
+            next(orders)
+            iter(data)
+        rest = data.skip(after.batches) if after.batches else data
+        items = iter(rest.shard(world.size, world.rank) if world.size > 1 else rest)
+        return (tree_map(np.asarray, item) for item in items) if to_host else items
 
     return IteratedSource(batches, world=world, steps=-(-cardinality // world.size) if cardinality > 0 else None)
 

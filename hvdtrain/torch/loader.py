@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain import sampling
-from hvdtrain.data import Batch, IteratedSource, Source, unpack
+from hvdtrain.data import NOTHING, Batch, Consumed, IteratedSource, Source, unpack
 from hvdtrain.world import World, current
 
 
@@ -52,20 +53,27 @@ class ShardSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self._total = dataset if isinstance(dataset, int) else len(dataset)
-        self._epoch = 0
+        self._epoch, self._start = 0, 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has."""
-        self._epoch = epoch
+    def set_epoch(self, epoch: int, *, start: int = 0) -> None:
+        """Choose the epoch whose order the next iteration has.
+
+        Args:
+            epoch: counts from 0.
+            start: how many samples of it are done already, over all ranks: the others are shared out.
+        """
+        self._epoch, self._start = epoch, start
 
     def __iter__(self) -> Iterator[int]:
         # What drop_last leaves out stands at the end of the order of all samples.
-        return iter(
-            sampling.Shard(self._order(self._epoch), range(self._world.rank, self.num_samples, self._world.size))
-        )
+        return iter(sampling.Shard(self._order(self._epoch), self._positions()))
 
     def __len__(self) -> int:
-        return len(range(self._world.rank, self.num_samples, self._world.size))
+        return len(self._positions())
+
+    def _positions(self) -> range:
+        first = min(self._start + self._world.rank, self.num_samples)
+        return range(first, self.num_samples, self._world.size)
 
     def _order(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         """Return the function from positions to samples."""
@@ -79,11 +87,15 @@ class _SharedOrder(ShardSampler):
         super().__init__(len(sampler), **options)
         self._sampler = sampler
 
-    def _order(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    def set_epoch(self, epoch: int, *, start: int = 0) -> None:
+        """Draw the epoch's order now, so that what is random in it does not depend on when a batch is fetched."""
+        super().set_epoch(epoch, start=start)
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        order = self._world.broadcast(np.fromiter(self._sampler, np.int64, self._total), name="sampler")
-        return order.__getitem__
+        self._drawn = self._world.broadcast(np.fromiter(self._sampler, np.int64, self._total), name="sampler")
+
+    def _order(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        return self._drawn.__getitem__
 
 
 def shard_loader(loader: DataLoader[Any], *, world: World, seed: int) -> DataLoader[Any]:
@@ -157,24 +169,29 @@ class LoaderSource:
             "shuffle": self._sampler.shuffle,
         }
 
-    def epoch(self, epoch: int, *, shuffle: bool) -> Iterator[Batch]:
-        """Yield batches; whether they are shuffled, the user's DataLoader says."""
+    def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
+        """Return batches; whether they are shuffled, the user's DataLoader says."""
+        return self._as_batches(self.items(epoch, after))
+
+    def _as_batches(self, items: Iterator[tuple[Any, int, int]]) -> Iterator[Batch]:
         filler: tuple[Any, Any, Any] = (None, None, None)
-        for item, local, held in self.items(epoch):
+        for item, local, held in items:
             filler = unpack(item) if item is not None else filler
             yield Batch(*filler, local_count=local, global_count=held)
 
-    def items(self, epoch: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield (what the loader yields, or None without samples left; samples of this rank; of all ranks).
+    def items(self, epoch: int, after: Consumed = NOTHING) -> Iterator[tuple[Any, int, int]]:
+        """Return (what the loader yields, or None without samples left; samples of this rank; of all ranks).
 
         Counts are arithmetic: what a collate_fn returns need not tell how many samples it holds.
         """
-        rank, size, num_samples = self._world.rank, self._world.size, self._sampler.num_samples
-        self._sampler.set_epoch(epoch)
-        batches = iter(self._loader)
-        for step in range(self.steps or 0):
-            held = sampling.samples_in_step(step, num_samples, batch_size=self._batch_size, size=size)
-            local = len(range(rank, num_samples, size)[step * self._batch_size : (step + 1) * self._batch_size])
+        self._sampler.set_epoch(epoch, start=after.samples)
+        return self._counted(iter(self._loader), self._sampler.num_samples - after.samples)
+
+    def _counted(self, batches: Iterator[Any], left: int) -> Iterator[tuple[Any, int, int]]:
+        rank, size, batch_size = self._world.rank, self._world.size, self._batch_size
+        for step in range(sampling.steps_per_epoch(left, batch_size=batch_size, size=size)):
+            held = sampling.samples_in_step(step, left, batch_size=batch_size, size=size)
+            local = len(range(rank, left, size)[step * batch_size : (step + 1) * batch_size])
             yield (next(batches) if local else None), local, held
 
 
@@ -185,32 +202,30 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
     if not isinstance(data, DataLoader):
         return None
     if isinstance(data.dataset, IterableDataset):
-        return IteratedSource(lambda epoch, shuffle: _every_size_th(data, epoch, world), world=world)
+        return IteratedSource(lambda epoch, _, after: _every_size_th(data, epoch, after, world), world=world)
     if not len(data.sampler):  # type: ignore[arg-type]
         raise ValueError(
             f"data holds no samples. Received: a DataLoader over a dataset of length 0 on rank {world.rank}"
         )
     if data.batch_size is None:  # a batch_sampler of the user's own
-        return IteratedSource(lambda epoch, shuffle: _own_batches(data, epoch, world), world=world)
+        return IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, world), world=world)
     return LoaderSource(data, world=world, seed=seed)
 
 
-def _own_batches(loader: DataLoader[Any], epoch: int, world: World) -> Iterator[Any]:
+def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: World) -> Iterator[Any]:
     """Share out the batches that a user's batch_sampler makes on rank 0: it may draw at random on each rank."""
     sampler: Any = loader.batch_sampler or loader.sampler
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     batches = world.broadcast_object([np.asarray(batch).tolist() for batch in sampler], name="batch_sampler")
-    mine = batches[world.rank :: world.size]
+    mine = batches[after.batches + world.rank :: world.size]
     return iter(
         _like(loader, batch_sampler=mine) if loader.batch_sampler else _like(loader, batch_size=None, sampler=mine)
     )
 
 
-def _every_size_th(loader: DataLoader[Any], epoch: int, world: World) -> Iterator[Any]:
+def _every_size_th(loader: DataLoader[Any], epoch: int, after: Consumed, world: World) -> Iterator[Any]:
     """Keep every size-th of the batches that each rank iterates: they must come in the same order on all of them."""
     if hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
-    for index, item in enumerate(loader):
-        if index % world.size == world.rank:
-            yield item
+    return islice(iter(loader), after.batches + world.rank, None, world.size)

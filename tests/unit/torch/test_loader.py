@@ -52,7 +52,7 @@ def test_samples_are_counted_by_arithmetic_whatever_a_collate_fn_returns():
     assert [batch.local_count for batch in source.epoch(0, shuffle=False)] == [4, 4, 2]
 
 
-def test_a_sampler_that_shards_itself_is_refused_with_the_way_out():
+def test_a_sampler_that_shards_itself_is_refused_with_the_way_out(hvd):
     from hvdtrain.torch.elastic import ElasticSampler
 
     with pytest.raises(TypeError, match=r"ElasticSampler.*hvdtrain\.Sharded"):

@@ -1,0 +1,66 @@
+"""A torch DataLoader or stream that is gone on with in the middle of an epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
+
+from hvdtrain.data import Consumed, as_source
+from hvdtrain.world import SoloWorld
+
+
+class FakeWorld(SoloWorld):
+    def __init__(self, rank, size):
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def broadcast_object(self, obj, *, root=0, name="object"):
+        return obj  # what rank 0 would have drawn too
+
+
+ROWS = TensorDataset(torch.arange(23.0)[:, None])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(23.0)[:, None])
+
+
+class Drawn(Sampler):
+    def __len__(self):
+        return 23
+
+    def __iter__(self):
+        return iter(np.random.default_rng(5).permutation(23).tolist())
+
+
+DATA = {
+    "shuffled": lambda: DataLoader(ROWS, batch_size=3, shuffle=True),
+    "workers": lambda: DataLoader(ROWS, batch_size=3, num_workers=1),
+    "own sampler": lambda: DataLoader(ROWS, batch_size=3, sampler=Drawn()),
+    "own batches": lambda: DataLoader(ROWS, batch_sampler=BatchSampler(SequentialSampler(ROWS), 3, drop_last=False)),
+    "stream": lambda: DataLoader(Stream(), batch_size=3),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 3)])
+def test_the_rest_of_an_epoch_is_what_was_not_seen(kind, before, after):
+    def iterators(size, done):
+        made = []
+        for rank in range(size):
+            source = as_source(DATA[kind](), batch_size=3, world=FakeWorld(rank, size), seed=0)
+            # Ranks of this fake world run one after the other: each counts its own batches as the step's.
+            made.append(source.epoch(0, shuffle=True, after=done))
+        return made
+
+    seen, steps = [], 2
+    for mine in iterators(before, Consumed()):
+        for _, batch in zip(range(steps), mine, strict=False):
+            seen += [int(v) for v in batch.inputs[: batch.local_count, 0]]
+    done = Consumed(len(seen), steps * before, before)
+    for mine in iterators(after, done):
+        seen += [int(v) for batch in mine if batch.local_count for v in batch.inputs[: batch.local_count, 0]]
+    assert sorted(seen) == list(range(23))
