@@ -67,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", action="store_true", help="only what needs a GPU: one rank, bf16")
     parser.add_argument("--quick", action="store_true", help="a trial in under a minute: LeNet, two peers, short turns")
     parser.add_argument("--show", action="store_true", help="measure nothing, show what is there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a target was measured and not met")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="exit with 1 where a measured target's median misses it, unsure ones too, or a file cannot be read",
+    )
     return parser
 
 

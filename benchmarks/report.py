@@ -76,8 +76,15 @@ def show_targets(results: dict[str, dict[str, Any]], out: Console) -> bool:
     words = {True: "met", False: "[bold]NOT MET[/bold]"}
     for each in verdicts:
         if each.measured:
-            table.add_row(each.text, f"{each.limit:g}", escape(str(each.measured)), words[each.met], each.note)
+            verdict = words[each.met] if each.sure else f"unsure, {words[each.met]}"
+            table.add_row(each.text, f"{each.limit:g}", escape(str(each.measured)), verdict, each.note)
     out.print(table)
+    if unsure := [each for each in verdicts if not each.sure]:
+        missed = sum(each.met is False for each in unsure)
+        out.print(
+            f"{len(unsure)} unsure: the quartiles lie on both sides of the limit. The median counts, for --check too: "
+            f"by it {len(unsure) - missed} met, {missed} not."
+        )
     if missing := sum(each.measured is None for each in verdicts):
         out.print(f"{missing} of {len(verdicts)} targets are not measured in these results.")
     return all(each.met is not False for each in verdicts)

@@ -31,8 +31,13 @@ class Verdict:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing was measured. The median decides; the spread says how sure it is."""
+        """None where nothing was measured. The median decides; the quartiles say how sure it is."""
         return None if self.measured is None else self.measured.median <= self.limit
+
+    @property
+    def sure(self) -> bool:
+        """False where the quartiles lie on both sides of the limit: another run may well say the opposite."""
+        return self.measured is None or not self.measured.low <= self.limit < self.measured.high
 
 
 def check(results: Results) -> list[Verdict]:

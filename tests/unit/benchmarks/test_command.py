@@ -120,11 +120,17 @@ def test_results_are_shown_without_measuring(tmp_path: Path, capsys: pytest.Capt
     assert "1.100 [1.000-1.300]" in printed
     assert "met" in printed
     assert "1.100 [1.000-1.300]" in (tmp_path / "tables.txt").read_text()
+    assert "1 unsure" in printed
+    assert "by it 1 met, 0 not." in printed
     row["ratios"]["trainer"]["median"] = 1.3  # type: ignore[index]
     (tmp_path / "startup.json").write_text(json.dumps(row))
     assert main(["--show", "--out", str(tmp_path)]) == 0
     assert main(["--show", "--check", "--out", str(tmp_path)]) == 1
-    assert "NOT MET" in capsys.readouterr().out
+    assert "unsure, NOT MET" in capsys.readouterr().out
+    row["ratios"]["trainer"] = {"median": 1.3, "low": 1.25, "high": 1.4}  # type: ignore[index]
+    (tmp_path / "startup.json").write_text(json.dumps(row))
+    assert main(["--show", "--check", "--out", str(tmp_path)]) == 1
+    assert "unsure" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

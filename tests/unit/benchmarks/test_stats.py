@@ -38,6 +38,18 @@ def test_a_target_is_met_at_its_limit_missed_above_it_and_open_without_a_figure(
     assert verdicts["lenet: trainer / DDP, step time"].met is None
 
 
+def test_a_target_whose_quartiles_cross_its_limit_is_unsure_and_judged_by_its_median() -> None:
+    def verdict(low: float, median: float, high: float) -> tuple[bool | None, bool]:
+        found = targets.Verdict("t", 1.0, stats.Spread(median, low, high))
+        return found.met, found.sure
+
+    assert verdict(0.8, 0.9, 1.0) == (True, True)
+    assert verdict(0.8, 0.9, 1.1) == (True, False)
+    assert verdict(1.0, 1.1, 1.2) == (False, False)
+    assert verdict(1.01, 1.1, 1.2) == (False, True)
+    assert targets.Verdict("t", 1.0, None).sure
+
+
 def test_figures_of_another_number_of_ranks_are_no_verdict() -> None:
     result = {**steps(ddp=[100.0], trainer=[60.0]), "ranks": 4}
     assert all(each.met is None for each in targets.check({"mlp": result}))
