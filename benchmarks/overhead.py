@@ -9,9 +9,9 @@ from typing import Any
 from benchmarks import catalog, facts, steps
 from benchmarks.catalog import Peer
 from benchmarks.groups import GroupError
-from benchmarks.stats import spread
 from benchmarks.steps import Plan
 from benchmarks.workloads import TINY
+from hvdtrain.step_times import Spread
 
 _PEERS = (
     Peer("single", "bare loop", "plain", "python", environment=catalog.ONE_THREAD, ranks=1),
@@ -26,7 +26,7 @@ def measure(plan: Plan, *, say: Callable[[str], None]) -> dict[str, Any]:
     if any(peer["status"] != "ok" for peer in peers.values()):
         raise GroupError(f"overhead: {[peer.get('why', '') for peer in peers.values()]}")
     bare, ours = (peers[peer.name]["block_mean_ms"] for peer in _PEERS)
-    extra = spread([1000 * (b - a) for a, b in zip(bare, ours, strict=True)])
+    extra = Spread.of([1000 * (b - a) for a, b in zip(bare, ours, strict=True)])
     say(f"the Trainer adds {extra} us a step")
     return {
         "kind": "rows",

@@ -11,7 +11,7 @@ import matplotlib as mpl
 mpl.use("Agg")  # there may be no display
 import matplotlib.pyplot as plt
 
-from benchmarks.stats import spread
+from hvdtrain.step_times import Spread
 
 _COLOURS = {"trainer": "#0b6e4f", "hvdtrain": "#3aa17e", "ddp": "#c8553d"}
 _COLUMNS = 2
@@ -38,7 +38,7 @@ def _panel(axis: Any, result: dict[str, Any]) -> None:
     """Draw medians with their quartiles; hatched bars train on one process, or on several without exchange."""
     shown = {name: peer for name, peer in result["peers"].items() if peer["status"] == "ok"}
     for row, (name, peer) in enumerate(shown.items()):
-        blocks = spread(peer["block_ms"])
+        blocks = Spread.of(peer["block_ms"])
         errors = [[blocks.median - blocks.low], [blocks.high - blocks.median]]
         reference = name in ("single", "alone")
         axis.barh(row, blocks.median, xerr=errors, height=0.7, color=_COLOURS.get(name, "#9aa5b1"), ecolor="#333333",

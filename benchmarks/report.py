@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import targets
-from benchmarks.stats import ratio, spread
+from benchmarks.stats import ratio
 from benchmarks.workloads import EVERY
+from hvdtrain.step_times import Spread
 
 _WIDTH = 160  # columns, where no terminal says
 # Against what the tables hold each peer.
@@ -113,7 +114,7 @@ def _show_steps(result: dict[str, Any], out: Console) -> None:
             why = escape(f"{peer['status']}: {peer['why'].splitlines()[0]}")
             table.add_row(peer["title"], str(peer["ranks"]), why)
             continue
-        blocks = spread(peer["block_ms"])
+        blocks = Spread.of(peer["block_ms"])
         table.add_row(
             peer["title"],
             str(peer["ranks"]),

@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks import catalog, facts
 from benchmarks.catalog import Peer
 from benchmarks.groups import Group
-from benchmarks.stats import spread
 from benchmarks.steps import Plan
 from benchmarks.workloads import WORKLOADS
+from hvdtrain.step_times import Spread
 
 PEERS = ("ddp", "horovod", "hvdtrain", "trainer")
 
@@ -27,10 +27,10 @@ def measure(names: Sequence[str], plan: Plan, *, say: Callable[[str], None]) -> 
     rows = []
     ratios = {}
     for peer in peers:
-        own = spread(seconds[peer.name])
+        own = Spread.of(seconds[peer.name])
         against = ""
         if "ddp" in seconds:
-            ratio = spread([a / b for a, b in zip(seconds[peer.name], seconds["ddp"], strict=True)])
+            ratio = Spread.of([a / b for a, b in zip(seconds[peer.name], seconds["ddp"], strict=True)])
             ratios[peer.name], against = vars(ratio), str(ratio)
         rows.append([peer.title, plan.ranks, str(own), against])
         say(f"{peer.name}: {own} s")

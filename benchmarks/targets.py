@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.stats import Spread, ratio
+from benchmarks.stats import ratio
+from hvdtrain.step_times import Spread
 
 Results = dict[str, dict[str, Any]]
 RANKS = 2

@@ -37,16 +37,19 @@ class Spread:
     """Median and quartiles of what was measured, in its own unit."""
 
     median: float
-    q1: float
-    q3: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}-{self.high:.3f}]"
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of `values`; of a single one, that one three times."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, q1, q3)
+        """Return the spread of `values`; fewer than four have no quartiles: then the smallest and largest."""
+        if len(values) < 4:
+            return cls(statistics.median(values), min(values), max(values))
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class Recorder:
         if len(self._steps) < MIN_STEPS:
             return None
         spread = Spread.of([step.total for step in self._steps])
-        middle = [step for step in self._steps if spread.q1 <= step.total <= spread.q3] or [*self._steps]
+        middle = [step for step in self._steps if spread.low <= step.total <= spread.high] or [*self._steps]
         whole = sum(step.total for step in middle)
 
         def part(of: Callable[[_Step], float]) -> float:

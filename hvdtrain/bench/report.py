@@ -152,7 +152,7 @@ def time_of(seconds: float) -> str:
 def quartiles_of(spread: Spread) -> str:
     """Return the quartiles, in the median's unit."""
     factor, unit = _unit(spread.median)
-    return f"{three_digits(spread.q1 * factor)} - {three_digits(spread.q3 * factor)} {unit}"
+    return f"{three_digits(spread.low * factor)} - {three_digits(spread.high * factor)} {unit}"
 
 
 def size_of(num_bytes: int) -> str:

@@ -201,7 +201,7 @@ def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.F
         reduced=facts.get("reduced", True),
         wire=facts.get("wire", "none"),
         framework=facts.get("framework", "torch"),
-        noise=(step.q3 - step.q1) / whole,
+        noise=(step.high - step.low) / whole,
         communication=slowest.summary.communication_s / whole,
         data=slowest.summary.data_s / whole,
         data_s=slowest.summary.data_s,
@@ -234,7 +234,7 @@ def floor_notes(points: Sequence[sweep.Point], link: float | None) -> list[str]:
     else:
         told = (
             "Floor: 2(N-1)/N * bytes / the speed at which each rank, with one thread, copies as many bytes in memory "
-            f"while all do: {copy.median / 1e9:.3g} GB/s ({copy.q1 / 1e9:.3g} - {copy.q3 / 1e9:.3g}) at the last size."
+            f"while all do: {copy.median / 1e9:.3g} GB/s ({copy.low / 1e9:.3g} - {copy.high / 1e9:.3g}) at the last size."
         )
     found = sweep.fit(points)
     line = [] if found is None else [

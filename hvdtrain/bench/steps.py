@@ -10,7 +10,7 @@ from hvdtrain.bench.launch import BenchError, Outcome
 from hvdtrain.bench.sweep import Fit
 from hvdtrain.step_times import MARK, MIN_STEPS, WARMUP_STEPS, RankTimes, Summary
 
-_QUARTILES_TO_SIGMA = 1.349  # q3 - q1 of a normal distribution, in standard deviations
+_QUARTILES_TO_SIGMA = 1.349  # between the quartiles of a normal distribution, in standard deviations
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Steps:
         own_s = self.slowest.own_s
         found: dict[str, Any] = {
             "step_s": own_s,
-            "spread_s": (summary.step_s.q3 - summary.step_s.q1) / _QUARTILES_TO_SIGMA,
+            "spread_s": (summary.step_s.high - summary.step_s.low) / _QUARTILES_TO_SIGMA,
             "ranks": size,
         }
         found |= {key: facts[key] for key in ("gradient_bytes", "samples_per_step", "framework") if key in facts}

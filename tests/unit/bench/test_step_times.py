@@ -124,9 +124,11 @@ def test_a_damaged_report_is_an_error_of_known_kind(text: str) -> None:
         RankTimes.from_json(text)
 
 
-def test_spread_of_one_value_is_that_value() -> None:
+def test_spread_of_many_values_is_their_quartiles_and_of_few_their_range() -> None:
     assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
-    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Spread(3.0, 2.0, 4.0)
+    assert str(Spread(1.0, 0.9996, 1.25)) == "1.000 [1.000-1.250]"
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import stats, targets
+from benchmarks import targets
+from benchmarks.stats import ratio
+from hvdtrain.step_times import Spread
 
 
 def steps(**block_ms: list[float]) -> dict[str, Any]:
@@ -15,20 +17,15 @@ def steps(**block_ms: list[float]) -> dict[str, Any]:
 
 def test_what_slows_both_peers_down_cancels_out_of_their_ratio() -> None:
     result = steps(ddp=[10.0, 30.0, 20.0], trainer=[9.0, 27.0, 18.0])
-    found = stats.ratio(result, "trainer", "ddp")
+    found = ratio(result, "trainer", "ddp")
     assert found is not None
     assert (found.low, found.median, found.high) == pytest.approx((0.9, 0.9, 0.9))
-
-
-def test_spread_of_many_turns_is_their_quartiles_and_of_few_their_range() -> None:
-    assert stats.spread([1, 2, 3, 4, 100]) == stats.Spread(3, 2, 4)
-    assert stats.spread([3, 1, 2]) == stats.Spread(2, 1, 3)
 
 
 def test_a_peer_that_was_skipped_has_no_ratio() -> None:
     result = steps(ddp=[1.0])
     result["peers"]["trainer"] = {"status": "skipped", "why": "not installed: horovod"}
-    assert stats.ratio(result, "trainer", "ddp") is None
+    assert ratio(result, "trainer", "ddp") is None
 
 
 def test_a_target_is_met_at_its_limit_missed_above_it_and_open_without_a_figure() -> None:
@@ -40,7 +37,7 @@ def test_a_target_is_met_at_its_limit_missed_above_it_and_open_without_a_figure(
 
 def test_a_target_whose_quartiles_cross_its_limit_is_unsure_and_judged_by_its_median() -> None:
     def verdict(low: float, median: float, high: float) -> tuple[bool | None, bool]:
-        found = targets.Verdict("t", 1.0, stats.Spread(median, low, high))
+        found = targets.Verdict("t", 1.0, Spread(median, low, high))
         return found.met, found.sure
 
     assert verdict(0.8, 0.9, 1.0) == (True, True)
@@ -56,13 +53,13 @@ def test_figures_of_another_number_of_ranks_are_no_verdict() -> None:
 
 
 def test_every_kind_of_target_is_judged_from_its_own_result() -> None:
-    spread = vars(stats.Spread(1.0, 1.0, 1.0))
+    spread = vars(Spread(1.0, 1.0, 1.0))
     results = {
         "lenet": steps(ddp=[10.0], trainer=[8.0], **{"horovod-tuned": [8.0]}),
         "keras-tensorflow-mlp": steps(single=[10.0], trainer=[14.0]),
         "keras-torch-mlp": steps(trainer=[10.0], **{"torch-trainer": [10.0]}),
         "startup": {"kind": "rows", "ratios": {"trainer": spread}},
-        "overhead": {"kind": "rows", "extra_us": vars(stats.Spread(120.0, 110.0, 130.0))},
+        "overhead": {"kind": "rows", "extra_us": vars(Spread(120.0, 110.0, 130.0))},
     }
     for name, peak in (("ddp", 300.0), ("trainer", 310.0)):
         results["lenet"]["peers"][name]["peak_mib"] = peak
