@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,14 +20,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdtrain.start import end_family, horovodrun, rank_environment
+
 Plane = Literal["mpi", "gloo", "nccl"]
 
 _ANSWERS = "HVDTRAIN_PROBE_ANSWERS"
 _SIZE_BYTES = 1 << 20
 _REPEATS = 20
 _TAIL_LINES = 12
-# A launcher's mark around this process would make the new ranks think they belong to that launch.
-_LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_COMM_", "PMIX_", "PMI_", "SLURM_STEP")
 
 
 @dataclass(frozen=True)
@@ -82,15 +81,10 @@ def allreduce(
     Returns:
         A Probe; failures are told in its `error`, not raised.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
-    # The package's parent comes first, so that the ranks import this hvdtrain from wherever they start.
-    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    }
+    environment = rank_environment(
+        {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "OMPI_MCA_rmaps_base_oversubscribe": "1"},
+        without=("HOROVOD_",),  # a data plane that the user prefers is not the one asked for here
+    )
     line = command(framework, plane, ranks=ranks, python=python or Path(sys.executable))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
@@ -128,28 +122,6 @@ def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Pa
             error = f"no answer within {timeout_s:g} s"
             end_family(process)
     return error, log.read_text(encoding="utf-8", errors="replace")
-
-
-def horovodrun(python: Path) -> list[str]:
-    """Return the beginning of a command line that starts ranks in the environment of `python`."""
-    beside = python.parent / "horovodrun"
-    return [str(beside)] if beside.exists() else [str(python), "-m", "horovod.runner.launch"]
-
-
-def end_family(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and every process below it; mpirun's ranks have process groups of their own."""
-    psutil = importlib.import_module("psutil")
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    for member in family:
-        try:
-            member.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    process.kill()
-    process.wait()
 
 
 def _make_tensor(framework: str, values: np.ndarray[Any, Any], device: str) -> Any:

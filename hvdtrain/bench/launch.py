@@ -16,14 +16,12 @@ from pathlib import Path
 
 from hvdtrain import launcher
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.probe import end_family, horovodrun
+from hvdtrain.start import end_family, horovodrun, rank_environment
 
 MAX_RANKS_A_CORE = 4
 _EXIT_GRACE_S = 20.0
 _POLL_S = 0.05
 _TAIL_LINES = 15
-# A launcher's mark around this process would make the new ranks think they belong to that launch.
-_LAUNCHER_PREFIXES = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL", "HOROVOD_CROSS", "OMPI_COMM_", "PMIX_", "PMI_")
 # What horovodrun puts before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
 _TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:?")
 
@@ -147,12 +145,7 @@ def run_ranks(
     """
     check_launchable()
     line = [*_horovodrun(hosts), sys.executable, *program]
-    given = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
-    # The package's parent comes first, so that the ranks import this hvdtrain from wherever they start.
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    given |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    given.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
-    given |= environment
+    given = rank_environment({"PYTHONUNBUFFERED": "1", **environment})
     began = time.monotonic()
     # To a file, not a pipe: a grandchild that survives its parent would keep a pipe open.
     with tempfile.TemporaryFile() as log:

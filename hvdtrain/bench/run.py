@@ -234,7 +234,8 @@ def floor_notes(points: Sequence[sweep.Point], link: float | None) -> list[str]:
     else:
         told = (
             "Floor: 2(N-1)/N * bytes / the speed at which each rank, with one thread, copies as many bytes in memory "
-            f"while all do: {copy.median / 1e9:.3g} GB/s ({copy.low / 1e9:.3g} - {copy.high / 1e9:.3g}) at the last size."
+            f"while all do: {copy.median / 1e9:.3g} GB/s ({copy.low / 1e9:.3g} - {copy.high / 1e9:.3g}) at the last "
+            "size."
         )
     found = sweep.fit(points)
     line = [] if found is None else [

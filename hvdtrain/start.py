@@ -1,0 +1,56 @@
+"""What it takes to start ranks on behalf of a user: the command, their environment, and an end to them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+# A launcher's mark around this process would make the new ranks think they belong to that launch.
+_MARKS = (
+    "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL", "HOROVOD_CROSS", "OMPI_COMM_", "PMIX_", "PMI_", "SLURM_STEP",
+)  # fmt: skip
+
+
+def horovodrun(python: Path) -> list[str]:
+    """Return the beginning of a command line that starts ranks in the environment of `python`."""
+    beside = python.parent / "horovodrun"
+    return [str(beside)] if beside.exists() else [str(python), "-m", "horovod.runner.launch"]
+
+
+def rank_environment(chosen: Mapping[str, str], *, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the environment for ranks: this process's own, without a launcher's marks, and `chosen` on top.
+
+    Args:
+        chosen: variables that win.
+        without: beginnings of further names to leave out.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith((*_MARKS, *without))}
+    # The package's parent comes first, so that the ranks import this hvdtrain from wherever they start.
+    paths = [str(Path(__file__).resolve().parents[1]), kept.get("PYTHONPATH", "")]
+    # More ranks than cores is the caller's decision.
+    return {
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **chosen,
+    }
+
+
+def end_family(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and every process below it; mpirun's ranks have process groups of their own."""
+    psutil = importlib.import_module("psutil")
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        try:
+            member.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    process.kill()
+    process.wait()
