@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -22,6 +23,8 @@ _SMALL_BYTES = 2**18
 _BUCKET_BYTES = 2**20
 # The last bucket of backward is waited for by everybody, whatever it holds: little of what could have gone before.
 _LAST_BYTES = 2**15
+# Of a model this small nothing goes before: what a negotiation of its own costs is more than what it would hide.
+_TINY_BYTES = 2**19
 
 
 def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
@@ -29,16 +32,18 @@ def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
 
     Depends on the order of `params`, their shapes, types and devices alone, and so is the same on all ranks.
     """
+    native = [param for param in reversed(list(params)) if wire.is_native_type(param.dtype)]
+    is_tiny = sum(param.nbytes for param in native) <= _TINY_BYTES
     buckets: dict[tuple[torch.dtype, torch.device], list[list[Parameter]]] = {}
-    for param in reversed(list(params)):
-        if param.nbytes >= _SMALL_BYTES or not wire.is_native_type(param.dtype):
+    for param in native:
+        if param.nbytes >= _SMALL_BYTES and not is_tiny:
             continue
         alike = buckets.setdefault((param.dtype, param.device), [[]])
         if sum(p.nbytes for p in alike[-1]) + param.nbytes > _BUCKET_BYTES:
             alike.append([])
         alike[-1].append(param)
     packed = [bucket for alike in buckets.values() for bucket in alike if len(bucket) > 1]
-    return packed[:-1] + _split_end(packed[-1]) if packed else []
+    return packed if is_tiny or not packed else packed[:-1] + _split_end(packed[-1])
 
 
 def _split_end(params: list[Parameter]) -> list[list[Parameter]]:
@@ -73,9 +78,11 @@ class Bucket(Unit):
         self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float, *, header: int = 0
     ) -> None:
         super().__init__(params, names, options, scale)
+        self._shapes = [p.shape for p in params]
         sizes = [p.numel() for p in params]
         self._flat = torch.zeros(header + sum(sizes), dtype=params[0].dtype, device=params[0].device)
-        self._header = self._flat[:header]
+        # In NumPy, where a small operation costs a tenth of torch's.
+        self._header = self._flat[:header].numpy() if header else np.zeros(0)
         views = self._flat[header:].split(sizes)
         self._views = [view.view(p.shape) for view, p in zip(views, params, strict=True)]
 
@@ -83,15 +90,11 @@ class Bucket(Unit):
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
         self._let_go()
         self._flags = self.flags()
-        for name, param, view in zip(self.names, self.params, self._views, strict=True):
-            if param.shape != view.shape:
-                raise HvdTrainError(
-                    f"{name} changed its shape after the first step. Received: {tuple(param.shape)}, was "
-                    f"{tuple(view.shape)}. Make a new DistributedOptimizer when parameters change."
-                )
-        with torch.no_grad():
-            torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])
-        how = self._how
+        if [p.shape for p in self.params] != self._shapes:
+            self._complain()
+        # Without their histories, which a backward with create_graph=True has left on them.
+        torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])
+        how = self.how
         self._direct = engine.native().allreduce_async_(
             self._flat,
             name=f"{self.names[0]}.bucket",
@@ -101,24 +104,36 @@ class Bucket(Unit):
             process_set=how.process_set,
         )
 
-    def write_header(self, numbers: Sequence[float]) -> Tensor:
-        """Put `numbers` in front of the gradients; return where their sums will stand after `wait`."""
+    def _complain(self) -> None:
+        for name, param, shape in zip(self.names, self.params, self._shapes, strict=True):
+            if param.shape != shape:
+                raise HvdTrainError(
+                    f"{name} changed its shape after the first step. Received: {tuple(param.shape)}, was "
+                    f"{tuple(shape)}. Make a new DistributedOptimizer when parameters change."
+                )
+
+    def exchange(self, numbers: Sequence[float], all_active: Callable[[], bool]) -> list[float]:
+        """Send the gradients with `numbers` in front of them, and return what those were reduced to."""
         self._let_go()
-        self._header.copy_(torch.tensor(numbers))
-        return self._header
+        self._header[:] = numbers
+        self.start(all_active)
+        self._wait()
+        received: list[float] = self._header.tolist()
+        return received
 
     def _let_go(self) -> None:
         """Wait for what an abandoned step still has under way, which would write over the next one's numbers."""
-        drain(self._abandoned)
-        self._abandoned = None
+        if self._abandoned is not None:
+            drain(self._abandoned)
+            self._abandoned = None
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Wait until the bucket is reduced; again is no wait."""
         engine.native().synchronize(self._direct)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and copy the results into the gradients; see `Unit.finish`."""
-        self.wait()
+        self._wait()
         if correction != 1.0:
             self._flat.mul_(correction)
         gradients: list[Tensor] = []
@@ -128,11 +143,10 @@ class Bucket(Unit):
             if not (grad is not None if present is None else present[index]):
                 continue
             if grad is not None and not grad.is_sparse:
-                gradients.append(grad)
+                gradients.append(grad.detach())
                 results.append(result)
             else:
                 # One that was missing becomes a tensor of its own: the next step writes over the bucket.
                 store_gradient(param, result.clone())
         if gradients:
-            with torch.no_grad():
-                torch._foreach_copy_(gradients, results)
+            torch._foreach_copy_(gradients, results)

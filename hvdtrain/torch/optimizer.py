@@ -151,14 +151,15 @@ class DistributedMixin(torch.optim.Optimizer):
     def _reducer(self) -> Reducer:
         """Return the reducer, after telling it of parameters that were added since."""
         reducer = self._hvd_reducer
-        new = [
-            (self._hvd_names.get(id(p), f"allreduce.noname.{i}.{j}"), p)
-            for i, group in enumerate(self.param_groups)
-            for j, p in enumerate(group["params"])
-            if not reducer.knows(p)
-        ]
-        if new:
-            reducer.extend(new)
+        if not all(reducer.knows(group["params"]) for group in self.param_groups):
+            reducer.extend(
+                [
+                    (self._hvd_names.get(id(p), f"allreduce.noname.{i}.{j}"), p)
+                    for i, group in enumerate(self.param_groups)
+                    for j, p in enumerate(group["params"])
+                    if not reducer.knows([p])
+                ]
+            )
         return reducer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

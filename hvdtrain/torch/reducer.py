@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,7 +17,7 @@ from hvdtrain.torch import bucket, engine, units
 from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor
 from hvdtrain.torch.engine import Average
 from hvdtrain.torch.handles import Handle
-from hvdtrain.torch.reduce_ops import active_ranks_async
+from hvdtrain.torch.reduce_ops import Reduction, active_ranks_async
 from hvdtrain.torch.units import Unit
 
 
@@ -163,9 +162,9 @@ class Reducer:
         """Return the parameters that are reduced, with their names."""
         return [(name, param) for param, name in self._names.items()]
 
-    def knows(self, param: Parameter) -> bool:
-        """Return whether this parameter is reduced."""
-        return param in self._names
+    def knows(self, params: Iterable[Any]) -> bool:
+        """Return whether all of these parameters are reduced."""
+        return self._names.keys() >= set(params)
 
     def detach(self) -> None:
         """Take the hooks off the parameters: another reducer takes over."""
@@ -230,8 +229,7 @@ class Reducer:
 
     def _end_step(self) -> None:
         self._step = _Step()
-        for param in self._passes:
-            self._passes[param] = 0
+        self._passes = dict.fromkeys(self._passes, 0)
         for unit in self._units:
             unit.reset()
 
@@ -309,7 +307,7 @@ class Reducer:
         for unit in self._units:
             if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
                 self._start(unit)
-        found = self._tell_each_other(weight)
+        found = self._tell_each_other(weight, size)
         if found.counts is not None:
             self._start_what_others_have(found.counts)
         for unit in self._units:
@@ -345,52 +343,53 @@ class Reducer:
             if not unit.is_started and (any(dense) or any(sparse)):
                 unit.start(self._all_active, sparse=bool(sparse[0]))
 
-    def _tell_each_other(self, weight: float | None) -> _Everywhere:
+    def _tell_each_other(self, weight: float | None, size: int) -> _Everywhere:
         """Exchange which gradients ranks have, how many ranks are left, and what they weigh.
 
         The numbers travel with the last bucket, or join the last gradients in Horovod's fusion buffer: for that they
         are reduced with the same operation and factors, which are undone here.
         """
-        size = self.options.process_set.size()
         flags = [flag for unit in self._units for flag in unit.flags()]
-        sums = self._sum_with_gradients([1.0, weight or 0.0, *flags])
-        totals = np.rint(sums[2:])
-        active = round(float(sums[0])) if self._counts_ranks else size
-        total = None if weight is None else float(sums[1])
-        if active == size and np.array_equal(totals, np.multiply(flags, size)):
+        numbers = [1.0, weight or 0.0, *flags]
+        how, received = self._send_with_gradients(numbers)
+        factor = how.prescale_factor * how.postscale_factor
+        one = factor / size if how.op == Average else factor  # what a rank adds to what is received
+        total = None if weight is None else received[1] / one
+        # The mean of what all ranks have alike is what this one has: nothing to look into, in nearly all steps.
+        if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
+            return _Everywhere(size, total, None)
+        active = round(received[0] / one) if self._counts_ranks else size
+        totals = [round(number / one) for number in received[2:]]
+        if active == size and totals == [size * flag for flag in flags]:
             return _Everywhere(active, total, None)
         counts, offset = [], 0
-        numbers = totals.astype(int).tolist()
         for unit in self._units:
             end = offset + 2 * len(unit.params)
-            counts.append((numbers[offset:end:2], numbers[offset + 1 : end : 2]))
+            counts.append((totals[offset:end:2], totals[offset + 1 : end : 2]))
             offset = end
         return _Everywhere(active, total, counts)
 
-    def _sum_with_gradients(self, numbers: list[float]) -> np.ndarray[Any, Any]:
-        """Return `numbers` summed over ranks, sent together with the last gradients."""
-        options, native = self.options, engine.native()
-        how = units.reduction(options, self.scale)
+    def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
+        """Return how `numbers` were reduced, and what came of them; they travel with the last gradients."""
         if self._closing is not None:
-            vector = self._closing.write_header(numbers)
-            self._start(self._closing)
-            self._closing.wait()
-        else:
-            units.drain(self._abandoned_numbers)
-            self._abandoned_numbers = None
-            vector = torch.tensor(numbers)
-            part = native.allreduce_async_(
-                vector,
-                name="gradients.present",
-                op=how.op,
-                prescale_factor=how.prescale_factor,
-                postscale_factor=how.postscale_factor,
-                process_set=options.process_set,
-            )
-            self._step.numbers = Handle([part], lambda _: None)
-            self._step.numbers.wait()
-        factor = how.prescale_factor * how.postscale_factor
-        return np.asarray(vector.numpy() / (factor / (options.process_set.size() if how.op == Average else 1)))
+            self._step.started.append(self._closing)
+            return self._closing.how, self._closing.exchange(numbers, self._all_active)
+        units.drain(self._abandoned_numbers)
+        self._abandoned_numbers = None
+        how = units.reduction(self.options, self.scale)
+        vector = torch.tensor(numbers)
+        part = engine.native().allreduce_async_(
+            vector,
+            name="gradients.present",
+            op=how.op,
+            prescale_factor=how.prescale_factor,
+            postscale_factor=how.postscale_factor,
+            process_set=self.options.process_set,
+        )
+        self._step.numbers = Handle([part], lambda _: None)
+        self._step.numbers.wait()
+        received: list[float] = vector.tolist()
+        return how, received
 
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, where asked for, without any reduction."""

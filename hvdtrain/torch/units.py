@@ -69,7 +69,13 @@ class Unit:
         names: their names; the first one names the operation.
         options: how to reduce.
         scale: multiplies the gradients.
+
+    Attributes:
+        how: the operation and its factors.
+        ready: how many of the gradients backward has made.
     """
+
+    how: Reduction
 
     def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
         self.params, self.names, self._options = params, names, options
@@ -90,7 +96,7 @@ class Unit:
     @scale.setter
     def scale(self, value: float) -> None:
         self._scale = value
-        self._how = reduction(self._options, value)
+        self.how = reduction(self._options, value)
 
     @property
     def is_started(self) -> bool:
@@ -132,7 +138,7 @@ class Unit:
             self._start_sparse()
             return
         tensors = [dense_gradient(p) for p in self.params]
-        how = self._how
+        how = self.how
         if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
             self._contexts = []
             self._sent = tensors
@@ -155,7 +161,7 @@ class Unit:
         """Give the gradient itself to Horovod, if it can be: backward waits for this, so it is kept short."""
         if self._options.compression is not NoneCompressor or not wire.is_native(grad):
             return False
-        how = self._how
+        how = self.how
         self._direct = engine.native().allreduce_async_(
             grad,
             name=self.names[0],

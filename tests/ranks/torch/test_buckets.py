@@ -210,10 +210,23 @@ def test_a_parameter_that_changed_its_shape_is_named(hvd, rank):
 
 @pytest.mark.parametrize(
     ("kilobytes", "expected"),
-    [([1, 1, 1], [[1, 1, 1]]), ([100, 100, 1], [[1, 100], [100]]), ([1, 1, 100], [[100], [1, 1]]), ([100], [])],
+    [
+        ([10, 10, 10, 1000], [[10, 10, 10]]),
+        ([100, 200, 1, 300], [[1, 200], [100]]),
+        ([1, 1, 200, 400], [[200], [1, 1]]),
+        ([100, 1000], []),
+    ],
 )
 def test_little_is_left_for_the_last_bucket(kilobytes, expected):
     from hvdtrain.torch import bucket
 
     params = [torch.nn.Parameter(torch.zeros(250 * kb)) for kb in kilobytes]
     assert [[p.nbytes // 1000 for p in members] for members in bucket.pack(params)] == expected
+
+
+@pytest.mark.parametrize("kilobytes", [[300, 100, 1], [1, 1, 1], [100, 400]])
+def test_gradients_of_a_tiny_model_travel_as_one(kilobytes):
+    from hvdtrain.torch import bucket
+
+    params = [torch.nn.Parameter(torch.zeros(250 * kb)) for kb in kilobytes]
+    assert [[p.nbytes // 1000 for p in members] for members in bucket.pack(params)] == [kilobytes[::-1]]
