@@ -65,11 +65,13 @@ class Summary:
         compute_s: forward, backward, update, and whatever else is neither of the other two.
         communication_s: exposed: the rank did nothing but wait for the reduction, and in it for slower ranks.
         data_s: from the end of a step to the next batch being there.
+        own_s: median and quartiles of what steps take this rank by itself: all but communication.
         backward_s: what the backward pass takes of compute_s; None where it cannot be seen from outside.
     """
 
     steps: int
     step_s: Spread
+    own_s: Spread
     compute_s: float
     communication_s: float
     data_s: float
@@ -165,7 +167,8 @@ class Recorder:
         communication, data = part(lambda step: step.communication), part(lambda step: step.data)
         compute = spread.median - communication - data
         backward = min(compute, part(lambda step: step.backward)) if self._sees_backward else None
-        return Summary(len(self._steps), spread, compute, communication, data, backward)
+        own = Spread.of([step.total - step.communication for step in self._steps])
+        return Summary(len(self._steps), spread, own, compute, communication, data, backward)
 
 
 @dataclass
@@ -196,7 +199,8 @@ class RankTimes:
         told = json.loads(text)
         summary = told.pop("summary")
         if summary is not None:
-            summary = Summary(**{**summary, "step_s": Spread(**summary["step_s"])})
+            summary |= {name: Spread(**summary[name]) for name in ("step_s", "own_s")}
+            summary = Summary(**summary)
         return cls(summary=summary, **told)
 
 

@@ -59,7 +59,7 @@ class Steps:
         own_s = self.slowest.own_s
         found: dict[str, Any] = {
             "step_s": own_s,
-            "spread_s": (summary.step_s.high - summary.step_s.low) / _QUARTILES_TO_SIGMA,
+            "spread_s": (summary.own_s.high - summary.own_s.low) / _QUARTILES_TO_SIGMA,
             "ranks": size,
         }
         found |= {key: facts[key] for key in ("gradient_bytes", "samples_per_step", "framework") if key in facts}

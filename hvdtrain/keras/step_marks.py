@@ -1,6 +1,8 @@
 """Where a Keras step begins, waits and ends: tells `hvdtrain.step_times`, attached from outside.
 
-A step is one call of the compiled train function. Data wait is the time from the end of one to the next one's batch.
+A step is as many calls of the compiled train function as update the weights: several under accumulation. A call of
+several batches (steps_per_execution) may update more than once; samples and gradients are then those of all updates.
+Data wait is the time from the end of a call to the next one's batch.
 On TensorFlow the reduction is inside the graph, and so is fetching a batch under fit. There the graph itself notes the
 time: when the batch is there, when the last local gradient is ready, and when the last reduced one is. What it computes
 in between, in an order of its own, cannot be told from waiting.
@@ -63,6 +65,8 @@ class _Marks:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._ended = recorder.clock()
+        self._batches = 0  # since the last update
+        self._samples = 0  # of the step under way
 
     def on_batch(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return `train_step`, with a mark for the batch's arrival where it can be seen there."""
@@ -89,13 +93,24 @@ class _Marks:
             self.recorder.waited_for_data(self.recorder.clock() - self._ended)
             result = function(*args[:-1], self._timed(args[-1]))
             self.finish(result)
-            if "gradient_bytes" not in self.recorder.facts:
-                self.recorder.facts |= _facts(model)
-            self.recorder.step_done()
-            self._ended = self.recorder.clock()
+            self.called(model)
             return result
 
         return step
+
+    def called(self, model: Any) -> None:
+        """Note the end of a call, and with it the end of the step where weights were updated."""
+        optimizer = distributed_part(model.optimizer) or getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        self._batches += model.steps_per_execution or 1
+        updates, self._batches = divmod(self._batches, getattr(optimizer, "gradient_accumulation_steps", None) or 1)
+        if updates:
+            facts = self.recorder.facts
+            facts["samples_per_step"] = max(self._samples, facts.get("samples_per_step", 0))
+            self._samples = 0
+            if "gradient_bytes" not in facts:
+                facts |= _facts(model, updates)
+            self.recorder.step_done()
+        self._ended = self.recorder.clock()
 
     def finish(self, result: Any) -> None:
         """Wait until the step has been computed."""
@@ -122,8 +137,7 @@ class _Marks:
     def _see(self, batch: Any) -> None:
         shapes = [leaf.shape for leaf in keras.tree.flatten(batch) if getattr(leaf, "shape", None)]
         if shapes:
-            seen = self.recorder.facts.get("samples_per_step", 0)
-            self.recorder.facts["samples_per_step"] = max(int(shapes[0][0]), seen)
+            self._samples += int(shapes[0][0])
 
 
 class _TorchMarks(_Marks):
@@ -167,7 +181,7 @@ class _TensorFlowMarks(_Marks):
                 first = tf.equal(self._noted.batch_at, 0.0)
                 noted = self._noted.batch_at.assign(tf.where(first, tf.timestamp(), self._noted.batch_at))
             if leaves and leaves[0].shape.rank:
-                self._noted.samples.assign(tf.maximum(self._noted.samples, tf.shape(leaves[0], tf.int64)[0]))
+                self._noted.samples.assign_add(tf.shape(leaves[0], tf.int64)[0])
             # The forward pass after the clock: TensorFlow may run what is ready in any order.
             with tf.control_dependencies([noted]):
                 data = keras.tree.map_structure(lambda x: tf.identity(x) if isinstance(x, tf.Tensor) else x, data)
@@ -202,21 +216,20 @@ class _TensorFlowMarks(_Marks):
             if not in_graph:
                 self.recorder.waited_for_data(self.recorder.clock() - self._ended)
             result = function(self._timed(iterator))
-            facts = self.recorder.facts
             # The variables may be read only now: the step is over.
             self.recorder.waited(float(self._noted.waited.numpy()))
             if in_graph:
                 self.recorder.waited_for_data(float(self._noted.batch_at.numpy()) - self._wall_ended)
-            if "gradient_bytes" not in facts:
-                facts |= _facts(model)
-            facts["samples_per_step"] = int(self._noted.samples.numpy())
-            self._noted.waited.assign(0.0)
-            self._noted.batch_at.assign(0.0)
-            self.recorder.step_done()
-            self._ended, self._wall_ended = self.recorder.clock(), time.time()
+            self._samples += int(self._noted.samples.numpy())
+            self._noted.reset()
+            self.called(model)
+            self._wall_ended = time.time()
             return result
 
         return step
+
+    def _see(self, batch: Any) -> None:
+        """Leave it to the graph, which sees every batch."""
 
 
 class _Noted:
@@ -226,21 +239,27 @@ class _Noted:
         import tensorflow as tf
 
         with tf.init_scope(), tf.device("/CPU:0"):
-            self.waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)  # seconds in this step
+            self.waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)  # seconds in this call
             self.batch_at = tf.Variable(0.0, dtype=tf.float64, trainable=False)  # seconds since 1970
-            self.samples = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.samples = tf.Variable(0, dtype=tf.int64, trainable=False)  # in this call
+
+    def reset(self) -> None:
+        """Forget the call."""
+        self.waited.assign(0.0)
+        self.batch_at.assign(0.0)
+        self.samples.assign(0)
 
 
 def _dense(tf: Any, tensors: Any) -> list[Any]:
     return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
 
 
-def _facts(model: Any) -> dict[str, Any]:
+def _facts(model: Any, updates: int) -> dict[str, Any]:
     part = distributed_part(model.optimizer)
     how = part._hvd_how if part is not None else None
     return {
         "framework": f"keras/{keras.backend.backend()}",
-        "gradient_bytes": sum(_num_bytes(v) for v in model.trainable_variables),
+        "gradient_bytes": updates * sum(_num_bytes(v) for v in model.trainable_variables),
         "reduced": bool(how is not None and how.active()),
         "wire": {None: "none", "float16": "fp16", "bfloat16": "bf16"}[how.compression.wire if how else None],
     }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -46,6 +47,16 @@ def test_parts_add_up_to_the_median_step() -> None:
     assert parts == pytest.approx(summary.step_s.median)
     assert summary.communication_s == pytest.approx(0.5, rel=0.05)
     assert summary.data_s == pytest.approx(0.25, rel=0.05)
+
+
+def test_a_ranks_own_spread_is_without_its_waits_for_the_others() -> None:
+    recorder, clock = warm()
+    for n in range(9):
+        take_step(recorder, clock, compute=1.0 + 0.01 * n, wait=float(n), data=0.25)
+    summary = recorder.summary()
+    assert summary is not None
+    assert dataclasses.astuple(summary.own_s) == pytest.approx((1.29, 1.27, 1.31))
+    assert summary.step_s.high - summary.step_s.low > 4
 
 
 def test_warm_up_steps_do_not_count() -> None:
@@ -198,3 +209,35 @@ print(recorder.facts["samples_per_step"], recorder.summary().data_s >= 0.04)
 """
     done = python(code)
     assert done.stdout.split() == ["6", "True"], done.stderr
+
+
+KERAS_FIT = """
+import keras, numpy as np
+from hvdtrain import step_times
+from hvdtrain.keras import step_marks
+recorder = step_times.Recorder()
+step_marks.attach(recorder)
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps={passes}), loss="mse",
+              steps_per_execution={together})
+model.fit(np.ones((24 * 4, 3)), np.ones((24 * 4, 1)), batch_size=4, verbose=0)
+print(recorder.steps_taken, recorder.facts["samples_per_step"], recorder.facts["gradient_bytes"] // 16)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "passes", "together", "told"),
+    [
+        # steps, samples a step, updates a step
+        ("tensorflow", 3, 1, ["8", "12", "1"]),
+        ("torch", 3, 1, ["8", "12", "1"]),
+        ("jax", 3, 1, ["8", "12", "1"]),
+        ("tensorflow", None, 2, ["12", "8", "2"]),
+        ("jax", 2, 4, ["6", "16", "2"]),
+    ],
+)
+def test_a_keras_step_is_what_updates_the_weights(
+    backend: str, passes: int | None, together: int, told: list[str]
+) -> None:
+    done = python(KERAS_FIT.format(passes=passes, together=together), KERAS_BACKEND=backend)
+    assert done.stdout.split() == told, done.stderr

@@ -22,7 +22,9 @@ FACTS = {"gradient_bytes": 4000, "samples_per_step": 32, "framework": "torch", "
 
 def summary(compute: float, wait: float, data: float, backward: float | None = None) -> Summary:
     whole = compute + wait + data
-    return Summary(20, Spread(whole, whole - 0.01, whole + 0.01), compute, wait, data, backward)
+    own = compute + data
+    steps, alone = Spread(whole, whole - 0.5, whole + 0.5), Spread(own, own - 0.01, own + 0.01)
+    return Summary(20, steps, alone, compute, wait, data, backward)
 
 
 def two() -> Steps:
