@@ -117,6 +117,14 @@ class DistributedMixin:
             grads = [g * how.factor for g in grads]
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
+    @_backend.untraced
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update `variable`, in one pass where the backend has one; see keras.optimizers.Optimizer.update_step."""
+        step = super().update_step  # type: ignore[misc]
+        # One process alone keeps Keras's arithmetic, to the last bit.
+        if not (self._hvd_how.active() and _backend.fused_update(self, step, gradient, variable, learning_rate)):
+            step(gradient, variable, learning_rate)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Keras copies an optimizer through its file format, which keeps the settings alone and knows no ranks.
         return type(self).from_config(self.get_config())  # type: ignore[attr-defined]

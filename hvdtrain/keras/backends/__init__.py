@@ -6,6 +6,7 @@ Every module here has the same functions, on lists of that backend's tensors:
     everywhere(flag, name, how)                          a boolean scalar: true on all ranks
     LocalWeight                                          a number that compiled steps read anew each time
     on_update_step(optimizer, function, gradients)       function(gradients), but only where weights change
+    fused_update(optimizer, step, gradient, ...)         takes the step in one pass; false if it cannot
     untraced(function)                                   function, kept as it is by the backend's compiler
     refuse_compiler()                                    raises where a collective could not run
 """

@@ -51,6 +51,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def fused_update(optimizer: Any, step: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
+    """Return False: XLA fuses updates."""
+    return False
+
+
 def refuse_compiler() -> None:
     """Raise nothing: callbacks run under jit."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.keras import basics
+from hvdtrain.keras.backends.tensorflow_updates import fused_update as fused_update
 from hvdtrain.keras.reduction import Reduction, small_together
 
 Tensor = Any

@@ -48,6 +48,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def fused_update(optimizer: Any, step: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
+    """Return False: torch's optimizers update all variables together."""
+    return False
+
+
 def refuse_compiler() -> None:
     """Raise where torch.compile traces.
 
