@@ -31,7 +31,9 @@ def bench(
         Framework | None, typer.Option(help="Default: torch, or keras on KERAS_BACKEND where there is no torch.")
     ] = None,
     max_bytes: Annotated[int | None, typer.Option(help="The largest message; default 64 MiB.")] = None,
-    link: Annotated[str | None, typer.Option(help="Speed between hosts for the floor, such as 25Gb/s.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Speed between hosts, such as 25Gb/s: the floor of a flat ring over it.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Up to 1 MiB, a small model and few steps.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which everything is ended.")] = 300,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object; hvdtrain plan reads it.")] = False,

@@ -132,7 +132,7 @@ def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.
         points=points,
         fit=sweep.fit(points),
         link_bytes_per_s=link,
-        notes=[*floor_notes(points, link), *step_notes(steps)],
+        notes=[*floor_notes(points, link, hosts), *step_notes(steps)],
     )
 
 
@@ -222,13 +222,21 @@ def with_floor(point: sweep.Point, *, ranks: int, link: float | None, on_memory:
     return dataclasses.replace(point, floor_s=floor_s(point.num_bytes, ranks=ranks, bytes_per_s=speed))
 
 
-def floor_notes(points: Sequence[sweep.Point], link: float | None) -> list[str]:
+def floor_notes(points: Sequence[sweep.Point], link: float | None, hosts: Hosts) -> list[str]:
     """Say what the floor stands on, and how the line was fitted."""
     if not points:
         return ["One rank sends nothing: no allreduce was measured."]
     copy = points[-1].copy_bytes_per_s
     if link:
         told = f"Floor: 2(N-1)/N * bytes / the link's {link / 1e9:.3g} GB/s."
+        if hosts.is_one:
+            told += " All ranks share this host: it is the floor of ranks that are joined by nothing but such a link."
+        elif hosts.ranks > (count := len(hosts.names)):
+            told += (
+                f" It is that of a flat ring over all N={hosts.ranks} ranks. Summed within each host first, only "
+                f"2(H-1)/H * bytes need cross the link of each of the H={count} hosts: "
+                f"{(1 - 1 / count) / (1 - 1 / hosts.ranks):.0%} of it."
+            )
     elif points[0].floor_s is None:
         told = "No floor: give the speed between GPUs or hosts, for example --link 25Gb/s."
     else:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hvdtrain import cli
 from hvdtrain.bench import report, run, steps, worker
-from hvdtrain.bench.launch import BenchError, Outcome
+from hvdtrain.bench.launch import BenchError, Hosts, Outcome
 from hvdtrain.bench.steps import Rank, Steps
 from hvdtrain.bench.sweep import Fit, Point
 from hvdtrain.step_times import MARK, RankTimes, Spread, Summary
@@ -173,7 +173,20 @@ def test_without_a_speed_there_is_no_floor() -> None:
     no_floor = report.Result(title="t", steps=two(), advice={}, points=points)
     assert report.as_json(no_floor)["allreduce"][0]["floor_s"] is None
     assert "-" in printed(no_floor)
-    assert run.floor_notes(points, None)[0].startswith("No floor: give the speed")
+    assert run.floor_notes(points, None, Hosts(2, {}))[0].startswith("No floor: give the speed")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        (Hosts(2, {}), "joined by nothing but such a link"),
+        (Hosts(8, {"a": 4, "b": 4}), "a flat ring over all N=8 ranks"),
+        (Hosts(8, {"a": 4, "b": 4}), "the link of each of the H=2 hosts: 57% of it"),
+        (Hosts(2, {"a": 1, "b": 1}), "the link's 3.12 GB/s. Times are the slowest rank's."),
+    ],
+)
+def test_the_floor_over_a_link_says_whose_it_is(hosts: Hosts, said: str) -> None:
+    assert said in run.floor_notes(result().points, 25e9 / 8, hosts)[0]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +207,6 @@ def test_sizes_have_their_unit(num_bytes: int, text: str) -> None:
 
 
 def test_advice_is_on_the_slowest_ranks_step() -> None:
-    from hvdtrain.bench.launch import Hosts
-
     facts = run.advice_facts(two(), hosts=Hosts(2, {}), link=None, fit=None)
     assert (facts.slowest, facts.ranks, facts.hosts) == (1, 2, 1)
     assert facts.communication == pytest.approx(0.2 / 1.6)
