@@ -1,0 +1,37 @@
+"""What the tests of the Trainer share: a small PyTorch model, and a Trainer over it in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain import world
+
+
+@pytest.fixture
+def net():
+    """Return what makes a model of 4 inputs and `outputs` outputs."""
+    import torch
+
+    def make(outputs=3):
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs))
+
+    return make
+
+
+@pytest.fixture
+def make(net):
+    """Return what makes a Trainer: of a new net with SGD and CrossEntropyLoss, where nothing else is given."""
+    import torch
+
+    import hvdtrain
+
+    def trainer(model=None, **options):
+        model = model or net()
+        if "optimizer" not in options:
+            options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        options.setdefault("loss", torch.nn.CrossEntropyLoss())
+        return hvdtrain.Trainer(model, **options)
+
+    world.use(world.SoloWorld())
+    yield trainer
+    world.use(None)
