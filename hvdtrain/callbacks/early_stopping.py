@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.improvement import Mode, improves, sign
 
 if TYPE_CHECKING:
     from hvdtrain.adapter import State
@@ -37,20 +38,16 @@ class EarlyStopping(Callback):
         *,
         patience: int = 0,
         min_delta: float = 0.0,
-        mode: Literal["auto", "min", "max"] = "auto",
+        mode: Mode = "auto",
         restore_best: bool = False,
     ) -> None:
         if patience < 0 or min_delta < 0:
             raise ValueError(
                 f"patience and min_delta must be >= 0. Received: patience={patience}, min_delta={min_delta}"
             )
-        if mode not in ("auto", "min", "max"):
-            raise ValueError(f'mode must be "auto", "min" or "max". Received: {mode!r}')
-        if mode == "auto":
-            mode = "min" if any(word in monitor for word in ("loss", "error", "mse", "mae")) else "max"
         self._monitor = monitor
         self._patience = patience
-        self._sign = 1.0 if mode == "max" else -1.0
+        self._sign = sign(monitor, mode)
         self._min_delta = min_delta
         self._restore_best = restore_best
         self._reset()
@@ -85,7 +82,7 @@ class EarlyStopping(Callback):
 
     def _improves(self, value: float, epoch: int) -> bool:
         """Return whether this is the best epoch so far, and remember it."""
-        if self._sign * value <= self._best + self._min_delta or math.isnan(value):
+        if not improves(self._sign * value, self._best, min_delta=self._min_delta):
             return False
         self._best, self._best_epoch = self._sign * value, epoch
         return True
