@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import legacy as checkpoint
 from hvdtrain.errors import CheckpointError
 
 ARRAYS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "scalar": np.array(3), "empty": np.zeros((0, 2))}

@@ -1,0 +1,265 @@
+"""One checkpoint: a folder of arrays (safetensors) and JSON, hashed, free of pickle, and whole or not there.
+
+A folder holds a .safetensors file for each group of arrays, meta.json, and manifest.json with every file's size and
+sha256, written last. Nothing of it is parsed before its hash is found right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.checkpoint import folders, manifest
+from hvdtrain.checkpoint.manifest import Entry
+from hvdtrain.errors import CheckpointError
+
+Arrays = dict[str, NDArray[Any]]
+Result = TypeVar("Result")
+
+_PIECE_BYTES = 1 << 20
+# What safetensors reads back into numpy: bfloat16, for one, it writes and then cannot read.
+_DTYPES = frozenset(
+    ["bool", "complex64", "float16", "float32", "float64"]
+    + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        arrays: groups of arrays by the stem of their file: "model" is model.safetensors.
+        meta: anything that JSON can say.
+    """
+
+    arrays: dict[str, Arrays]
+    meta: dict[str, Any]
+
+
+def write(directory: str | os.PathLike[str], contents: Contents) -> None:
+    """Write a checkpoint at `directory`, instead of one that is there.
+
+    Args:
+        directory: its place; missing parents are made.
+        contents: what it is to hold. Its arrays must not change meanwhile.
+
+    Raises:
+        CheckpointError: the disk is full, the folder is read-only or holds other things, an array is of a type that
+            cannot be kept, ...; what was there is kept.
+        ValueError: a group of arrays has no plain name.
+    """
+    target = Path(os.path.realpath(directory))
+    files = {manifest.file_of(stem): _writable(stem, arrays) for stem, arrays in contents.arrays.items()}
+    try:
+        meta = json.dumps(contents.meta).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"Checkpoint {target} was not written: its meta data is no JSON: {error}") from error
+    from safetensors import SafetensorError  # not at the top: only who reads or writes needs it
+
+    try:
+        folders.make(target.parent)
+        _check_replaceable(target)
+        with folders.temporary(target) as temporary:
+            entries = {manifest.META: _write_bytes(temporary / manifest.META, meta)}
+            for name, arrays in files.items():
+                entries[name] = _write_arrays(temporary / name, arrays, like=temporary / manifest.META)
+            _write_bytes(temporary / manifest.NAME, manifest.render(entries))
+            folders.put(temporary, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"Checkpoint {target} was not written: {error}. Older checkpoints are as they were."
+        ) from error
+    folders.clear_leftovers(target.parent, lambda name: name == target.name)
+
+
+def read(directory: str | os.PathLike[str]) -> Contents:
+    """Read a checkpoint, of this format or of format 1, and check all of it.
+
+    Raises:
+        CheckpointError: it is missing, damaged in any way, or of a newer format.
+    """
+
+    def read_all(folder: int) -> Contents:
+        number, entries, meta = _read_meta(folder)
+        names = {name: stem for name in entries if (stem := manifest.stem_of(name)) is not None}
+        arrays = {stem: _parse_arrays(name, _read_file(folder, name, entries[name])) for name, stem in names.items()}
+        return Contents(_split(arrays["arrays"]) if number == 1 else arrays, meta)
+
+    return _in_folder(directory, read_all)
+
+
+def read_meta(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check a checkpoint's meta data alone, whatever the size of its arrays.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    return _in_folder(directory, lambda folder: _read_meta(folder)[2])
+
+
+def _writable(stem: str, arrays: Arrays) -> Arrays:
+    """Return the arrays as safetensors wants them, or raise before anything is written."""
+    for name, array in arrays.items():
+        if array.dtype.name not in _DTYPES:
+            raise CheckpointError(f"Array {name!r} of {stem} has dtype {array.dtype}, which no checkpoint can hold.")
+    if "__metadata__" in arrays:
+        raise CheckpointError(f"Array '__metadata__' of {stem} has a name that safetensors keeps for itself.")
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors ignores strides
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raise unless what is at `target` is a checkpoint, whole or not: never replace what somebody else put there."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"Checkpoint {target} was not written: a file is in its place.")
+    names = sorted(os.listdir(target))
+    foreign = [n for n in names if n not in (manifest.NAME, manifest.META) and manifest.stem_of(n) is None]
+    if foreign and not is_checkpoint(target):
+        raise CheckpointError(
+            f"Checkpoint {target} was not written: that folder is no checkpoint, it holds {foreign[0]!r}. Give one a "
+            "folder of its own."
+        )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a real folder has a whole manifest and meta.json."""
+    try:
+        read_meta(path)
+    except CheckpointError:
+        return False
+    return not path.is_symlink()
+
+
+def _write_bytes(path: Path, content: bytes) -> Entry:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return Entry(len(content), hashlib.sha256(content).hexdigest())
+
+
+def _write_arrays(path: Path, arrays: Arrays, *, like: Path) -> Entry:
+    """Write and hash arrays without a second copy of them in memory, and without holding up other threads."""
+    from safetensors.numpy import save_file
+
+    save_file(arrays, path)
+    path.chmod(like.stat().st_mode)  # safetensors makes it the owner's alone, whatever the umask
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+        os.fsync(file.fileno())
+    return Entry(size, digest.hexdigest())
+
+
+def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result]) -> Result:
+    """Call `action` with the open folder: a rename meanwhile does not mix two checkpoints' files.
+
+    Raises:
+        CheckpointError: `action` failed, and not because the checkpoint was replaced meanwhile.
+    """
+    while True:
+        found, seen = folders.locate(Path(directory)), None
+        try:
+            with _opened(found, os.O_DIRECTORY) as folder:
+                seen = os.fstat(folder)
+                return action(folder)
+        except (OSError, CheckpointError) as error:
+            if _is_elsewhere(Path(directory), found, seen):
+                continue  # its writer has put the next one in its place meanwhile
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"Checkpoint {directory} cannot be used: {reason}.") from error
+
+
+def _is_elsewhere(directory: Path, found: Path, seen: os.stat_result | None) -> bool:
+    """Return whether a checkpoint is there, but not the one that was seen (None: nothing was) at `found`."""
+    now = folders.locate(directory)
+    try:
+        return not os.path.samestat(os.stat(now), seen) if seen else now != found
+    except OSError:
+        return False
+
+
+def _read_meta(folder: int) -> tuple[int, dict[str, Entry], dict[str, Any]]:
+    number, entries = manifest.parse(_read_file(folder, manifest.NAME, None))
+    content = _read_file(folder, manifest.META, entries[manifest.META])
+    try:
+        meta = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{manifest.META} is no JSON: {error}") from error
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{manifest.META} holds {type(meta).__name__}, not an object")
+    return number, entries, meta
+
+
+def _read_file(folder: int, name: str, entry: Entry | None) -> bytes:
+    """Return a file's content; with an entry, only if it is what the manifest says."""
+    try:
+        # A symlink may lead anywhere, and opening a pipe may never return.
+        with _opened(name, os.O_NOFOLLOW | os.O_NONBLOCK, folder) as descriptor:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{name} is not a file")
+            if entry is None and status.st_size > manifest.MAX_BYTES:
+                raise CheckpointError(f"{name} is damaged: it has {status.st_size} bytes")
+            if entry is not None and entry.size not in (-1, status.st_size):
+                raise CheckpointError(f"{name} is damaged: it has {status.st_size} bytes instead of {entry.size}")
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read()
+    except OSError as error:
+        what = "is a symlink" if stat.S_ISLNK(_mode(folder, name)) else f"cannot be read ({error.strerror})"
+        raise CheckpointError(f"{name} {what}") from error
+    if entry is not None and hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise CheckpointError(f"{name} is damaged: it does not match its sha256 in {manifest.NAME}")
+    return content
+
+
+def _mode(folder: int, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except OSError:
+        return 0
+
+
+def _parse_arrays(name: str, content: bytes) -> Arrays:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        return load(content)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        # Its hash is right, so it was written like this.
+        raise CheckpointError(f"{name} is no safetensors file that numpy can hold: {error!r}") from error
+
+
+def _split(arrays: Arrays) -> dict[str, Arrays]:
+    """Return format 1's arrays in the groups of today: there, all were in one file, with prefixes."""
+    groups: dict[str, Arrays] = {"model": {}, "optimizer": {}}
+    for name, array in arrays.items():
+        prefix, _, rest = name.partition(".")
+        if prefix not in groups:
+            raise CheckpointError(f"array {name!r} is neither the model's nor the optimizer's")
+        groups[prefix][rest] = array
+    return groups
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int, folder: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | flags, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

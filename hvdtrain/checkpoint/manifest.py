@@ -1,0 +1,101 @@
+"""What a checkpoint consists of: file names, sizes and hashes, under a digest of the manifest's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.errors import CheckpointError
+
+FORMAT = 2
+NAME = "manifest.json"
+META = "meta.json"
+SUFFIX = ".safetensors"
+MAX_BYTES = 1 << 20  # a manifest names a handful of files; more is damage, and not to be read into memory
+
+_STEM = re.compile(r"[a-z][a-z0-9_-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# The digest covers every byte before it, so that no flipped bit goes unseen; a later format must end the same way.
+_OWN_DIGEST = re.compile(rb'(?P<body>.*), "sha256": "(?P<digest>[0-9a-f]{64})"}\n', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of a checkpoint; a size of -1 is unknown (format 1)."""
+
+    size: int
+    sha256: str
+
+
+def file_of(stem: str) -> str:
+    """Return the file name of the arrays under `stem`.
+
+    Raises:
+        ValueError: it is no plain lower-case name.
+    """
+    if not _STEM.fullmatch(stem):
+        raise ValueError(
+            f"a group of arrays must have a name of lower-case letters, digits, - and _. Received: {stem!r}"
+        )
+    return stem + SUFFIX
+
+
+def stem_of(name: str) -> str | None:
+    """Return what `file_of` was given for this file name; None where it cannot have been made by it."""
+    stem = name.removesuffix(SUFFIX)
+    return stem if stem != name and _STEM.fullmatch(stem) else None
+
+
+def render(entries: dict[str, Entry]) -> bytes:
+    """Return the manifest of these files."""
+    files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
+    body = json.dumps({"format": FORMAT, "files": files})[:-1].encode()
+    return body + f', "sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
+
+
+def parse(content: bytes) -> tuple[int, dict[str, Entry]]:
+    """Return (format, files) of a manifest.
+
+    Raises:
+        CheckpointError: it is damaged, of a newer format, or names a file that no checkpoint has.
+    """
+    signed = _OWN_DIGEST.fullmatch(content)
+    if signed and hashlib.sha256(signed["body"]).hexdigest().encode() != signed["digest"]:
+        raise CheckpointError(f"{NAME} does not match its own sha256: it is damaged")
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{NAME} is damaged: {error}") from None
+    number = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(number, int) and number > FORMAT:
+        raise CheckpointError(f"it has format {number}, this hvdtrain reads up to {FORMAT}: update hvdtrain")
+    if signed and number == FORMAT:
+        return number, _entries(manifest.get("files"))
+    if not signed and number == 1:
+        return number, _entries_of_format_1(manifest.get("sha256"))
+    raise CheckpointError(f"{NAME} is damaged: its format is {number!r}, or its own sha256 is missing")
+
+
+def _entries(files: Any) -> dict[str, Entry]:
+    if not isinstance(files, dict) or META not in files:
+        raise CheckpointError(f"{NAME} is damaged: it does not name {META}")
+    entries = {}
+    for name, entry in files.items():
+        # A name is opened as a file: one such as "../x" must not lead out of the folder.
+        if name != META and stem_of(name) is None:
+            raise CheckpointError(f"{NAME} names {name!r}, which is no file of a checkpoint")
+        size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+            raise CheckpointError(f"{NAME} is damaged: its entry of {name} is {entry!r}")
+        entries[name] = Entry(size, sha256)
+    return entries
+
+
+def _entries_of_format_1(hashes: Any) -> dict[str, Entry]:
+    names = {"arrays" + SUFFIX, META}
+    if not isinstance(hashes, dict) or hashes.keys() != names or not all(isinstance(h, str) for h in hashes.values()):
+        raise CheckpointError(f"{NAME} is damaged: it does not name {' and '.join(sorted(names))}")
+    return {name: Entry(-1, sha256) for name, sha256 in hashes.items()}

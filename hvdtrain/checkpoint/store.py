@@ -1,0 +1,142 @@
+"""A run's folder of checkpoints: their names and order, which are kept, and which is the newest whole one."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint import files, folders
+from hvdtrain.checkpoint.files import Contents
+from hvdtrain.errors import CheckpointError
+from hvdtrain.improvement import Mode, improves, sign
+
+log = logging.getLogger("hvdtrain")
+
+_NAME = re.compile(r"epoch-([0-9]{6,})(?:-step-([0-9]{8,}))?")
+
+
+class Store:
+    """The checkpoints under one folder, "epoch-000003" after three epochs, "epoch-000003-step-00000120" 120 steps on.
+
+    Args:
+        root: the folder; made by the first write.
+        keep_last: how many of the newest are kept; None keeps all.
+        best: a name in meta["metrics"]; the checkpoint with its best value is kept too.
+        mode: whether less or more of it is better, as for EarlyStopping.
+
+    Raises:
+        ValueError: keep_last is no positive number, or an unknown mode.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, keep_last: int | None = 3, best: str | None = None, mode: Mode = "auto"
+    ) -> None:
+        if keep_last is not None and (isinstance(keep_last, bool) or keep_last < 1):
+            raise ValueError(f"keep_last must be at least 1, or None to keep all. Received: keep_last={keep_last!r}")
+        self.root = Path(root)
+        self._keep_last = keep_last
+        self._best = best
+        self._sign = sign(best or "", mode)
+
+    def place(self, epochs_done: int, steps_done: int = 0) -> Path:
+        """Return where the checkpoint after this many epochs, and steps of the next one, belongs."""
+        if epochs_done < 0 or steps_done < 0:
+            raise ValueError(f"Epochs and steps must be >= 0. Received: epochs={epochs_done}, steps={steps_done}")
+        return self.root / _name(epochs_done, steps_done)
+
+    def newest_first(self) -> list[Path]:
+        """Return where the checkpoints are, the newest first; whether they are whole, reading tells.
+
+        Raises:
+            CheckpointError: the folder cannot be listed.
+        """
+        try:
+            paths = {folders.target_of(path) for path in self.root.iterdir()}
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise CheckpointError(f"The checkpoints in {self.root} cannot be listed: {error.strerror}.") from error
+        found = {order: path for path in paths if (order := _order(path.name))}
+        return [found[order] for order in sorted(found, reverse=True)]
+
+    def prune(self) -> None:
+        """Delete all but the newest and the best; what is not known for a whole checkpoint is neither counted nor lost.
+
+        One that cannot be deleted is left, with a warning.
+        """
+        if self._keep_last is None:
+            return
+        metas = {}
+        for path in self.newest_first():
+            try:
+                metas[path] = files.read_meta(path)
+            except CheckpointError as error:
+                log.warning("left alone: %s", error)
+        best = self._best_of(metas)
+        for path in list(metas)[self._keep_last :]:
+            if path != best and not path.is_symlink():
+                try:
+                    folders.remove(folders.locate(path))
+                except OSError as error:
+                    log.warning("could not delete checkpoint %s: %s", path, error)
+
+    def _best_of(self, metas: dict[Path, dict[str, Any]]) -> Path | None:
+        """Return the checkpoint with the best metric, of equal ones the oldest, as EarlyStopping does."""
+        best, best_score = None, -math.inf
+        for path in reversed(metas):
+            metrics = metas[path].get("metrics")
+            value = metrics.get(self._best) if isinstance(metrics, dict) else None
+            if isinstance(value, (int, float)) and improves(self._sign * value, best_score):
+                best, best_score = path, self._sign * value
+        return best
+
+    def newest_whole(self) -> tuple[Path, Contents] | None:
+        """Return the newest checkpoint that is whole, saying which are skipped and why; None where there is none."""
+        for path in self.newest_first():
+            try:
+                contents = files.read(path)
+            except CheckpointError as error:
+                log.warning("skipped: %s", error)
+            else:
+                return path, contents
+        return None
+
+    def clear_leftovers(self) -> None:
+        """Remove what killed writers left half done; what another process is still writing stays."""
+        folders.clear_leftovers(self.root, lambda name: _order(name) is not None)
+
+    def set_aside(self) -> Path | None:
+        """Move the checkpoints into a folder of their own; return it, or None where there were none.
+
+        Raises:
+            CheckpointError: they cannot be moved.
+        """
+        found = self.newest_first()
+        if not found:
+            return None
+        number = 1
+        while (aside := self.root / f"old-{number}").exists():
+            number += 1
+        try:
+            aside.mkdir()
+            for path in found:
+                os.rename(folders.locate(path), aside / path.name)
+            folders.sync(self.root)
+        except OSError as error:
+            raise CheckpointError(f"The checkpoints in {self.root} could not be moved to {aside}: {error}.") from error
+        return aside
+
+
+def _name(epochs: int, steps: int) -> str:
+    return f"epoch-{epochs:06d}" + (f"-step-{steps:08d}" if steps else "")
+
+
+def _order(name: str) -> tuple[int, int] | None:
+    """Return (epochs, steps) of a checkpoint's name; None for any other, one with needless zeros included."""
+    match = _NAME.fullmatch(name)
+    order = (int(match[1]), int(match[2] or 0)) if match else None
+    return order if order and _name(*order) == name else None

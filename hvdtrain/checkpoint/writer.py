@@ -1,0 +1,101 @@
+"""Writing behind training: one thread, one write at a time, and its failure told to who waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+
+from hvdtrain.checkpoint import files
+from hvdtrain.checkpoint.files import Contents
+
+log = logging.getLogger("hvdtrain")
+
+_Write = tuple[str | os.PathLike[str], Contents, Callable[[], object] | None]
+_Box = list[_Write]
+
+
+class Writer:
+    """Writes one checkpoint at a time behind the caller, who learns of a failure at `wait` or `close`.
+
+    Each write has a thread of its own, which costs less than 0.2 ms and is no daemon: an interpreter that ends waits
+    for it, and one without work under way for nothing. All methods are for one thread, the training's.
+    """
+
+    def __init__(self) -> None:
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: BaseException | None = None
+        self._closed = False
+
+    def submit(
+        self, path: str | os.PathLike[str], contents: Contents, *, then: Callable[[], object] | None = None
+    ) -> None:
+        """Start writing a checkpoint, once the one before has ended.
+
+        Args:
+            path: where to.
+            contents: what it is to hold; a copy of what training goes on to change.
+            then: called behind the caller too, once it is written.
+
+        Raises:
+            RuntimeError: the writer is closed, or there are no more threads to be had.
+        """
+        if self._closed:
+            raise RuntimeError("This writer is closed: make another one.")
+        self._idle.wait()
+        box: _Box = [(path, contents, then)]
+        try:
+            self._idle.clear()
+            threading.Thread(target=self._run, args=(box,), name="hvdtrain-checkpoint", daemon=False).start()
+        except BaseException:
+            # Ctrl-C may come before or after the thread has begun: who empties the box ends the work.
+            if _take(box) is not None:
+                self._idle.set()
+            raise
+
+    def wait(self) -> None:
+        """Wait until nothing runs, and raise the error of a write that has failed, once: the first one's."""
+        # Not Thread.join: before Python 3.13, one that Ctrl-C interrupts takes the thread for ended ever after.
+        self._idle.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Take no more, and `wait`."""
+        self._closed = True
+        self.wait()
+
+    def _run(self, box: _Box) -> None:
+        taken = _take(box)
+        if taken is None:
+            return
+        path, contents, then = taken
+        try:
+            files.write(path, contents)
+            if then is not None:
+                then()
+        except BaseException as error:  # noqa: BLE001 the thread's outermost frame: the caller raises it
+            log.error("%s: %s", type(error).__name__, error)
+            _forget_locals(error)
+            self._error = self._error or error
+        finally:
+            del taken, contents, then  # the error's traceback keeps this frame, which would keep the arrays
+            self._idle.set()
+
+
+def _take(box: _Box) -> _Write | None:
+    try:
+        return box.pop()  # atomic: only one of two threads gets it
+    except IndexError:
+        return None
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what the frames of an error and its causes hold: arrays as large as the model."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
