@@ -18,7 +18,7 @@ RUN := OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3 horovodrun -np $(NP)
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e bench docker-test clean
+.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e faults faults-short bench docker-test clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,7 @@ train-torch: $(STAMP) ## The PyTorch half of `make train`
 train-keras: $(STAMP) ## The Keras half
 	KERAS_BACKEND=tensorflow $(RUN) python examples/mnist/train.py --framework keras $(ARGS)
 
-test: lint types unit ranks e2e ## Lint, types and every test
+test: lint types unit faults-short ranks e2e ## Lint, types and every test
 
 lint: $(STAMP) ## ruff
 	ruff check .
@@ -56,6 +56,12 @@ ranks: $(STAMP) ## Tests under horovodrun
 
 e2e: $(STAMP) ## Commands as a person types them
 	python -m pytest tests/e2e
+
+faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULTS_SEED=0)
+	HVDTRAIN_FAULTS=long python -m pytest tests/faults
+
+faults-short: $(STAMP)
+	python -m pytest tests/faults
 
 bench: $(STAMP) ## Step times side by side with peers (BENCH="--workload mlp"; pip install '.[bench]' adds peers)
 	python -m benchmarks $(BENCH)
