@@ -32,16 +32,24 @@ class Options:
 
 @dataclass
 class State:
-    """All that training changes: arrays by name, and whatever JSON can hold."""
+    """All that training changes on all ranks alike: arrays by name, and whatever JSON can hold.
+
+    Attributes:
+        arrays: names begin with "model." or "optimizer.".
+        meta: the optimizer's settings, the precision scaler.
+        unsettled: names of those that each rank changes on its own between two calls of `Adapter.settle`.
+    """
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    unsettled: frozenset[str] = frozenset()
 
 
 class Adapter(Protocol):
     """What a framework does for the Trainer."""
 
     learning_rates: list[float]  # one a parameter group; assigning changes the optimizer's
+    rank_state: dict[str, NDArray[Any]]  # what this rank alone holds, named as in `rank_state`; assigning takes it on
 
     def start(self) -> None:
         """Give every rank the root's weights and optimizer state, and change nothing else."""

@@ -1,42 +1,120 @@
-"""Write a run's progress and take it up again: rank 0 does the I/O, every rank learns of its outcome."""
+"""Write a run's state and take it up again: rank 0 does the I/O, every rank learns of its outcome."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from hvdtrain import agreement, checkpoint, learning_rate
+import numpy as np
+
+from hvdtrain import agreement, checkpoint, learning_rate, rank_state
 from hvdtrain.adapter import Adapter, State
+from hvdtrain.checkpoint import Contents
+from hvdtrain.checkpoint.store import Store
+from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.errors import CheckpointError
+from hvdtrain.rank_state import Arrays
 from hvdtrain.world import World
 
 log = logging.getLogger("hvdtrain")
 
+# What `State.arrays` begin with, and the files that they go to.
+_FILES = ("model", "optimizer")
 
-def save(directory: Any, adapter: Adapter, meta: dict[str, Any], *, world: World) -> None:
-    """Write weights, optimizer state and `meta` (JSON) to `directory`.
 
-    Raises:
-        CheckpointError: it could not be written; on other ranks, a HvdTrainError that says so.
+class Keeper:
+    """Keeps a run's checkpoints in one folder, and writes them while training goes on.
+
+    Every rank has one and calls it at the same moments; rank 0's does the I/O. What fails while a checkpoint is
+    written is raised, on every rank, when the next one is begun, or by `wait`.
+
+    Args:
+        store: where, and which are kept.
+        background: False writes each before `save` returns.
+        world: the ranks.
     """
 
-    def write() -> None:
-        state = adapter.state()
-        checkpoint.save(directory, state.arrays, {**meta, "adapter": state.meta, "world_size": world.size})
+    def __init__(self, store: Store, *, background: bool, world: World) -> None:
+        self._store = store
+        self._background = background
+        self._world = world
+        self._writer = Writer()
 
-    agreement.together(write, world=world, name="save")
+    def save(self, adapter: Adapter, ranks: Arrays, meta: dict[str, Any]) -> None:
+        """Keep the present state; training waits while it is copied, and for an earlier one that is still written.
+
+        Args:
+            adapter: whose state.
+            ranks: what this rank holds of its own.
+            meta: the rest, as JSON; with a `position`.
+
+        Raises:
+            CheckpointError: an earlier one could not be written; on other ranks, a HvdTrainError that says so.
+        """
+        kept = rank_state.gather(ranks, world=self._world)
+        agreement.together(lambda: self._submit(adapter, kept, meta), world=self._world, name="save")
+
+    def _submit(self, adapter: Adapter, kept: Arrays, meta: dict[str, Any]) -> None:
+        self._writer.wait()
+        contents = _contents(adapter.state(), kept, meta, world=self._world, copy=self._background)
+        place = self._store.place(meta["position"]["epoch"], meta["position"]["step"])
+        self._writer.submit(place, contents, then=self._store.prune)
+        if not self._background:
+            self._writer.wait()
+
+    def wait(self) -> None:
+        """Return once all that was begun is written; a collective.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        agreement.together(self._writer.wait, world=self._world, name="save")
+
+    def set_aside(self) -> None:
+        """Move an older run's checkpoints to where a later "auto" does not take them for this run's."""
+
+        def move() -> None:
+            aside = self._store.set_aside()
+            if aside is not None:
+                log.info("moved older checkpoints to %s", aside)
+
+        agreement.together(move, world=self._world, name="set aside")
+
+    def restore(self, adapter: Adapter, *, lr_factor: float) -> tuple[dict[str, Any], Arrays] | None:
+        """Load the newest checkpoint that is whole, saying which are skipped and why; None where there is none.
+
+        See `restore` for what is returned and raised.
+        """
+
+        def find() -> tuple[Path, Contents] | None:
+            self._store.clear_leftovers()
+            return self._store.newest_whole()
+
+        return _restore(find, adapter, lr_factor=lr_factor, world=self._world)
+
+
+def save(directory: Any, adapter: Adapter, ranks: Arrays, meta: dict[str, Any], *, world: World) -> None:
+    """Write one checkpoint to `directory`; for the arguments and errors see `Keeper.save`."""
+    kept = rank_state.gather(ranks, world=world)
+    agreement.together(
+        lambda: checkpoint.write(directory, _contents(adapter.state(), kept, meta, world=world, copy=False)),
+        world=world,
+        name="save",
+    )
 
 
 def read_config(directory: Any, *, world: World) -> dict[str, Any]:
     """Return the options that the checkpoint's Trainer had."""
     config: dict[str, Any] = agreement.together(
-        lambda: checkpoint.load(directory)[1]["config"], world=world, name="load"
+        lambda: checkpoint.read_meta(directory)["config"], world=world, name="load"
     )
     return config
 
 
-def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) -> dict[str, Any]:
-    """Load a checkpoint on the root, and return its meta data; `adapter.start` gives the others the root's state.
+def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) -> tuple[dict[str, Any], Arrays]:
+    """Load a checkpoint on the root; `adapter.start` gives the others the root's state.
 
     Args:
         directory: one checkpoint; the other ranks need not see rank 0's disk.
@@ -44,12 +122,30 @@ def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World)
         lr_factor: this run's scaling. Restored rates carry the scaling of the number of ranks that wrote them.
         world: the ranks.
 
+    Returns:
+        Its meta data, and what this rank takes on of its own once everything else is in place.
+
     Raises:
         CheckpointError: it is missing, damaged, or of another model (named tensor).
     """
+    found = _restore(lambda: (Path(directory), checkpoint.read(directory)), adapter, lr_factor=lr_factor, world=world)
+    if found is None:
+        raise CheckpointError(f"Checkpoint {directory} is missing.")
+    return found
 
-    def read() -> dict[str, Any]:
-        arrays, meta = checkpoint.load(directory)
+
+def _restore(
+    find: Callable[[], tuple[Path, Contents] | None], adapter: Adapter, *, lr_factor: float, world: World
+) -> tuple[dict[str, Any], Arrays] | None:
+    kept: Arrays = {}
+
+    def read() -> dict[str, Any] | None:
+        found = find()
+        if found is None:
+            return None
+        directory, contents = found
+        arrays = {f"{name}.{key}": a for name in _FILES for key, a in contents.arrays.get(name, {}).items()}
+        meta = contents.meta
         try:
             adapter.load_state(State(arrays, meta.pop("adapter")))
         except ValueError as error:
@@ -59,36 +155,17 @@ def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World)
             rates = adapter.learning_rates
             adapter.learning_rates = [rate * lr_factor / before for rate in rates]
             log.info("lr %s -> %s (written on %d ranks)", rates, adapter.learning_rates, meta["world_size"])
+        kept.update(contents.arrays.get("ranks", {}))
         return meta
 
-    meta: dict[str, Any] = agreement.together(read, world=world, name="restore")
-    return meta
+    meta: dict[str, Any] | None = agreement.together(read, world=world, name="restore")
+    return None if meta is None else (meta, rank_state.deal(kept, world=world))
 
 
-def newest_whole(checkpoint_dir: str, *, world: World) -> str | None:
-    """Return the newest checkpoint that is whole, saying which are skipped and why; None where there is none."""
-
-    def search() -> str | None:
-        for path in checkpoint.newest_first(checkpoint_dir):
-            try:
-                checkpoint.load(path)
-            except CheckpointError as error:
-                log.warning("skipped: %s", error)
-            else:
-                log.info("resume from %s", path)
-                return str(path)
-        return None
-
-    found: str | None = agreement.together(search, world=world, name="resume")
-    return found
-
-
-def set_aside(checkpoint_dir: str, *, world: World) -> None:
-    """Move an older run's checkpoints to where a later "auto" does not take them for this run's."""
-
-    def move() -> None:
-        aside = checkpoint.set_aside(checkpoint_dir)
-        if aside is not None:
-            log.info("moved older checkpoints to %s", aside)
-
-    agreement.together(move, world=world, name="set aside")
+def _contents(state: State, kept: Arrays, meta: dict[str, Any], *, world: World, copy: bool) -> Contents:
+    """Return what a checkpoint holds; a copy, where training goes on while it is written."""
+    files: dict[str, Arrays] = {name: {} for name in _FILES}
+    for name, array in state.arrays.items():
+        file, _, key = name.partition(".")
+        files[file][key] = np.array(array) if copy else np.asarray(array)
+    return Contents({**files, "ranks": kept}, {**meta, "adapter": state.meta, "world_size": world.size})

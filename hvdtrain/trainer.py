@@ -8,41 +8,29 @@ which framework it has.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hvdtrain import agreement, checkpoint, learning_rate
-from hvdtrain import resume as progress_of
+from hvdtrain import agreement, learning_rate, prediction
+from hvdtrain import resume as resuming
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.callbacks.base import CallbackList
+from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.keras_style import as_callback
 from hvdtrain.callbacks.progress import ProgressLine
-from hvdtrain.data import Batch, IndexedSource, Source, as_source, leaves, rebuild, tree_map
+from hvdtrain.data import Source, as_source
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.world import SoloWorld, World, init
+from hvdtrain.loop import History as History
+from hvdtrain.loop import Loop
+from hvdtrain.world import World, init
 
 log = logging.getLogger("hvdtrain")
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("none", "fp16", "bf16")
-
-
-class History(dict[str, list[float]]):
-    """A metric's name -> one float an epoch, equal on every rank.
-
-    Besides the metrics it holds "samples_per_s", over all ranks, and "seconds", the slowest rank's training time.
-    """
-
-    def add(self, logs: dict[str, float]) -> None:
-        """Append one epoch."""
-        for name, value in logs.items():
-            self.setdefault(name, []).append(float(value))
 
 
 class Trainer:
@@ -70,7 +58,6 @@ class Trainer:
     Attributes:
         model: as given.
         world: the ranks.
-        history: what the current or last `fit` has recorded so far.
         epochs: how many epochs the current fit has.
         steps_per_epoch: optimizer steps, where known beforehand.
 
@@ -103,7 +90,6 @@ class Trainer:
         learning_rate.check_options(lr_scaling, warmup_epochs)
         self.model = model
         self.world: World = init(framework_of(model))
-        self.history = History()
         self.epochs = 0
         self.steps_per_epoch: int | None = None
         seed = int((self.world.seed or 0) if seed is None else seed)
@@ -127,9 +113,7 @@ class Trainer:
         self._lr = learning_rate.LearningRate(
             self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
         )
-        self._epochs_done = 0
-        self._loaded = False  # a checkpoint, from which the next fit goes on
-        self._in_epoch = False
+        self._loop = Loop(self, self._adapter, self._lr, self._config)
         self._stop = False
         self._adapter.start()  # so that evaluate and predict, too, run one model and not each rank's own
 
@@ -173,27 +157,26 @@ class Trainer:
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
         self._check_agreement(held_out, batch_size=batch_size)
-        if checkpoint_dir and resume == "never":
-            progress_of.set_aside(checkpoint_dir, world=self.world)
-        elif checkpoint_dir and (newest := progress_of.newest_whole(checkpoint_dir, world=self.world)):
-            self._restore(newest)
-        if not self._loaded:
-            self._epochs_done, self.history = 0, History()
-        self._loaded, self._stop = False, False
-        hooks = CallbackList([as_callback(each) for each in callbacks] + [ProgressLine()] * progress)
+        hooks = self._hooks(callbacks, checkpoint_dir, progress=progress)
+        for each in hooks:
+            if isinstance(each, Checkpoint):
+                self._find_progress(each.open(self), resume)
+        states = self._loop.begin(source, hooks, samples_per_step=batch_size * self.world.size * self._accumulate)
+        self._stop = False
         self._adapter.start()
         if self.world.is_root:
             self._lr.announce(batch_size=batch_size, accumulate=self._accumulate)
         hooks.on_fit_begin(self)
-        for epoch in range(self._epochs_done, epochs):
+        hooks.load_states(states)
+        for epoch in range(self._loop.position.epoch, epochs):
             if self.world.allreduce(np.array([self._stop], np.int32), "max", name="stop")[0]:
                 break
-            logs = self._run_epoch(source, held_out, epoch, hooks)
+            logs = self._loop.run_epoch(source)
+            if held_out is not None:
+                logs |= {f"val_{name}": value for name, value in self._evaluate(held_out).items()}
             self.history.add(logs)
-            self._epochs_done = epoch + 1
+            self._loop.position.end_epoch()
             hooks.on_epoch_end(self, epoch, logs)
-            if checkpoint_dir:
-                self._save(checkpoint.epoch_directory(checkpoint_dir, epoch + 1))
         hooks.on_fit_end(self)
         if self.world.size > 1:
             agreement.require_equal_state(self._adapter.state(), world=self.world)
@@ -207,7 +190,7 @@ class Trainer:
         Raises:
             HvdTrainError: it was called within an epoch of `fit`.
         """
-        if self._in_epoch:
+        if self._loop.in_epoch:
             raise HvdTrainError(
                 "evaluate() was called in the middle of a training epoch, whose metrics it would mix with its own. "
                 "Call it in on_epoch_end, or after fit."
@@ -220,25 +203,7 @@ class Trainer:
         Raises:
             TypeError: `x` can only be iterated, so it has no order that ranks could share.
         """
-        if isinstance(x, tuple | list) and all(hasattr(leaf, "shape") for leaf in leaves(x)):
-            x = (x,)  # several inputs, and no targets among them
-        source = self._source(x, batch_size)
-        if not isinstance(source, IndexedSource):
-            raise TypeError(f"predict needs arrays or a map-style dataset. Received: {type(x).__name__}")
-        shards: list[Any] = []
-        indices: list[NDArray[np.int64]] = []
-        for batch in source.epoch(0, shuffle=False):
-            if batch.local_count and batch.indices is not None:
-                shards.append(self._adapter.predict_step(batch.inputs))
-                indices.append(batch.indices)
-        if not shards:  # fewer samples than ranks: one sample tells the shape of what this rank has none of
-            first = next(iter(as_source(x, batch_size=1, world=SoloWorld()).epoch(0, shuffle=False)))
-            shards, indices = (
-                [tree_map(lambda y: y[:0], self._adapter.predict_step(first.inputs))],
-                [np.zeros(0, np.int64)],
-            )
-        order = self.world.allgather(np.concatenate(indices), name="predict.indices")
-        return _join(shards, lambda local: self._in_order(local, order))
+        return prediction.predict(self._adapter, x, batch_size=batch_size, world=self.world)
 
     def save(self, directory: str) -> None:
         """Write weights, optimizer state and options to `directory`; a collective call, rank 0 writes.
@@ -246,7 +211,7 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written.
         """
-        self._save(directory)
+        resuming.save(directory, self._adapter, self._loop.own(), self._loop.progress(), world=self.world)
 
     @classmethod
     def load(cls, directory: str, model: Any, **options: Any) -> Trainer:
@@ -261,20 +226,38 @@ class Trainer:
             CheckpointError: it is missing, damaged, or of another model (named tensor).
         """
         world = init(framework_of(model))
-        config = progress_of.read_config(directory, world=world)
+        config = resuming.read_config(directory, world=world)
         trainer = cls(model, **{**config, **options})
-        trainer._restore(directory)
+        trainer._loop.load(resuming.restore(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world))
         trainer._adapter.start()
         return trainer
 
-    def state(self) -> State:
-        """Return a copy of weights and optimizer state."""
+    @property
+    def history(self) -> History:
+        """What the current or last `fit` has recorded so far."""
+        return self._loop.history
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken since training began, those before a resumed checkpoint included."""
+        return self._loop.position.global_step
+
+    def keep(self, keeper: resuming.Keeper) -> None:
+        """Have the present state kept; a collective call. See `hvdtrain.callbacks.Checkpoint`."""
+        keeper.save(self._adapter, self._loop.own(), self._loop.progress())
+
+    def state(self, *, copy: bool = True) -> State:
+        """Return weights and optimizer state; without a copy, as arrays that the next step may change."""
         state = self._adapter.state()
-        return State({name: np.array(array) for name, array in state.arrays.items()}, state.meta)
+        return replace(state, arrays={name: np.array(array) for name, array in state.arrays.items()}) if copy else state
 
     def load_state(self, state: State) -> None:
         """Take on what `state` returned; to be called with the same on every rank."""
         self._adapter.load_state(state)
+
+    def repair(self) -> None:
+        """Give every rank the root's weights and optimizer state; a collective call."""
+        self._adapter.start()
 
     def stop(self) -> None:
         """End the run after this epoch, on every rank; one rank's call is enough."""
@@ -292,91 +275,23 @@ class Trainer:
                 "Use warmup_epochs=0, or data with a length."
             )
 
-    def _run_epoch(self, source: Source, held_out: Source | None, epoch: int, hooks: CallbackList) -> dict[str, float]:
-        hooks.on_epoch_begin(self, epoch)
-        begin = time.perf_counter()
-        self._in_epoch = True
-        try:
-            samples = self._train(source, epoch, hooks)
-        except BaseException:
-            # What this rank has counted must not reach the next epoch; the error under way is the one to show.
-            with suppress(Exception):
-                self._adapter.metrics(lambda local: local)
-            raise
-        finally:
-            self._in_epoch = False
-        if not samples:
-            raise ValueError(
-                f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated anew."
-            )
-        times = np.zeros(self.world.size)  # a place for each rank: the sum of the metrics brings them along
+    def _hooks(self, callbacks: Sequence[Any], checkpoint_dir: str | None, *, progress: bool) -> CallbackList:
+        hooks = [as_callback(each) for each in callbacks] + [ProgressLine()] * progress
+        if checkpoint_dir:
+            hooks.append(Checkpoint(checkpoint_dir))
+        # Last: what the others do to the model or to themselves is then part of it.
+        return CallbackList(sorted(hooks, key=lambda hook: isinstance(hook, Checkpoint)))
 
-        def reduce(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-            times[self.world.rank] = time.perf_counter() - begin  # here the device is done with the epoch
-            total = self._reduce(np.concatenate([vector, times]))
-            times[:] = total[len(vector) :]
-            return total[: len(vector)]
-
-        logs = self._adapter.metrics(reduce)
-        seconds = float(times.max())
-        self._adapter.settle()
-        if held_out is not None:
-            logs |= {f"val_{name}": value for name, value in self._evaluate(held_out).items()}
-        return logs | {"samples_per_s": samples / seconds, "seconds": seconds}
-
-    def _train(self, source: Source, epoch: int, hooks: CallbackList) -> int:
-        """Take an epoch's optimizer steps; return the number of samples over all ranks."""
-        samples = 0
-        for step, batches in enumerate(_groups(source.epoch(epoch, shuffle=True), self._accumulate)):
-            hooks.on_step_begin(self, step)
-            self._set_learning_rate(epoch, step)
-            self._adapter.train_step(batches)
-            samples += sum(batch.global_count for batch in batches)
-            hooks.on_step_end(self, step)
-        return samples
+    def _find_progress(self, keeper: resuming.Keeper, resume: str) -> None:
+        if resume == "never":
+            keeper.set_aside()
+        else:
+            self._loop.load(keeper.restore(self._adapter, lr_factor=self._lr.factor))
 
     def _evaluate(self, source: Source) -> dict[str, float]:
         for batch in source.epoch(0, shuffle=False):
             self._adapter.eval_step(batch)
-        return self._adapter.metrics(self._reduce)
-
-    def _set_learning_rate(self, epoch: int, step: int) -> None:
-        # Where an epoch's length is unknown there is no ramp, and any step but the first is past it.
-        rates = self._lr.at(epoch * (self.steps_per_epoch or 1) + step, steps_per_epoch=self.steps_per_epoch)
-        if rates is not None:
-            self._adapter.learning_rates = rates
-
-    def _reduce(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
-        return self.world.allreduce(vector, name="metrics")
-
-    def _in_order(self, local: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
-        gathered = self.world.allgather(local, name="predict")
-        result = np.empty_like(gathered)
-        result[order] = gathered
-        return result
-
-    def _save(self, directory: Any) -> None:
-        meta = {"config": self._config, "epochs_done": self._epochs_done, "history": self.history}
-        progress_of.save(directory, self._adapter, meta, world=self.world)
-
-    def _restore(self, directory: str) -> None:
-        meta = progress_of.restore(directory, self._adapter, lr_factor=self._lr.factor, world=self.world)
-        self._epochs_done, self.history = meta["epochs_done"], History(meta["history"])
-        self._loaded = True
-
-
-def _groups(batches: Iterator[Batch], count: int) -> Iterator[list[Batch]]:
-    while group := list(islice(batches, count)):
-        yield group
-
-
-def _join(shards: Sequence[Any], finish: Any) -> Any:
-    """Concatenate trees of arrays leaf by leaf, and finish each leaf."""
-    if isinstance(shards[0], dict):
-        return {key: _join([shard[key] for shard in shards], finish) for key in shards[0]}
-    if isinstance(shards[0], tuple | list):
-        return rebuild(shards[0], [_join(column, finish) for column in zip(*shards, strict=True)])
-    return finish(np.concatenate(shards))
+        return self._adapter.metrics(lambda vector: self.world.allreduce(vector, name="metrics"))
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -1,7 +1,9 @@
 """Callbacks for the Trainer, framework-neutral, one concern a file."""
 
 from hvdtrain.callbacks.base import Callback as Callback
+from hvdtrain.callbacks.checkpoint import Checkpoint as Checkpoint
 from hvdtrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from hvdtrain.callbacks.progress import ProgressLine as ProgressLine
+from hvdtrain.callbacks.schedule import Schedule as Schedule
 
-__all__ = ["Callback", "EarlyStopping", "ProgressLine"]
+__all__ = ["Callback", "Checkpoint", "EarlyStopping", "ProgressLine", "Schedule"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
@@ -18,6 +18,11 @@ class Callback:
     guard I/O with `trainer.world.is_root`. To end the run after the current epoch, call `trainer.stop()`: it is enough
     that one rank does.
     """
+
+    @property
+    def name(self) -> str:
+        """What a checkpoint knows this callback by: its class."""
+        return type(self).__name__
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Run once, when weights are equal on all ranks and before the first epoch."""
@@ -37,12 +42,36 @@ class Callback:
     def on_fit_end(self, trainer: Trainer) -> None:
         """Run once, after the last epoch."""
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint should keep of this callback, as JSON; rank 0's is kept."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take on what `state` returned, on every rank; called after on_fit_begin of a run that goes on."""
+
 
 class CallbackList(Callback):
     """Runs callbacks in the order given."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def states(self) -> list[list[Any]]:
+        """Return [class name, state] of each callback that has a state."""
+        named = [[each.name, each.state()] for each in self._callbacks]
+        return [[name, state] for name, state in named if state]
+
+    def load_states(self, states: Sequence[Sequence[Any]]) -> None:
+        """Give each callback the state that one of its class had; in order, where there are several."""
+        left = list(states)
+        for callback in self._callbacks:
+            found = next((each for each in left if each[0] == callback.name), None)
+            if found is not None:
+                left.remove(found)
+                callback.load_state(found[1])
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Call each."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hvdtrain.callbacks.base import Callback, Logs
 
 if TYPE_CHECKING:
@@ -20,6 +22,28 @@ class KerasStyle(Callback):
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
+        self._given = self._numbers()
+
+    @property
+    def name(self) -> str:
+        """The Keras callback's class."""
+        return type(self._callback).__name__
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that the callback has changed, such as `best` and `wait`; options stay the user's."""
+        return {name: value for name, value in self._numbers().items() if self._given.get(name) != value}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Set those numbers again."""
+        for name in state.keys() & vars(self._callback).keys():
+            setattr(self._callback, name, state[name])
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in vars(self._callback).items()
+            if not name.startswith("_") and isinstance(value, bool | int | float | np.generic)
+        }
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Give the callback its model and parameters, then on_train_begin."""

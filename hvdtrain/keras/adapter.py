@@ -12,11 +12,12 @@ from typing import Any
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
 import hvdtrain.keras as hvd
 from hvdtrain.adapter import Options, Reduce, State
 from hvdtrain.data import Batch
-from hvdtrain.keras import losses, training_state
+from hvdtrain.keras import losses, rank_state, training_state
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.saving import adopt_optimizer
 from hvdtrain.keras.variables import broadcast_model
@@ -85,6 +86,8 @@ class KerasAdapter:
         self._sums = losses.is_sum(model, split=self._weighted)
         self._started = False
         self._fresh = True  # until the first step after metrics were read
+        self._training = False  # the metrics are those of an epoch under way
+        self._interrupted: dict[str, NDArray[Any]] = {}  # metrics to take on with the first batch
         if self._weighted:
             self._part.set_batch_weight(1.0)  # before anything is compiled
             losses.warn_of_masks(model, world=world)
@@ -108,6 +111,16 @@ class KerasAdapter:
             )
         (self._part.learning_rate,) = rates
 
+    @property
+    def rank_state(self) -> dict[str, NDArray[Any]]:
+        """Seeds, what is not trained, and the epoch's running metrics."""
+        return rank_state.capture(self._model, metrics=self._training)
+
+    @rank_state.setter
+    def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
+        rank_state.restore(held, self._model)
+        self._interrupted = held if rank_state.has_metrics(held) else {}
+
     def start(self) -> None:
         """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""
         self._started = False
@@ -117,6 +130,10 @@ class KerasAdapter:
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take the step: `accumulate` passes through Keras's train step, the last of which reduces and updates."""
         self._begin(batches[0])
+        self._training = True
+        if self._interrupted:
+            rank_state.restore_metrics(self._interrupted, self._model)
+            self._interrupted = {}
         if not self._started:
             self._broadcast()
         total = sum(batch.global_count for batch in batches)
@@ -146,7 +163,7 @@ class KerasAdapter:
             variable.assign(total if variable.aggregation == "sum" else total / self._world.size)
         results = _scalars(self._model.get_metrics_result())
         self._model.reset_metrics()
-        self._fresh = True
+        self._fresh, self._training = True, False
         return results
 
     def settle(self) -> None:

@@ -17,7 +17,13 @@ _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
 
 def capture(model: keras.Model) -> State:
     """Return the model's weights and its optimizer's variables, as arrays that the next step may change."""
-    return State({name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in _variables(model).items()}, {})
+    variables = _variables(model)
+    own = {id(v) for v in model.non_trainable_weights}
+    return State(
+        {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in variables.items()},
+        {},
+        frozenset(name for name, v in variables.items() if id(v) in own),
+    )
 
 
 def restore(state: State, model: keras.Model) -> None:
@@ -43,13 +49,15 @@ def restore(state: State, model: keras.Model) -> None:
 def _variables(model: keras.Model) -> dict[str, Any]:
     """Return every variable under a name that does not depend on how many layers this process has made before.
 
+    Sorted names are in the order of `model.weights`, so that plain Keras loads them by `model.set_weights`.
+
     Gradient accumulators are left out: they hold this rank's gradients, and between steps nothing but zeros.
     """
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     local = {id(v) for v in getattr(inner, "_accumulated_gradients", None) or ()}
     groups = {"model": model.weights, "optimizer": model.optimizer.variables}
     return {
-        f"{group}.{index}.{_COUNTER.sub('', path(variable))}": variable
+        f"{group}.{index:05d}.{_COUNTER.sub('', path(variable))}": variable
         for group, variables in groups.items()
         for index, variable in enumerate(v for v in variables if id(v) not in local)
     }

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Options, Reduce, State
@@ -96,6 +98,24 @@ class TorchAdapter:
                 group["lr"].fill_(rate)  # in place: a captured or compiled step reads this tensor
             else:
                 group["lr"] = rate
+
+    @property
+    def rank_state(self) -> dict[str, NDArray[Any]]:
+        """Random states, buffers, and the epoch's running totals."""
+        held = training_state.rank_state(self._model, self._device)
+        held["max.loss_per_sample"] = np.array([self._weights.per_sample])
+        if self._training:
+            held["sum.totals"] = self._totals.numbers
+        return held
+
+    @rank_state.setter
+    def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
+        training_state.set_rank_state(held, self._model, self._device)
+        if "max.loss_per_sample" in held:
+            self._weights.per_sample = float(held["max.loss_per_sample"][0])
+        if "sum.totals" in held:
+            self._totals.numbers = held["sum.totals"]
+            self._training = True
 
     def start(self) -> None:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""

@@ -80,6 +80,8 @@ class LossWeights:
         counted: what counts of each batch of the step under way.
         weight: sum of this rank's denominators, where other ranks cannot know it; None where they can.
         expected: sum over all ranks that losses are scaled for.
+        per_sample: the most that a sample has counted so far, equal on all ranks. The most: gradients are then never
+            scaled up before they are reduced, where float16 on the wire could not hold them.
     """
 
     def __init__(self, loss: Any, world: World) -> None:
@@ -91,13 +93,11 @@ class LossWeights:
         self._exchanged = needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
         self._samples = 0  # of the step, over all ranks
-        # The most that a sample has counted so far, equal on all ranks. The most: gradients are then never scaled up
-        # before they are reduced, where float16 on the wire could not hold them.
-        self._per_sample = 0.0
+        self.per_sample = 0.0
 
     def forget(self) -> None:
         """Learn anew what a sample counts: where all ranks begin together, and data may be another."""
-        self._per_sample = 0.0
+        self.per_sample = 0.0
 
     def count(self, batch: Batch) -> Counted:
         """Return what counts of a batch."""
@@ -114,7 +114,7 @@ class LossWeights:
         self.weight = sum(each.weight for each in self.counted)
         self.expected = self.weight
         if self._world.size > 1:  # until labels have counted, nothing is known: ask
-            self.expected = self._per_sample * self._samples or self._ask(self.weight)
+            self.expected = self.per_sample * self._samples or self._ask(self.weight)
 
     def _ask(self, weight: float) -> float:
         return float(self._world.allreduce(np.array([weight]), name="loss_denominator")[0])
@@ -130,7 +130,7 @@ class LossWeights:
         if total is not None:
             # In float32, and perhaps divided and multiplied by the number of ranks: counts are whole.
             total = float(round(total)) if self._loss.weight is None else total
-            self._per_sample = max(self._per_sample, total / self._samples)
+            self.per_sample = max(self.per_sample, total / self._samples)
 
 
 def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:

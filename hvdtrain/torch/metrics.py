@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hvdtrain.adapter import Reduce
 from hvdtrain.torch.losses import Counted
@@ -98,6 +99,17 @@ class Totals:
                     self._cells[row].add_(values, alpha=counted.samples)
                     self._counts[row] += counted.samples
 
+    @property
+    def numbers(self) -> NDArray[np.float64]:
+        """The sums, then the counts; assigning takes them on."""
+        return np.concatenate([self._sums.cpu().numpy(), self._counts])
+
+    @numbers.setter
+    def numbers(self, numbers: NDArray[np.float64]) -> None:
+        sums, counts = numbers.reshape(2, -1)
+        self._sums.copy_(torch.from_numpy(sums))
+        self._counts = counts.tolist()
+
     def clear(self) -> None:
         """Start anew."""
         self._sums.zero_()
@@ -105,7 +117,7 @@ class Totals:
 
     def results(self, reduce: Reduce) -> dict[str, float]:
         """Return each mean over all ranks, and start anew."""
-        sums, counts = reduce(np.concatenate([self._sums.cpu().numpy(), self._counts])).reshape(2, -1)
+        sums, counts = reduce(self.numbers).reshape(2, -1)
         self.clear()
         names = ["loss", *self._metrics]
         return {

@@ -52,7 +52,7 @@ def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
         for group in saved["param_groups"]
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
-    return State(arrays, meta)
+    return State(arrays, meta, frozenset(f"model.{name}" for name, _ in model.named_buffers()))
 
 
 def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
@@ -86,6 +86,28 @@ def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
     if state.meta["scaler"]:  # empty where the checkpoint's run had none
         scaler.load_state_dict(state.meta["scaler"])
+
+
+def rank_state(model: torch.nn.Module, device: torch.device) -> dict[str, NDArray[Any]]:
+    """Return the random states that torch draws from, and the buffers, which ranks settle at an epoch's end."""
+    held = {"random.torch": torch.get_rng_state().numpy()}
+    if device.type == "cuda":
+        held["random.cuda"] = torch.cuda.get_rng_state(device).numpy()
+    for name, buffer in model.named_buffers():
+        held[f"{'mean' if buffer.is_floating_point() else 'max'}.buffer.{name}"] = to_host(buffer)
+    return held
+
+
+def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module, device: torch.device) -> None:
+    """Take on what `rank_state` returned, as far as it is there."""
+    if "random.torch" in held:
+        torch.set_rng_state(torch.from_numpy(held["random.torch"].copy()))
+    if "random.cuda" in held and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.from_numpy(held["random.cuda"].copy()), device)
+    buffers = {f"{'mean' if b.is_floating_point() else 'max'}.buffer.{name}": b for name, b in model.named_buffers()}
+    with torch.no_grad():
+        for name in buffers.keys() & held.keys():
+            buffers[name].copy_(torch.from_numpy(held[name].copy()))
 
 
 def _layout(optimizer: Any) -> list[Any]:

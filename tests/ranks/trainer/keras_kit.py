@@ -83,6 +83,18 @@ def batch_norm_model():
     return net, lambda: [np.array(w) for w in norm.get_weights()[2:]]
 
 
+def random_model():
+    """A model that draws at random, keeps statistics of its own on each rank, and whose weights depend on both."""
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(3)]
+    )
+
+
+def seed(number):
+    keras.utils.set_random_seed(number)
+
+
 def own_loop(net, x, y, *, batch_size, epochs):
     """Contract C, as a user writes it."""
     net, optimizer, batches = hvdtrain.prepare(net, optimizer_of(net), (x, y), batch_size=batch_size)

@@ -81,6 +81,17 @@ def batch_norm_model():
     return net, lambda: [net[1].running_mean.numpy().copy(), net[1].running_var.numpy().copy()]
 
 
+def random_model():
+    """A model that draws at random, keeps statistics of its own on each rank, and whose weights depend on both."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3)
+    )
+
+
+def seed(number):
+    torch.manual_seed(number)
+
+
 def own_loop(net, x, y, *, batch_size, epochs):
     """Contract C, as a user writes it."""
     rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))

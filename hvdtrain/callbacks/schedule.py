@@ -1,0 +1,66 @@
+"""Step the user's own learning rate scheduler, and keep its place in checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from hvdtrain.callbacks.base import Callback, Logs
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer import Trainer
+
+
+class Schedule(Callback):
+    """Call a torch.optim.lr_scheduler's `step` after every epoch or every optimizer step.
+
+    Its state is part of checkpoints. Leave the Trainer's lr_scaling and warmup_epochs alone with it: most schedulers
+    reckon from the rate that they were made with. A Keras schedule needs none of this: give it to the optimizer as its
+    learning rate.
+
+    Args:
+        scheduler: over the optimizer that the Trainer was given.
+        every: "epoch" or "step".
+        monitor: a metric that `step` is called with, for ReduceLROnPlateau; only with "epoch".
+
+    Raises:
+        TypeError: it has no `step` and `state_dict`.
+        ValueError: another `every`, or a `monitor` that History does not have.
+    """
+
+    def __init__(
+        self, scheduler: Any, *, every: Literal["epoch", "step"] = "epoch", monitor: str | None = None
+    ) -> None:
+        if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
+            raise TypeError(f"scheduler must be a torch.optim.lr_scheduler. Received: {scheduler!r}")
+        if every not in ("epoch", "step") or (every == "step" and monitor is not None):
+            raise ValueError(
+                f'every must be "epoch" or "step", and monitor goes with "epoch". Received: every={every!r}, '
+                f"monitor={monitor!r}"
+            )
+        self._scheduler = scheduler
+        self._every = every
+        self._monitor = monitor
+
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        """Step, where that is what was asked for."""
+        if self._every == "step":
+            self._scheduler.step()
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+        """Step, likewise."""
+        if self._every != "epoch":
+            return
+        if self._monitor is None:
+            self._scheduler.step()
+        elif self._monitor in logs:
+            self._scheduler.step(logs[self._monitor])
+        else:
+            raise ValueError(f"monitor must be one of {sorted(logs)}. Received: monitor={self._monitor!r}")
+
+    def state(self) -> dict[str, Any]:
+        """Return the scheduler's state."""
+        return dict(self._scheduler.state_dict())
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take it on; the rates themselves are the optimizer's."""
+        self._scheduler.load_state_dict(state)

@@ -1,0 +1,189 @@
+"""A run's place and its steps: where it is, how it goes on from a checkpoint, and what a checkpoint must hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain import rank_state
+from hvdtrain.adapter import Adapter
+from hvdtrain.callbacks.base import CallbackList
+from hvdtrain.data import Batch, Source
+from hvdtrain.learning_rate import LearningRate
+from hvdtrain.position import Position, check_data
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer import Trainer
+
+
+class History(dict[str, list[float]]):
+    """A metric's name -> one float an epoch, equal on every rank.
+
+    Besides the metrics it holds "samples_per_s", over all ranks, and "seconds", the slowest rank's training time.
+    """
+
+    def add(self, logs: dict[str, float]) -> None:
+        """Append one epoch."""
+        for name, value in logs.items():
+            self.setdefault(name, []).append(float(value))
+
+
+class Loop:
+    """The steps of a Trainer, which says what they are made of.
+
+    Args:
+        trainer: what callbacks are given.
+        adapter: takes the steps.
+        learning_rate: the rate of each.
+        config: the Trainer's options, as JSON.
+
+    Attributes:
+        position: how far the run has come.
+        history: what it has recorded so far.
+        in_epoch: whether steps are under way, whose metrics must not be mixed with others.
+    """
+
+    def __init__(self, trainer: Trainer, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]) -> None:
+        self.position = Position()
+        self.history = History()
+        self.in_epoch = False
+        self._trainer = trainer
+        self._world = trainer.world
+        self._adapter = adapter
+        self._lr = learning_rate
+        self._config = config
+        self._accumulate: int = config["accumulate"]
+        self._hooks = CallbackList([])
+        self._facts: dict[str, Any] = {}
+        # A checkpoint to go on from: its meta data, and what this rank takes on of its own.
+        self._loaded: tuple[dict[str, Any], rank_state.Arrays] | None = None
+        self._held: rank_state.Arrays = {}  # of it, what is taken on when steps begin
+        self._random_at_begin: rank_state.Arrays = {}  # of the epoch, whose order may have been drawn from it
+        self._began = 0.0
+
+    # Checkpoints
+
+    def load(self, found: tuple[dict[str, Any], rank_state.Arrays] | None) -> None:
+        """Go on, when the loop begins, from what `hvdtrain.resume` has found; None changes nothing."""
+        self._loaded = found or self._loaded
+
+    def begin(self, source: Source, hooks: CallbackList, *, samples_per_step: int) -> list[Any]:
+        """Take the place that a checkpoint has, or the beginning; return the states of its callbacks.
+
+        Args:
+            source: of the steps.
+            hooks: called around them.
+            samples_per_step: over all ranks and accumulated batches, in a full step.
+        """
+        self._hooks, self._facts = hooks, source.facts
+        if self._loaded is None:
+            self.position, self.history, self._held = Position(), History(), {}
+            return []
+        (meta, self._held), self._loaded = self._loaded, None
+        self.position, self.history = Position.from_json(meta["position"]), History(meta["history"])
+        if self.position.step:
+            check_data(meta["data"], self._facts)
+            # With other ranks or batches the same samples are another number of steps.
+            self.position.step = -(-self.position.consumed.samples // samples_per_step)
+        return list(meta["callbacks"])
+
+    def progress(self) -> dict[str, Any]:
+        """Return what a checkpoint says of the run, as JSON."""
+        seconds = time.perf_counter() - self._began if self.in_epoch else 0.0
+        last = {} if self.position.step else {name: values[-1] for name, values in self.history.items()}
+        return {
+            "config": self._config,
+            "position": replace(self.position, seconds=seconds).to_json(),
+            "history": self.history,
+            "metrics": last,
+            "data": self._facts,
+            "callbacks": self._hooks.states(),
+        }
+
+    def own(self) -> rank_state.Arrays:
+        """Return what this rank holds of its own."""
+        begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
+        return rank_state.random_states() | self._adapter.rank_state | (begin if self.position.step else {})
+
+    def _take_on(self, held: rank_state.Arrays) -> None:
+        rank_state.set_random_states(held)
+        self._adapter.rank_state = held
+
+    # Steps
+
+    def run_epoch(self, source: Source) -> dict[str, float]:
+        """Take the steps of an epoch, those that are left of it; return its metrics, equal on all ranks."""
+        if not self.position.step:
+            self._take_on(self._held)
+        epoch = self.position.epoch
+        self._hooks.on_epoch_begin(self._trainer, epoch)
+        self._began = time.perf_counter() - self.position.seconds
+        self.in_epoch = True
+        try:
+            self._train(source)
+        except BaseException:
+            # What this rank has counted must not reach the next epoch; the error under way is the one to show.
+            with suppress(Exception):
+                self._adapter.metrics(lambda local: local)
+            raise
+        finally:
+            self.in_epoch = False
+        if not self.position.consumed.samples:
+            raise ValueError(
+                f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated anew."
+            )
+        return self._results()
+
+    def _train(self, source: Source) -> None:
+        position, hooks, trainer = self.position, self._hooks, self._trainer
+        for step, batches in enumerate(_groups(self._data(source), self._accumulate), start=position.step):
+            hooks.on_step_begin(trainer, step)
+            self._set_learning_rate(step)
+            self._adapter.train_step(batches)
+            position.advance(batches, size=self._world.size)
+            hooks.on_step_end(trainer, step)
+
+    def _data(self, source: Source) -> Iterator[Batch]:
+        """Return the epoch's batches; of an epoch that is gone on with, drawn from what it was drawn from."""
+        held, self._held = self._held, {}
+        if self.position.step:
+            self._take_on({name.removeprefix("begin."): a for name, a in held.items() if name.startswith("begin.")})
+        now = rank_state.random_states() | self._adapter.rank_state
+        self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
+        batches = source.epoch(self.position.epoch, shuffle=True, after=self.position.consumed)
+        if self.position.step:
+            self._take_on(held)
+        return batches
+
+    def _set_learning_rate(self, step: int) -> None:
+        # Where an epoch's length is unknown there is no ramp, and any step but the first is past it.
+        steps_per_epoch = self._trainer.steps_per_epoch
+        rates = self._lr.at(self.position.epoch * (steps_per_epoch or 1) + step, steps_per_epoch=steps_per_epoch)
+        if rates is not None:
+            self._adapter.learning_rates = rates
+
+    def _results(self) -> dict[str, float]:
+        times = np.zeros(self._world.size)  # a place for each rank: the sum of the metrics brings them along
+
+        def reduce(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+            times[self._world.rank] = time.perf_counter() - self._began  # here the device is done with the epoch
+            total = self._world.allreduce(np.concatenate([vector, times]), name="metrics")
+            times[:] = total[len(vector) :]
+            return total[: len(vector)]
+
+        logs = self._adapter.metrics(reduce)
+        seconds = float(times.max())
+        self._adapter.settle()
+        return logs | {"samples_per_s": self.position.consumed.samples / seconds, "seconds": seconds}
+
+
+def _groups(batches: Iterator[Batch], count: int) -> Iterator[list[Batch]]:
+    while group := list(islice(batches, count)):
+        yield group

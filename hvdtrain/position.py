@@ -1,0 +1,71 @@
+"""How far a run has come: what a checkpoint says of it, and where the next step goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdtrain.data import NOTHING, Batch, Consumed
+from hvdtrain.errors import CheckpointError
+
+
+@dataclass
+class Position:
+    """How far a run has come.
+
+    Attributes:
+        epoch: epochs done; the number of the one under way.
+        step: optimizer steps done of that.
+        global_step: optimizer steps done in all.
+        consumed: what of the epoch's data is done.
+        seconds: training time of the epoch so far, up to the checkpoint that the run went on from.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    global_step: int = 0
+    consumed: Consumed = NOTHING
+    seconds: float = 0.0
+
+    def advance(self, batches: Sequence[Batch], *, size: int) -> None:
+        """Count a step over `batches`."""
+        self.step += 1
+        self.global_step += 1
+        done = batches[-1].done
+        self.consumed = Consumed(
+            self.consumed.samples + sum(batch.global_count for batch in batches),
+            self.consumed.batches + size * len(batches) if done is None else done,
+            size,
+        )
+
+    def end_epoch(self) -> None:
+        """Count an epoch."""
+        self.epoch, self.step, self.consumed, self.seconds = self.epoch + 1, 0, NOTHING, 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Position:
+        """Return what `to_json` returned, also that of a version that knew more."""
+        known = {name: value[name] for name in ("epoch", "step", "global_step", "seconds")}
+        consumed = {name: value["consumed"][name] for name in ("samples", "batches", "size")}
+        return cls(**known, consumed=Consumed(**consumed))
+
+
+def check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise CheckpointError where the rest of an epoch would not be the rest of the data that it began with.
+
+    Args:
+        before: `Source.facts` of the run that wrote the checkpoint.
+        now: and of this one. The batch size may be another: samples are counted, not batches.
+    """
+    for name in before:
+        if name not in ("batch_size", "steps") and before[name] != now.get(name):
+            raise CheckpointError(
+                f"The epoch under way was begun with other data: {name} was {before[name]!r}. Received: {now.get(name)!r}. "
+                "Samples would be seen twice or never: give the same data and seed, or go on from a checkpoint of an "
+                "epoch's end."
+            )

@@ -1,0 +1,126 @@
+"""A run that was stopped at any step ends as one that never was: bit for bit, with everything random in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hvdtrain
+from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.errors import HvdTrainError
+
+BATCH = 4
+TIMES = {"samples_per_s", "seconds"}
+
+
+class StoppedError(Exception):
+    """Stands for a kill: nothing of this run happens after it."""
+
+
+class StopAt(Callback):
+    def __init__(self, global_step):
+        self._global_step = global_step
+
+    def on_step_begin(self, trainer, step):
+        if trainer.global_step == self._global_step:
+            raise StoppedError
+
+
+def data(num_samples=50):
+    generator = np.random.default_rng(1)
+    return generator.normal(size=(num_samples, 6)).astype(np.float32), generator.integers(0, 3, num_samples)
+
+
+def train(kit, world, *, seed, accumulate=1, **options):
+    """Train a model that draws at random, from random states that each rank has its own of; return all that is left."""
+    kit.seed(seed + world.rank)
+    trainer = kit.trainer(kit.random_model(), accumulate=accumulate)
+    given = {"validation": data(10), "epochs": 3, "batch_size": BATCH, "progress": False, **options}
+    history = trainer.fit(data(), **given)
+    state = trainer.state()
+    return state.arrays, state.meta, {name: values for name, values in history.items() if name not in TIMES}
+
+
+def assert_same(ours, theirs):
+    assert ours[0].keys() == theirs[0].keys()
+    for name in ours[0]:
+        np.testing.assert_array_equal(ours[0][name], theirs[0][name], err_msg=name)
+    assert ours[1:] == theirs[1:]
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize(("stop", "accumulate"), [(1, 1), (6, 1), (9, 1), (14, 1), (4, 2)])
+def test_a_run_that_was_stopped_ends_as_if_it_never_was(kit, world, shared_tmp_path, stop, accumulate):
+    straight = train(kit, world, seed=7, accumulate=accumulate)
+    with pytest.raises(StoppedError):
+        train(
+            kit,
+            world,
+            seed=7,
+            accumulate=accumulate,
+            callbacks=[Checkpoint(shared_tmp_path, every_steps=1), StopAt(stop)],
+        )
+    resumed = train(kit, world, seed=99, accumulate=accumulate, callbacks=[Checkpoint(shared_tmp_path, every_steps=1)])
+    assert_same(resumed, straight)
+
+
+@pytest.mark.world_size(2)
+def test_a_run_that_is_stopped_again_and_again_comes_to_the_same_end(kit, world, shared_tmp_path):
+    straight = train(kit, world, seed=7)
+    for stop in (3, 4, 11):
+        with pytest.raises(StoppedError):
+            train(
+                kit,
+                world,
+                seed=stop if stop > 3 else 7,
+                callbacks=[Checkpoint(shared_tmp_path, every_steps=1), StopAt(stop)],
+            )
+    assert_same(train(kit, world, seed=99, checkpoint_dir=str(shared_tmp_path)), straight)
+
+
+@pytest.mark.world_size(2)
+def test_a_trainer_loaded_within_an_epoch_goes_on_there(kit, world, shared_tmp_path):
+    class SaveAt5(Callback):
+        def on_step_end(self, trainer, step):
+            if trainer.global_step == 5:
+                trainer.save(str(shared_tmp_path / "five"))
+
+    straight = train(kit, world, seed=7, callbacks=[SaveAt5()])
+    kit.seed(99)
+    net = kit.random_model()
+    trainer = hvdtrain.Trainer.load(
+        str(shared_tmp_path / "five"), net, optimizer=kit.optimizer_of(net), loss=kit.loss(), metrics=["accuracy"]
+    )
+    history = trainer.fit(data(), validation=data(10), epochs=3, batch_size=BATCH, progress=False)
+    state = trainer.state()
+    assert_same(
+        (state.arrays, state.meta, {name: values for name, values in history.items() if name not in TIMES}), straight
+    )
+
+
+@pytest.mark.world_size(2)
+def test_the_rest_of_an_epoch_is_not_shared_out_of_other_data(kit, world, shared_tmp_path):
+    with pytest.raises(StoppedError):
+        train(kit, world, seed=7, callbacks=[Checkpoint(shared_tmp_path, every_steps=1), StopAt(2)])
+    trainer = kit.trainer(kit.random_model())
+    with pytest.raises(HvdTrainError, match=r"number of samples was 50\. Received: 49"):
+        trainer.fit(data(49), epochs=3, batch_size=BATCH, progress=False, checkpoint_dir=str(shared_tmp_path))
+
+
+@pytest.mark.world_size(2)
+def test_what_cannot_be_written_is_an_error_on_every_rank_and_loses_nothing(kit, world, shared_tmp_path):
+    directory = shared_tmp_path / "run"
+    train(kit, world, seed=7, epochs=1, checkpoint_dir=str(directory))
+    if world.is_root:
+        (directory / "epoch-000002").write_text("a file is in the way")
+    world.barrier()
+    trainer = kit.trainer(kit.random_model())
+    with pytest.raises(HvdTrainError, match="epoch-000002"):
+        trainer.fit(data(), epochs=3, batch_size=BATCH, progress=False, checkpoint_dir=str(directory))
+    assert np.isfinite(trainer.evaluate(data(), batch_size=BATCH)["loss"])
+    world.barrier()
+    if world.is_root:
+        (directory / "epoch-000002").unlink()
+    world.barrier()
+    history = train(kit, world, seed=1, checkpoint_dir=str(directory))[2]
+    assert len(history["loss"]) == 3
