@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.horovod_build.edit import Edit
+from hvdtrain.horovod_build.round_edits import ROUNDS
 
 # Whoever waits for a result: on a condition, not by asking again and again.
 _WAIT = (
@@ -366,4 +367,4 @@ _START = (
     ),
 )
 
-SPEED: tuple[Edit, ...] = (*_WAIT, *_WAKE, *_PIECES, *_IN_PLACE, *_IN_FLIGHT, *_START)
+SPEED: tuple[Edit, ...] = (*_WAIT, *_WAKE, *ROUNDS, *_PIECES, *_IN_PLACE, *_IN_FLIGHT, *_START)

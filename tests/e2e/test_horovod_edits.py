@@ -103,6 +103,26 @@ def test_a_waiting_thread_hears_signals_and_takes_no_processor_time(tmp_path):
     assert first["busy"] < 0.3 * first["waited"]
 
 
+SILENCE = """
+import time
+import horovod.torch as hvd, torch
+hvd.init()
+hvd.allreduce(torch.ones(3), name="first")
+time.sleep(1)
+total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="last").tolist()
+hvd.shutdown()
+answer(int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK"))), total=total)
+"""
+
+
+def test_ranks_without_tensors_do_not_negotiate_all_the_time(tmp_path):
+    timeline = tmp_path / "timeline.json"
+    answers = run(SILENCE, tmp_path, HOROVOD_TIMELINE=str(timeline), HOROVOD_TIMELINE_MARK_CYCLES="1")
+    assert all(answer["total"] == [2.0, 2.0, 2.0] for answer in answers)
+    # A round every 20 cycles of 1 ms, in the place of one a cycle.
+    assert 10 < timeline.read_text().count("CYCLE_START") < 200
+
+
 IN_PLACE = """
 import numpy as np, tensorflow as tf
 import horovod.tensorflow as hvd
