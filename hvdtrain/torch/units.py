@@ -109,15 +109,13 @@ class Unit:
         return len(self.params) == 1 and not self._options.sparse_as_dense
 
     def flags(self) -> list[bool]:
-        """Return for each parameter two flags: it has a dense gradient, it has a sparse one."""
-        if self._flags:
-            return self._flags
-        flags = []
-        for param in self.params:
-            grad = param.grad
-            sparse = grad is not None and grad.is_sparse
-            flags += [grad is not None and not sparse, sparse]
-        return flags
+        """Return for each parameter two flags: it has a dense gradient, it has a sparse one; the same until `reset`."""
+        if not self._flags:
+            for param in self.params:
+                grad = param.grad
+                sparse = grad is not None and grad.is_sparse
+                self._flags += [grad is not None and not sparse, sparse]
+        return self._flags
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros.
