@@ -1,0 +1,180 @@
+"""Prove that ranks stay in sync: compare what they hold, every so many steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Literal
+
+from hvdtrain import agreement, replicas
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.errors import DesyncError
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer import Trainer
+
+log = logging.getLogger("hvdtrain")
+
+# Of the time of the steps between two checks. The promise is 0.5 %: a check leaves cold caches and ranks out of step
+# behind, which takes up to a quarter of what it takes itself (measured, 2 ranks on 2 cores).
+BUDGET = 0.004
+FIRST_STEPS = 10  # between the first check and the second: until step times are known, without warming up
+_RECENT = 64  # step times that count
+_CHECKS = 9  # checks whose cost counts
+
+_ADVICE = (
+    "Weights that differ make every later step wrong. Faulty memory does this, and so does code that treats the model "
+    "in another way on one rank: a callback, a layer with state of its own, a weight set by hand."
+)
+_STOPPED = (
+    "Start the run again: with checkpoint_dir it goes on from its newest checkpoint. Leave a host out that is named "
+    'again. SyncCheck(on_divergence="repair") goes on with rank 0\'s instead of stopping.'
+)
+
+
+class SyncCheck(Callback):
+    """Compare weights and optimizer state over ranks after the first step, every so many steps, and at the end of fit.
+
+    A difference of one bit is found. Ranks exchange digests (see `hvdtrain.digest`), 56 bytes a check; the check's
+    cost is reading the state once. On a GPU it is copied to the host first, so checks there are further apart.
+    What each rank changes on its own within an epoch, such as BatchNorm's running statistics, is compared at the end
+    of fit only. The Trainer adds a SyncCheck to callbacks that hold none.
+
+    Args:
+        every: steps between checks; "auto" takes as many as keep checks within 0.5 % of the time of the steps between
+            them, by what both take here; 0 switches all checks off, that at the end too.
+        on_divergence: "stop" raises DesyncError on every rank; "repair" gives every rank the root's state, logs a
+            warning and goes on.
+
+    Raises:
+        ValueError: another value.
+        DesyncError: in `fit`, on every rank: names the first tensor that differs and the ranks. Under "repair" too
+            where most ranks agree and rank 0 is not among them.
+    """
+
+    def __init__(
+        self, every: int | Literal["auto"] = "auto", *, on_divergence: Literal["stop", "repair"] = "stop"
+    ) -> None:
+        if every != "auto" and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
+            raise ValueError(f'every must be "auto" or an int >= 0. Received: every={every!r}')
+        if on_divergence not in ("stop", "repair"):
+            raise ValueError(f'on_divergence must be "stop" or "repair". Received: on_divergence={on_divergence!r}')
+        self._every: int | Literal["auto"] = every
+        self._on_divergence = on_divergence
+        self._begin()
+
+    def _begin(self) -> None:
+        self._epoch = 0
+        self._steps = 0  # of this fit
+        self._next = 0  # the step after which the next check is due; 0 for never
+        self._equal = "when fit began"
+        self._announced = 0
+        self._step_times: deque[float] = deque(maxlen=_RECENT)
+        self._costs: deque[int] = deque(maxlen=_CHECKS)  # ns, agreed by all ranks
+        self._exchange = 0  # ns that this rank's last exchange took
+        self._step = 0  # ns, agreed by all ranks
+        self._since = 0.0
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Begin anew, and see that all ranks were given the same."""
+        self._begin()
+        options = {"every": self._every, "on_divergence": self._on_divergence}
+        agreement.require_equal(options, world=trainer.world, what="SyncCheck's options")
+        if self._every and trainer.world.size > 1:
+            self._next = 1
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """What happened between epochs is no step."""
+        self._epoch = epoch
+        self._since = time.perf_counter()
+
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        """Check if it is time."""
+        if not self._next:
+            return
+        self._steps += 1
+        self._step_times.append(time.perf_counter() - self._since)
+        if self._steps == self._next:
+            self.check(trainer, f"after step {step + 1} of epoch {self._epoch + 1}", settled=False)
+            self._next = self._steps + self._interval(trainer)
+        self._since = time.perf_counter()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Check everything, running statistics included."""
+        if self._next:
+            self.check(trainer, "at the end of fit", settled=True)
+
+    def check(self, trainer: Trainer, when: str, *, settled: bool) -> None:
+        """Compare now; a collective call.
+
+        Args:
+            trainer: whose state.
+            when: the moment, for messages.
+            settled: whether running statistics are equal on all ranks at this moment, as between epochs.
+
+        Raises:
+            DesyncError: see the class.
+        """
+        begin = time.perf_counter_ns()
+        mine = replicas.digests(trainer.state(copy=False), settled=settled)
+        hashed = time.perf_counter_ns()
+        # Negative where the smallest over ranks is wanted: the rank that comes last to an exchange does not wait in it.
+        step = int(1e9 * statistics.median(self._step_times)) if self._step_times else 0
+        same, (cost, exchange, step) = replicas.equal(
+            mine, world=trainer.world, figures=[hashed - begin, -self._exchange, -step]
+        )
+        # The first exchange is no measure: ranks reach it as far apart as their first steps are.
+        self._exchange = time.perf_counter_ns() - hashed if self._costs else 0
+        self._costs.append(cost - exchange)
+        self._step = -step
+        if not same:
+            self._diverged(trainer, replicas.difference(mine, world=trainer.world), when, settled=settled)
+        self._equal = when
+
+    def _diverged(self, trainer: Trainer, found: replicas.Divergence, when: str, *, settled: bool) -> None:
+        facts = (
+            f"Ranks no longer hold the same weights and optimizer state: {found.text}. Found {when}; equal "
+            f"{self._equal}."
+        )
+        if self._on_divergence == "stop":
+            raise DesyncError(f"{facts} {_ADVICE} {_STOPPED}")
+        if found.root_is_odd:
+            raise DesyncError(
+                f"{facts} {_ADVICE} Most ranks agree and rank 0 is not among them, so a repair, which spreads rank "
+                "0's, would spread the damage. Start the run again: with checkpoint_dir it goes on from its newest "
+                "checkpoint; leave a host out that is named again."
+            )
+        trainer.repair()
+        mine = replicas.digests(trainer.state(copy=False), settled=settled)
+        if not replicas.equal(mine, world=trainer.world)[0]:
+            left = replicas.difference(mine, world=trainer.world)
+            raise DesyncError(f"{facts} All ranks were given rank 0's, and still {left.text}.")
+        if trainer.world.is_root:
+            log.warning("%s %s All ranks go on with rank 0's.", facts, _ADVICE)
+
+    def _interval(self, trainer: Trainer) -> int:
+        """Return the steps until the next check: equal on all ranks, since all they come from is."""
+        if self._every != "auto":
+            every = self._every
+        elif len(self._costs) == 1:
+            return FIRST_STEPS
+        else:
+            # The oldest is left out: the first holds what is done once.
+            every = interval(cost=statistics.median_high(list(self._costs)[1:]), step=self._step)
+            if len(self._costs) == 2:
+                return every  # without an exchange: good enough to go on with, not to be told
+        # Where machines are busy, costs vary. Told once, and again where what was told no longer nearly holds.
+        if trainer.world.is_root and every > 2 * self._announced:
+            log.info(
+                "weights and optimizer state compared over ranks every %s", f"{every} steps" if every > 1 else "step"
+            )
+            self._announced = every
+        return every
+
+
+def interval(*, cost: float, step: float) -> int:
+    """Return the fewest steps whose time a check's cost is at most the budget of, both in the same unit."""
+    return max(1, math.ceil(cost / (BUDGET * step))) if step > 0 else FIRST_STEPS
