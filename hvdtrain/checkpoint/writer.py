@@ -20,8 +20,8 @@ _Box = list[_Write]
 class Writer:
     """Writes one checkpoint at a time behind the caller, who learns of a failure at `wait` or `close`.
 
-    Each write has a thread of its own, which costs less than 0.2 ms and is no daemon: an interpreter that ends waits
-    for it, and one without work under way for nothing. All methods are for one thread, the training's.
+    Each write has a thread of its own, which costs a fraction of a millisecond and is no daemon: an interpreter that
+    ends waits for a write under way. All methods are for one thread, the training's.
     """
 
     def __init__(self) -> None:
