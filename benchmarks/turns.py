@@ -20,7 +20,7 @@ import numpy as np
 
 SOCKET_VARIABLE = "BENCH_SOCKET"
 _PROJECTIONS = 8
-_CHUNK = 1 << 16  # elements projected at once: what the check needs of memory must not show in the peak
+_CHUNK = 1 << 13  # elements projected at once: what the check needs of memory must not show in the peak
 
 
 class Finished(Exception):  # noqa: N818  no error: what ends a loop that others own

@@ -25,3 +25,19 @@ def test_the_trainers_batches_and_those_of_a_loop_have_one_memory_format(
     looped = task.inputs[torch.arange(4)]
     formats = [task.model[0](images).stride() for images in (batch, looped)]
     assert formats[0] == formats[1]
+
+
+@pytest.mark.parametrize("workload", ["convnet", "transformer"])
+def test_the_check_takes_no_more_samples_at_once_than_a_step(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_WORKLOAD", workload)
+    monkeypatch.setenv("BENCH_DATA_RANKS", "1")
+    state = torch.get_rng_state()
+    task = Task()
+    torch.set_rng_state(state)
+    taken: list[int] = []
+    task.model.register_forward_pre_hook(lambda _, inputs: taken.append(len(inputs[0])))
+    loss = task._check_loss()
+    assert max(taken) <= task.workload.batch_size
+    with torch.no_grad():
+        whole = task.loss(task.model(task.inputs[:64]), task.targets[:64])
+    assert loss == pytest.approx(float(whole), rel=1e-5)
