@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import platform
+import shutil
 import sys
 import uuid
 from dataclasses import dataclass, field
@@ -38,6 +39,18 @@ _SMALL_BLOCKS, _NEARLY_ALL_BLOCKS = 2**25, 2**30
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
 _MOST_CORES = 4096
+
+# What ranks of one host without GPUs have no use for: transports to other hosts, which listen on every interface, and
+# hwloc's plugins that ask an X server and OpenCL for GPUs, or read XML with a library where it has a reader of its own.
+# Loaded, they cost each rank 5 MiB.
+_NO_NETWORKS = {
+    "OMPI_MCA_btl": "^openib,ofi,tcp,uct,usnic",
+    "HWLOC_PLUGINS_BLACKLIST": "hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
+}
+# horovodrun's own setting, with which it starts mpirun: nobody's wish.
+_HOROVODRUNS = {"OMPI_MCA_btl": "^openib"}
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_BYTES_A_RANK = 2**23  # twice what Open MPI maps
 
 # Set here, not by the user: a second init in one process must not take them for the user's.
 _ours: dict[str, str] = {}
@@ -98,12 +111,14 @@ def prepare(engine: str, host: Host, *, nccl: bool) -> Tuning:
         # In pieces that fit the cache, copying through shared memory beats reading the other process's memory, which
         # costs a system call and page-table walk a piece.
         wanted |= {PIECES: str(512 * 2**10), "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+        if not host.has_gpu() and _has_room_for(launcher.detect()):
+            wanted |= _NO_NETWORKS
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
         # Only small tensors gain by being copied into one buffer; 64 MB would be copied in and out for nothing. Larger
         # ones also start a cycle at once. Where Horovod tunes itself, what is set would be out of its reach.
         wanted[FUSION] = str(2**17)
     for variable, value in wanted.items():
-        if os.environ.get(variable, value) == _ours.get(variable, value):
+        if os.environ.get(variable, value) in (_ours.get(variable, value), _HOROVODRUNS.get(variable)):
             os.environ[variable] = _ours[variable] = value
         else:
             tuning.yours.append(f"{variable}={os.environ[variable]}")
@@ -193,6 +208,15 @@ def keep_freed_memory(host: Host, *, torch: bool) -> bool:
     if done and not torch:
         mallopt(_M_ARENA_MAX, 1)
     return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
+
+
+def _has_room_for(launch: launcher.Launch | None) -> bool:
+    """Return whether all ranks of this host can talk through shared memory; else TCP must stay as a way round it."""
+    try:
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:
+        return False
+    return launch is not None and free >= (launch.size or _MOST_CORES) * _SHARED_BYTES_A_RANK
 
 
 def _has_huge_pages() -> bool:

@@ -34,3 +34,18 @@ def test_each_rank_computes_with_its_share_of_the_cores(framework: str, tmp_path
     assert done.returncode == 0, done.stderr[-3000:]
     share = max(1, tuning.usable_cores() // 2)
     assert [int((tmp_path / f"{rank}.txt").read_text()) for rank in range(2)] == [share, share]
+
+
+def test_ranks_of_one_host_load_no_network_transport_and_listen_nowhere(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import psutil, torch; import hvdtrain.torch as hvd; hvd.init()\n"
+        "assert hvd.allreduce(torch.ones(9)).sum() == 9\n"
+        "loaded = open('/proc/self/maps').read()\n"
+        "found = [name for name in ('mca_btl_tcp', 'libfabric', 'libX11') if name in loaded]\n"
+        "found += [str(c.laddr) for c in psutil.Process().net_connections() if c.status == 'LISTEN']\n"
+        f"open(f'{tmp_path}/{{hvd.rank()}}.txt', 'w').write(' '.join(found) or 'none')\n"
+    )
+    done = subprocess.run([HOROVODRUN, "-np", "2", sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["none", "none"]

@@ -17,6 +17,8 @@ ONE_HOST = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"}
 TWO_HOSTS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}
 COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
+TRANSPORTS = "OMPI_MCA_btl"
+PLUGINS = "HWLOC_PLUGINS_BLACKLIST"
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,8 @@ def nothing_decided(monkeypatch):
         "HOROVOD_AUTOTUNE",
         COPY,
         YIELD,
+        TRANSPORTS,
+        PLUGINS,
         tuning.PIECES,
         tuning.FUSION,
         tuning.CYCLE,
@@ -105,7 +109,27 @@ def test_horovods_own_tuning_is_left_its_fusion_threshold(monkeypatch):
     assert tuning.FUSION not in os.environ
 
 
-@pytest.mark.parametrize("variable", [YIELD, COPY, tuning.PIECES, tuning.FUSION])
+@pytest.mark.parametrize("by_horovodrun", [{}, {TRANSPORTS: "^openib"}])
+def test_ranks_of_one_host_load_nothing_that_reaches_other_hosts(by_horovodrun, monkeypatch):
+    launched(monkeypatch, {**ONE_HOST, **by_horovodrun})
+    decided = prepare()
+    assert "tcp" in os.environ[TRANSPORTS].removeprefix("^").split(",")
+    assert os.environ[TRANSPORTS].startswith("^")
+    assert PLUGINS in os.environ
+    assert decided.yours == []
+
+
+@pytest.mark.parametrize("why", ["several hosts", "a GPU", "little shared memory"])
+def test_transports_stay_where_they_may_be_needed(why, monkeypatch):
+    launched(monkeypatch, TWO_HOSTS if why == "several hosts" else ONE_HOST)
+    if why == "little shared memory":
+        monkeypatch.setattr(tuning.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    prepare(host=Host(gpu=why == "a GPU"))
+    assert TRANSPORTS not in os.environ
+    assert PLUGINS not in os.environ
+
+
+@pytest.mark.parametrize("variable", [YIELD, COPY, TRANSPORTS, PLUGINS, tuning.PIECES, tuning.FUSION])
 def test_what_the_user_set_stays_and_is_said(variable, monkeypatch):
     launched(monkeypatch, {**ONE_HOST, variable: "7"})
     decided = prepare()
