@@ -18,15 +18,16 @@ ROUNDS: tuple[Edit, ...] = (
     ),
     Edit(
         "horovod/common/global_state.h",
-        "  // Time point when last cycle started.\n",
+        "  // Whether collective context has been completed on the background thread.\n",
         "  // Time point when this process last took part in a round of negotiation.\n"
         "  std::chrono::steady_clock::time_point last_round;\n\n"
-        "  // Time point when last cycle started.\n",
+        "  // Whether collective context has been completed on the background thread.\n",
         "for the next edit",
     ),
     Edit(
         "horovod/common/operations.cc",
-        "bool RunLoopOnce(HorovodGlobalState& state) {\n",
+        "bool RunLoopOnce(HorovodGlobalState& state);\n",
+        "bool RunLoopOnce(HorovodGlobalState& state);\n\n"
         "// Without this rank no tensor goes anywhere; but where there are several process sets, others may not\n"
         "// need it for theirs, and still wait for it in the round of all.\n"
         "bool HasNothingToSay(HorovodGlobalState& state) {\n"
@@ -36,8 +37,7 @@ ROUNDS: tuple[Edit, ...] = (
         "  }\n"
         "  auto& everybody = state.process_set_table.Get(0);\n"
         "  return !everybody.joined && everybody.tensor_queue.IsEmpty();\n"
-        "}\n\n"
-        "bool RunLoopOnce(HorovodGlobalState& state) {\n",
+        "}\n",
         "for the next edit",
     ),
     Edit(
