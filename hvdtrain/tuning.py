@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import launcher
+from hvdtrain import launcher, watch
 
 log = logging.getLogger("hvdtrain")
 
@@ -117,14 +117,22 @@ def prepare(engine: str, host: Host, *, nccl: bool) -> Tuning:
         # Only small tensors gain by being copied into one buffer; 64 MB would be copied in and out for nothing. Larger
         # ones also start a cycle at once. Where Horovod tunes itself, what is set would be out of its reach.
         wanted[FUSION] = str(2**17)
+    tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
+    _set(watch.horovods_limits())
+    if not tuning.nccl:
+        tuning.keeps_memory = keep_freed_memory(host, torch=engine == "torch" and not launcher.runs_on_jax(None))
+    return tuning
+
+
+def _set(wanted: dict[str, str]) -> list[str]:
+    """Set variables of the environment, but for those that the user has set; return the names of those."""
+    yours = []
     for variable, value in wanted.items():
         if os.environ.get(variable, value) in (_ours.get(variable, value), _HOROVODRUNS.get(variable)):
             os.environ[variable] = _ours[variable] = value
         else:
-            tuning.yours.append(f"{variable}={os.environ[variable]}")
-    if not tuning.nccl:
-        tuning.keeps_memory = keep_freed_memory(host, torch=engine == "torch" and not launcher.runs_on_jax(None))
-    return tuning
+            yours.append(variable)
+    return yours
 
 
 def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import installed, launcher, tuning
+from hvdtrain import installed, launcher, tuning, watch
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 
 log = logging.getLogger("hvdtrain")
@@ -280,6 +280,7 @@ def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType |
         # Horovod's init may be called again, by one rank alone too: then nothing may be a collective.
         module.init(*args, **kwargs)
         return module
+    watch.begin()  # ranks wait for each other to start, too
     host: Collectives = importlib.import_module(_COLLECTIVES[framework])
     decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()))
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -295,6 +296,7 @@ def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType |
             f"{found} started this process, but Horovod sees {size} rank(s): each copy would train alone. Launch with "
             "`horovodrun -np N python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
         )
+    watch.joined(module)
     tuning.settle(decided, module, host)
     return module
 

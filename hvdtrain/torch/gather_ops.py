@@ -40,7 +40,7 @@ def grouped_allgather_async(tensors: Sequence[Tensor], name: str | None = None, 
         several = [received] if len(dtypes) == 1 else received
         return [wire.from_move(t, dtype) for t, dtype in zip(several, dtypes, strict=True)]
 
-    return Handle([part], finish)
+    return Handle([part], finish, name)
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Handle:
@@ -94,7 +94,7 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, pr
             tensor.detach().copy_(wire.from_move(received, tensor.dtype))
         return tensor
 
-    return Handle([part], finish)
+    return Handle([part], finish, name)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
@@ -145,7 +145,7 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
         splits = splits.to("cpu", torch.int32)
     part = engine.native().alltoall_async(wire.to_move(tensor), splits, name=name, process_set=process_set)
     dtype = tensor.dtype
-    return Handle([part], lambda outputs: (wire.from_move(outputs[0], dtype), outputs[1]))
+    return Handle([part], lambda outputs: (wire.from_move(outputs[0], dtype), outputs[1]), name or "alltoall")
 
 
 class _Alltoall(torch.autograd.Function):
@@ -207,7 +207,7 @@ def grouped_reducescatter_async(
         several = [received] if len(dtypes) == 1 else received
         return [t.to(dtype) for t, dtype in zip(several, dtypes, strict=True)]
 
-    return Handle([part], finish)
+    return Handle([part], finish, options["name"])
 
 
 def reducescatter_async(

@@ -14,9 +14,11 @@ class Handle:
     Args:
         parts: native handles, or other handles, that must be done first.
         finish: given the parts' outputs, returns the operation's result; runs once, in the waiting thread.
+        name: the operation's, for messages.
     """
 
-    def __init__(self, parts: Sequence[Any], finish: Callable[..., Any]) -> None:
+    def __init__(self, parts: Sequence[Any], finish: Callable[..., Any], name: str = "") -> None:
+        self.name = name
         self._parts = list(parts)
         self._finish = finish
         self._generation = engine.generation()

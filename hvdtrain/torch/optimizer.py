@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from hvdtrain import watch
 from hvdtrain.torch import engine
 from hvdtrain.torch.adasum import AdasumMixin
 from hvdtrain.torch.agreement import check_agreement
@@ -52,7 +53,9 @@ class DistributedMixin(torch.optim.Optimizer):
             reduced = self._reduced(closure)
             args, kwargs = ((reduced, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": reduced})
         reducer.is_synchronized = False
-        return super().step(*args, **kwargs)
+        result = super().step(*args, **kwargs)
+        watch.step_done()
+        return result
 
     # torch times and hooks a class's step; this one only passes on to one that already is.
     step.hooked = True  # type: ignore[attr-defined]

@@ -99,7 +99,7 @@ def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bo
             results.append(tensor)
         return results
 
-    return Handle(parts, finish)
+    return Handle(parts, finish, name)
 
 
 def check_adasum(tensor: Tensor) -> None:
@@ -322,7 +322,7 @@ def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any 
             gathered = gathered / process_set.size()
         return torch.sparse_coo_tensor(all_indices.t(), gathered, tensor.shape, check_invariants=False)
 
-    return Handle(parts, finish)
+    return Handle(parts, finish, name)
 
 
 def join(device: int = -1) -> int:

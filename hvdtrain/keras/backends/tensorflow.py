@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.keras import basics
+from hvdtrain.keras.backends import tensorflow_marks
 from hvdtrain.keras.backends.tensorflow_updates import fused_update as fused_update
 from hvdtrain.keras.reduction import Reduction, small_together
 
@@ -97,12 +98,14 @@ def reduce_gradients(
         how: the options.
     """
     refuse_compiler()
+    mark = tensorflow_marks.begin(gradients, names)
     reduced = [g if not how.sparse_as_dense or isinstance(g, tf.Tensor) else tf.convert_to_tensor(g) for g in gradients]
     dense = [i for i, g in enumerate(reduced) if not isinstance(g, tf.IndexedSlices)]
     for i, gradient in enumerate(reduced):
         if isinstance(gradient, tf.IndexedSlices):
             reduced[i] = _reduce_sparse(gradient, names[i], how)
     if not dense:
+        tensorflow_marks.end(reduced, mark)
         return reduced
     tensors = [reduced[i] for i in dense]
     with tf.device(how.device_dense or None):
@@ -112,6 +115,7 @@ def reduce_gradients(
             outputs = _reduce_dense(tensors, [names[i] for i in dense], how.buckets([variables[i] for i in dense]), how)
     for i, output in zip(dense, outputs, strict=True):
         reduced[i] = output
+    tensorflow_marks.end(reduced, mark)
     return reduced
 
 

@@ -1,0 +1,53 @@
+"""Stop in order: SIGTERM or SIGUSR1 asks for the end of the step under way, a second one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, the checkpoint is written, start it again
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_requested: signal.Signals | None = None
+
+
+def requested() -> signal.Signals | None:
+    """Return the signal that asked this process to stop, None if none has."""
+    return _requested
+
+
+def install() -> Callable[[], None]:
+    """Take SIGTERM and SIGUSR1; return what gives them back.
+
+    Only the main thread can take signals: on another one nothing changes. A signal that the process was started to
+    ignore, or that somebody handles outside of Python, stays as it is.
+    """
+    global _requested
+    _requested = None
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before: dict[signal.Signals, Any] = {}
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if handler not in (signal.SIG_IGN, None):
+            before[number] = handler
+            signal.signal(number, _ask)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _ask:  # somebody may have taken it since
+                signal.signal(number, handler)
+
+    return restore
+
+
+def _ask(number: int, frame: FrameType | None) -> None:
+    global _requested
+    if _requested is not None:
+        os._exit(128 + number)
+    _requested = signal.Signals(number)

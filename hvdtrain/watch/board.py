@@ -1,0 +1,139 @@
+"""What ranks tell each other past Horovod: who is there, who waits, who failed first. One file a rank and fact.
+
+`hvdtrain run` names a folder for them. Under plain launchers the ranks of one host share a private one of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RUN_DIR = "HVDTRAIN_RUN_DIR"
+
+# What all ranks of one job on one host have in common, and no other job that runs at the same time.
+_JOB_VARIABLES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_FORGOTTEN_S = 60.0
+_CLOCK_SLACK_S = 5.0
+
+
+class Board:
+    """Facts of ranks, as JSON files that are replaced whole.
+
+    Args:
+        directory: where they are; None for a board that holds nothing.
+        rank: whose facts this process posts.
+        ours: made for this job by its ranks, which also remove it.
+    """
+
+    def __init__(self, directory: Path | None, *, rank: int, ours: bool = False) -> None:
+        self.directory = directory
+        self._rank = rank
+        self._ours = ours
+        self._began = time.time() - _CLOCK_SLACK_S
+
+    def post(self, fact: str, content: dict[str, Any] | int) -> None:
+        """Say something about this rank: <fact>-<rank>, with ".json" unless it is a number alone.
+
+        Nothing that goes wrong here, such as a full disk, may hurt the run.
+        """
+        if self.directory is None:
+            return
+        name = f"{fact}-{self._rank}" + ".json" * isinstance(content, dict)
+        new = self.directory / f".{name}.{os.getpid()}"
+        try:
+            new.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(new, self.directory / name)
+        except OSError:
+            pass
+
+    def all(self, fact: str) -> dict[int, Any]:
+        """Return what ranks have said, by rank; a folder that another job has left behind says nothing."""
+        if self.directory is None:
+            return {}
+        found = {}
+        for path in self.directory.glob(f"{fact}-*"):
+            try:
+                if path.stat().st_mtime >= self._began:
+                    found[int(path.stem.removeprefix(f"{fact}-"))] = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):  # gone, or no file of ours
+                continue
+        return dict(sorted(found.items()))
+
+    def claim(self, what: str) -> bool:
+        """Return whether this rank is the first to ask for `what`; without a folder nobody else is known of."""
+        if self.directory is None:
+            return True
+        path = self.directory / f"claimed-{what}"
+        try:
+            if path.exists() and path.stat().st_mtime < self._began:
+                path.unlink(missing_ok=True)
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def leave(self) -> None:
+        """Take this rank off the board; the last of them removes the folder, with what others wanted to read."""
+        if self.directory is None or not self._ours:
+            return
+        (self.directory / f"pid-{self._rank}").unlink(missing_ok=True)
+        if all(process_state(int(pid)) for pid in self.all("pid").values()):
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def open_board(rank: int, *, elastic: bool = False) -> Board:
+    """Return this job's board; an empty one where ranks have nothing in common, or change their numbers."""
+    given = os.environ.get(RUN_DIR)
+    if given:
+        directory = Path(given)
+        return Board(directory if directory.is_dir() else None, rank=rank)
+    job = [os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)]
+    directory_or_none = _private_folder(job) if job and not elastic else None
+    return Board(directory_or_none, rank=rank, ours=True)
+
+
+def _private_folder(job: list[str]) -> Path | None:
+    """Return a folder that this user's processes of one job share, and nobody else can write to; None without one."""
+    base = Path(tempfile.gettempdir()) / f"hvdtrain-{os.getuid()}"
+    folder = base / hashlib.sha256("|".join(job).encode()).hexdigest()[:16]
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+        found = base.lstat()
+        # In a folder that everybody may write to, somebody else may have been there first.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            return None
+        for other in base.iterdir():
+            _sweep(other)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return None
+    return folder
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a job left behind that was killed as a whole."""
+    with contextlib.suppress(OSError, ValueError):
+        old = time.time() - folder.stat().st_mtime > _FORGOTTEN_S
+        if old and all(process_state(int(path.read_text())) for path in folder.glob("pid-*")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def process_state(pid: int) -> str:
+    """Return in words what became of a process of this host; "" if it lives, or where that cannot be told."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "is gone: it was killed or it crashed" if Path("/proc/self/stat").exists() else ""
+    if state in "tT":
+        return "is stopped (SIGSTOP, or a debugger)"
+    return "has ended" if state in "ZX" else ""
