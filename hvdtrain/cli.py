@@ -1,4 +1,4 @@
-"""The command line: `hvdtrain build`, `doctor`, `bench` and `plan`."""
+"""The command line: `hvdtrain build`, `doctor`, `run`, `bench` and `plan`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from hvdtrain.bench.command import bench
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.plan.command import plan
+from hvdtrain.run.command import RunCommand, run
 
 app = typer.Typer(
     help="Distributed training with Horovod for PyTorch and Keras 3.",
@@ -81,6 +82,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 
 app.command()(bench)
 app.command()(plan)
+app.command(cls=RunCommand)(run)
 
 
 def main() -> None:

@@ -1,0 +1,180 @@
+"""Why a job ended: what the launcher says of its ranks, and what the ranks left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+STOPPED = 75  # EX_TEMPFAIL: stopped on request, the checkpoint is written
+
+# What mpirun and horovodrun over Gloo say of the rank that ended first.
+_SAID = re.compile(
+    rb"process rank (?P<rank_signal>\d+) with PID \S+ on node (?P<node>\S+) exited on signal (?P<signal>\d+)(?=\D)"
+    rb"|Process name: \[\[\d+,\d+\],(?P<rank_code>\d+)\]\s+Exit code:\s+(?P<code>\d+)(?=\D)"
+    rb"|MPI_ABORT was invoked on rank (?P<rank_abort>\d+) in communicator [^\n]+\s+with errorcode (?P<abort>\d+)(?=\D)"
+    rb"|Process (?P<rank_gloo>\d+) exit with status code (?P<gloo>-?\d+)\."
+)
+# What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
+_MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:?")
+_LONGEST = 400  # bytes that one of them takes
+_KEPT_BYTES = 2**19
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The end of one process.
+
+    Attributes:
+        who: "rank 1 on host h", or the launcher's name.
+        code: exit status, or 128 + signal.
+        rank: None where it was not a rank.
+    """
+
+    who: str
+    code: int
+    rank: int | None = None
+
+    @property
+    def killed(self) -> bool:
+        """Whether it was a signal."""
+        return 128 < self.code < 128 + signal.NSIG
+
+    def __str__(self) -> str:
+        return f"{self.who} " + (
+            f"was killed by signal {self.code - 128}" if self.killed else f"ended with status {self.code}"
+        )
+
+
+class Listener:
+    """Hears what a launcher prints; keeps the end of it, and what it says of its ranks."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._kept = {"stdout": bytearray(), "stderr": bytearray()}
+        self._cause: Cause | None = None
+
+    def hear(self, stream: str, data: bytes) -> None:
+        """Take what came through `stream`."""
+        with self._lock:
+            kept = self._kept[stream]
+            kept += data
+            if self._cause is None:
+                found = _SAID.search(kept, max(0, len(kept) - len(data) - _LONGEST))
+                if found:
+                    self._cause = self._read(found)
+            if len(kept) > 2 * _KEPT_BYTES:
+                del kept[:-_KEPT_BYTES]
+
+    def cause(self) -> Cause | None:
+        """Return what was said first of a rank's end, None if nothing was."""
+        with self._lock:
+            return self._cause
+
+    def text(self) -> str:
+        """Return the end of what was printed."""
+        with self._lock:
+            return "".join(bytes(kept).decode(errors="replace") for kept in self._kept.values())
+
+    def _read(self, found: re.Match[bytes]) -> Cause:
+        facts = {name: value.decode() for name, value in found.groupdict().items() if value is not None}
+        rank = int(next(value for name, value in facts.items() if name.startswith("rank_")))
+        code = int(next(facts[name] for name in ("signal", "code", "abort", "gloo") if name in facts))
+        if "signal" in facts:
+            code += 128
+        elif code < 0:
+            code = 128 - code
+        return Cause(f"rank {rank} on host {facts.get('node', self._host)}", code, rank)
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An exception that ended a rank, as the rank itself wrote it down (hvdtrain.watch) or printed it."""
+
+    rank: int
+    host: str
+    text: str
+
+    @property
+    def last_line(self) -> str:
+        """The line that names the exception."""
+        return next((line for line in reversed(self.text.splitlines()) if line.strip()), "").strip()
+
+
+def first_error(run_dir: Path, *, printed: str, host: str, cause: Cause) -> RankError | None:
+    """Return the exception that ended a rank first, None if it was no exception.
+
+    Args:
+        run_dir: where ranks write error-<rank>.json.
+        printed: the end of the launcher's output, searched where no rank has written one.
+        host: this one's name.
+        cause: what ended the job. What the peers of a killed rank raise is a consequence, not the reason.
+    """
+    written = []
+    for path in run_dir.glob("error-*.json"):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            error = RankError(int(found["rank"]), str(found["host"]), str(found["text"]).rstrip())
+            written.append((float(found["time"]), error))
+        except (OSError, ValueError, KeyError, TypeError):  # not whole: the process was killed
+            continue
+    if cause.killed:
+        return next((error for _, error in written if error.rank == cause.rank), None)
+    if written:
+        return min(written, key=lambda item: item[0])[1]
+    streams = _by_rank(printed)
+    for rank in sorted(streams, key=lambda rank: rank != cause.rank):
+        text = _traceback(streams[rank])
+        if text:
+            return RankError(rank, host, text)
+    return None
+
+
+def _by_rank(printed: str) -> dict[int, list[str]]:
+    """Return rank -> the lines that it printed; lines without a rank's mark are the launcher's.
+
+    A mark stands before every line, and also in the midst of one that reached the launcher in pieces.
+    """
+    lines: dict[int, list[str]] = {}
+    for line in printed.replace("\r\n", "\n").split("\n"):
+        mark = _MARK.match(line)
+        if mark:
+            lines.setdefault(int(mark[1]), []).append(_MARK.sub("", line))
+    return lines
+
+
+def _traceback(lines: list[str]) -> str:
+    """Return the first traceback in what a rank printed, "" if there is none."""
+    begin = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), None)
+    if begin is None:
+        return ""
+    end = begin + 1
+    while end < len(lines) and (not lines[end].strip() or lines[end].startswith((" ", "\t"))):
+        end += 1
+    return "\n".join(lines[begin : end + 1]).rstrip()
+
+
+def latest_step(run_dir: Path) -> int | None:
+    """Return the largest step in the ranks' progress-<rank>.json, None where no rank has written one."""
+    steps = []
+    for path in run_dir.glob("progress-*.json"):
+        try:
+            steps.append(int(json.loads(path.read_text(encoding="utf-8"))["step"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return max(steps, default=None)
+
+
+def rank_pids(run_dir: Path) -> dict[int, int]:
+    """Return rank -> process id, as far as ranks have written pid-<rank>."""
+    pids = {}
+    for path in run_dir.glob("pid-*"):
+        try:
+            pids[int(path.name.removeprefix("pid-").removesuffix(".json"))] = int(path.read_text())
+        except (OSError, ValueError):
+            continue
+    return pids

@@ -1,0 +1,173 @@
+"""Find the processes of one job on this host, and end them. Run as a script: end them when its standard input ends.
+
+Every process of a job carries its run folder in its environment, whoever started it and whoever its parent is now.
+This file imports nothing of hvdtrain: as a guard it runs in a bare interpreter, for as long as the job.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_DIR = "HVDTRAIN_RUN_DIR"
+DONE = b"done"
+
+_RANK_VARIABLES = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
+_PAUSE_S = 0.02
+_QUIET_SCANS = 3
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a job; `rank` is None for the launcher's own."""
+
+    pid: int
+    parent: int
+    rank: int | None
+
+
+def members(run_dir: str, *, below: int | None = None, without: tuple[int, ...] = ()) -> dict[int, Process]:
+    """Return the living processes of the job of `run_dir`, by pid.
+
+    Args:
+        run_dir: what the job's processes carry as HVDTRAIN_RUN_DIR.
+        below: a process whose descendants belong to the job too: a program may write over its environment.
+        without: processes that do not belong to it, nor what they started.
+    """
+    mark = f"{RUN_DIR}={run_dir}".encode()
+    parents: dict[int, int] = {}
+    environments: dict[int, list[bytes]] = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        pid = int(entry.name)
+        try:
+            state, parent = _state(pid)
+            if state == "Z":
+                continue
+            parents[pid] = parent
+            environments[pid] = Path(entry.path, "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is another user's
+            continue
+    left_out = {os.getpid(), *without}
+    job = {pid for pid, variables in environments.items() if mark in variables and pid not in left_out}
+    grown = True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in job or (below is not None and parent == below)}
+        more -= job | left_out
+        job |= more
+        grown = bool(more)
+    return {pid: Process(pid, parents[pid], _rank(environments.get(pid, []))) for pid in job}
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Return (state, parent) of a process. Its name, which stands before, may hold any character."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], int(fields[1])
+
+
+def _rank(variables: list[bytes]) -> int | None:
+    for name in _RANK_VARIABLES:
+        for variable in variables:
+            if variable.startswith(name) and variable[len(name) :].isdigit():
+                return int(variable[len(name) :])
+    return None
+
+
+def hears(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for signal `number`."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def ask_to_stop(job: dict[int, Process], *, told: set[int], pids: dict[int, int]) -> None:
+    """Ask every rank of `job` to stop, each once: by SIGUSR1 where it listens to that, else by SIGTERM.
+
+    Of a rank's processes the outermost that listens is asked: a shell around it would only die.
+
+    Args:
+        job: what `members` returned.
+        told: pids that were asked before; those that are asked now are added.
+        pids: rank -> the process that is the rank, as far as ranks have said so themselves.
+    """
+    tops = {p.pid for p in job.values() if p.rank is not None and _rank_of(job, p.parent) != p.rank}
+    tops |= {pid for pid in pids.values() if pid in job and not _is_below(job, pid, tops)}
+    children: dict[int, list[int]] = {}
+    for process in job.values():
+        children.setdefault(process.parent, []).append(process.pid)
+    for top in tops:
+        level, asked = [top], False
+        while level and not asked:
+            for pid in level:
+                number = next((n for n in (signal.SIGUSR1, signal.SIGTERM) if hears(pid, n)), None)
+                if number is not None:
+                    asked = True
+                    _tell(pid, number, told)
+            level = [child for pid in level for child in children.get(pid, [])]
+        if not asked:
+            _tell(top, signal.SIGTERM, told)
+
+
+def _rank_of(job: dict[int, Process], pid: int) -> int | None:
+    return job[pid].rank if pid in job else None
+
+
+def _is_below(job: dict[int, Process], pid: int, tops: set[int]) -> bool:
+    while pid in job:
+        if pid in tops:
+            return True
+        pid = job[pid].parent
+    return False
+
+
+def _tell(pid: int, number: int, told: set[int]) -> None:
+    if pid not in told:
+        told.add(pid)
+        send(pid, number)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def end(run_dir: str, *, below: int | None = None, without: tuple[int, ...] = (), limit_s: float = 10.0) -> bool:
+    """Kill the job of `run_dir` (see `members`) until nothing of it is left; return whether nothing is."""
+    deadline = time.monotonic() + limit_s
+    quiet = 0
+    # One that is about to fork when it is killed leaves a child that the scan before did not see.
+    while quiet < _QUIET_SCANS:
+        found = members(run_dir, below=below, without=without)
+        for pid in found:
+            send(pid, signal.SIGKILL)
+        quiet = 0 if found else quiet + 1
+        if found and time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
+
+
+def guard(run_dir: str) -> None:
+    """Wait for the end of standard input; without a word of farewell before it, end the job and remove its folder."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_IGN)
+    if sys.stdin.buffer.read() != DONE:
+        end(run_dir)
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1])

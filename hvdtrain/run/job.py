@@ -1,0 +1,155 @@
+"""One start of a job: its launcher, a guard that outlives this process, and what both have printed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from hvdtrain.run import family
+from hvdtrain.run.causes import Listener
+
+_PR_SET_CHILD_SUBREAPER = 36
+_DRAIN_S = 2.0
+
+
+class Guard:
+    """A process that ends the job should this one be killed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def keep(self) -> None:
+        """Start it anew if it has ended."""
+        if self._process.poll() is not None:
+            self._close()
+            self._process = self._start()
+
+    def dismiss(self) -> None:
+        """Let it go: nothing is left to guard."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(family.DONE)
+        except OSError:
+            pass
+        self._close()
+        self._process.wait()
+
+    def _close(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", family.__file__, str(self._run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is not for it
+            cwd="/",
+        )
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every orphan below: a rank whose launcher was killed is still found."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class Job:
+    """A launcher in a session of its own, with everything below it."""
+
+    def __init__(
+        self, line: Sequence[str], *, environment: Mapping[str, str], run_dir: Path, guard: Guard, host: str
+    ) -> None:
+        self.run_dir = run_dir
+        self.listener = Listener(host)
+        self.began = time.monotonic()
+        self._guard = guard
+        self._told: set[int] = set()
+        self._process = subprocess.Popen(
+            line,
+            env={**environment, family.RUN_DIR: str(run_dir)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._copies = [
+            threading.Thread(target=self._copy, args=(name, source, number), daemon=True)
+            for name, source, number in (("stdout", self._process.stdout, 1), ("stderr", self._process.stderr, 2))
+        ]
+        for copy in self._copies:
+            copy.start()
+
+    def status(self) -> int | None:
+        """Return the launcher's exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def seconds(self) -> float:
+        """Return how long ago it was started."""
+        return time.monotonic() - self.began
+
+    def members(self) -> dict[int, family.Process]:
+        """Return its processes on this host."""
+        return family.members(str(self.run_dir), below=os.getpid(), without=(self._guard.pid,))
+
+    def ask_to_stop(self, pids: dict[int, int]) -> bool:
+        """Ask its ranks to stop, each once; return False if there is none."""
+        job = self.members()
+        family.ask_to_stop(job, told=self._told, pids=pids)
+        return any(process.rank is not None for process in job.values())
+
+    def send(self, number: int) -> None:
+        """Send a signal to every process of it."""
+        for pid in self.members():
+            family.send(pid, number)
+
+    def end(self) -> bool:
+        """Kill what is left of it; return whether nothing is."""
+        gone = family.end(str(self.run_dir), below=os.getpid(), without=(self._guard.pid,))
+        self._process.kill()
+        self._process.wait()
+        for copy in self._copies:
+            copy.join(_DRAIN_S)
+        self._bury()
+        return gone
+
+    def _bury(self) -> None:
+        """Take leave of adopted processes that have ended."""
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None or found.si_pid == self._guard.pid:  # the guard is its Popen's to wait for
+                return
+            os.waitpid(found.si_pid, os.WNOHANG)
+
+    def _copy(self, name: str, source: IO[bytes] | None, number: int) -> None:
+        """Copy what comes through a pipe to our own stream, as it comes."""
+        assert source is not None
+        there = True
+        with source:
+            while data := os.read(source.fileno(), 2**16):
+                self.listener.hear(name, data)
+                view = memoryview(data)
+                while there and view:
+                    try:
+                        view = view[os.write(number, view) :]
+                    except OSError:  # nobody reads any more: the job goes on all the same
+                        there = False

@@ -1,0 +1,111 @@
+"""Keep a job of one host to the loopback interface, and in folders of its own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.run.arguments import MPIRUN, UsageError, value
+
+# Built with Horovod, for an mpirun that listens on every interface whatever its settings say.
+_PRELOADED = Path("runner", "libhvdtrain_loopback.so")
+_DISCOVERY_LIMIT_S = 60.0
+
+
+def is_here(hosts: Iterable[str]) -> bool:
+    """Return whether all `hosts` are this one."""
+    own = _own_addresses()
+    for host in hosts:
+        try:
+            if socket.gethostbyname(host) not in own:
+                return False
+        except OSError:
+            return False
+    return True
+
+
+def _own_addresses() -> set[str]:
+    psutil = importlib.import_module("psutil")
+    return {
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET
+    }
+
+
+def _interface() -> str:
+    """Return the loopback interface's name."""
+    psutil = importlib.import_module("psutil")
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return str(name)
+    return "lo"
+
+
+def discovered_hosts(script: str) -> list[str]:
+    """Return the hosts that a host discovery script names now.
+
+    Raises:
+        UsageError: it fails, or names none.
+    """
+    try:
+        done = subprocess.run(script, shell=True, capture_output=True, text=True, timeout=_DISCOVERY_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"--host-discovery-script {script} did not end within {_DISCOVERY_LIMIT_S:g} s") from None
+    found = [line.strip().rpartition(":")[0] or line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode != 0 or not found:
+        said = (done.stderr.strip().splitlines() or ["it names no host"])[-1]
+        raise UsageError(f"--host-discovery-script {script} failed with status {done.returncode}: {said}")
+    return found
+
+
+def elastic_flags(passed: Sequence[str]) -> list[str]:
+    """Return what an elastic horovodrun needs further where all its hosts are this one.
+
+    It looks for an interface that its hosts share, for which it wants two of them, and waits for the second for ever.
+    """
+    script = value(passed, "--host-discovery-script")
+    if script is None or value(passed, "--network-interfaces", "--network-interface") is not None:
+        return []
+    return ["--network-interfaces", _interface()] if is_here(discovered_hosts(script)) else []
+
+
+def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for a job of one host; what the user has set in `environment` or among `passed` is left out.
+
+    Args:
+        run_dir: the job's private folder.
+        launcher: "horovodrun", which hvdtrain's build keeps to loopback itself, or "mpirun".
+        passed: the launcher's options.
+        environment: the variables that are there.
+    """
+    given = " ".join(passed)
+    # Whoever is killed leaves its files: in a folder that is removed.
+    wanted = {"OMPI_MCA_orte_tmpdir_base": str(run_dir)}
+    if run_dir.is_relative_to("/dev/shm"):
+        wanted["OMPI_MCA_btl_vader_backing_directory"] = str(run_dir)
+    if launcher == MPIRUN and environment.get("HVDTRAIN_LOOPBACK") != "0":
+        # Shared memory serves one host. libfabric's transport listens as Open MPI's own one does, and so does cm.
+        wanted |= {"OMPI_MCA_btl": "^openib,tcp,ofi,usnic,uct", "OMPI_MCA_pml": "ob1"}
+        library = _library()
+        if library:
+            wanted["LD_PRELOAD"] = os.pathsep.join(filter(None, [str(library), environment.get("LD_PRELOAD")]))
+    chosen = {}
+    for name, text in wanted.items():
+        parameter = name.removeprefix("OMPI_MCA_")
+        if name == "LD_PRELOAD" or (name not in environment and f"mca {parameter} " not in given):
+            chosen[name] = text
+    return chosen
+
+
+def _library() -> Path | None:
+    from hvdtrain.horovod_build.find import package_folder
+
+    folder = package_folder("horovod")
+    path = folder / _PRELOADED if folder else None
+    return path if path is not None and path.is_file() else None

@@ -1,0 +1,213 @@
+"""Start a job, start it anew while that makes sense, stop it in order when asked to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.run import causes, family, restarts
+from hvdtrain.run.causes import STOPPED, Cause
+from hvdtrain.run.job import Guard, Job, adopt_orphans
+from hvdtrain.run.signals import Signals
+
+_POLL_S = 0.5
+_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
+_TERM_S = 5.0  # from SIGTERM to SIGKILL
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is run, and how.
+
+    Attributes:
+        line: the launcher's command line.
+        environment: of the launcher and its ranks.
+        max_restarts: how often it is started anew.
+        grace_s: from a request to stop to the end of patience.
+        elastic: the launcher replaces ranks itself, so a rank's end is not the job's.
+    """
+
+    line: Sequence[str]
+    environment: Mapping[str, str]
+    max_restarts: int
+    grace_s: float
+    elastic: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one start of the job ended."""
+
+    cause: Cause
+    seconds: float
+    requested: signal.Signals | None  # the first request to stop, if there was one
+
+
+def make_run_dir() -> Path:
+    """Make the job's private folder: in memory where that is possible, for Open MPI's shared segments go there too."""
+    shared = Path("/dev/shm")
+    where = str(shared) if shared.is_dir() and os.access(shared, os.W_OK | os.X_OK) else None
+    return Path(tempfile.mkdtemp(prefix="hvdtrain-run-", dir=where))
+
+
+def run(options: Options, run_dir: Path) -> int:
+    """Run the job to its end and return the exit status.
+
+    0: every rank ended with 0. 75: stopped on request, to be gone on with. Else that of the rank that ended first.
+
+    Args:
+        options: see there.
+        run_dir: the job's private folder; removed at the end.
+    """
+    adopt_orphans()
+    guard = Guard(run_dir)
+    try:
+        with Signals() as signals:
+            return _run(options, run_dir, guard, signals)
+    finally:
+        family.end(str(run_dir), below=os.getpid(), without=(guard.pid,))
+        shutil.rmtree(run_dir, ignore_errors=True)
+        guard.dismiss()
+
+
+def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int:
+    host = socket.gethostname()
+    attempts: list[restarts.Attempt] = []
+    while True:
+        job = Job(options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=host)
+        try:
+            ending = _follow(job, options, signals, guard)
+        finally:
+            gone = job.end()
+        if not gone:
+            say("some processes of this job do not die, see ps: a device or file system may hang")
+            return ending.cause.code or 1
+        if ending.cause.code == 0:
+            return 0
+        if ending.cause.code == STOPPED:
+            say("stopped on request: the checkpoint is written; run the same command again to go on")
+            return STOPPED
+        if ending.requested is not None:
+            return _stopped_hard(ending, run_dir, job, host)
+        error = causes.first_error(run_dir, printed=job.listener.text(), host=host, cause=ending.cause)
+        attempts.append(restarts.Attempt(ending.cause, ending.seconds, causes.latest_step(run_dir), error))
+        verdict = restarts.judge(attempts, max_restarts=options.max_restarts)
+        if verdict.pause_s is None:
+            return _give_up(attempts, verdict)
+        going_on = (
+            "going on from the last checkpoint" if any(a.step is not None for a in attempts) else "starting it anew"
+        )
+        say(
+            f"restart {len(attempts)} of {options.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
+            + (f" ({error.last_line})" if error else "")
+            + f"; {going_on}"
+            + (f" in {_time(verdict.pause_s)}" if verdict.pause_s else "")
+        )
+        _empty(run_dir)
+        deadline = time.monotonic() + verdict.pause_s
+        while not signals.requests and time.monotonic() < deadline:
+            signals.wait(deadline - time.monotonic())
+        if signals.requests:
+            say(f"stopped by {signals.requests[0].name} before the restart")
+            return 128 + signals.requests[0]
+
+
+def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Ending:
+    """Wait until the launcher has ended, or the job is beyond hope."""
+    asked_at: float | None = None
+    terminated_at: float | None = None
+    failed_at: float | None = None
+    while (status := job.status()) is None:
+        now = time.monotonic()
+        guard.keep()
+        cause = job.listener.cause()
+        if signals.requests.count(signal.SIGINT) > 1:
+            say("second Ctrl-C: ending everything at once")
+            break
+        if signals.requests and asked_at is None:
+            asked_at = now
+            say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(options.grace_s)}")
+        if asked_at is not None and terminated_at is None:
+            ranks = job.ask_to_stop(causes.rank_pids(job.run_dir))
+            if not ranks or now - asked_at > options.grace_s:
+                terminated_at = now
+                if ranks:
+                    say(f"the ranks have not ended within {_time(options.grace_s)}: ending them")
+                job.send(signal.SIGTERM)
+        elif terminated_at is not None and now - terminated_at > _TERM_S:
+            break
+        if cause is not None and cause.code not in (0, STOPPED) and not options.elastic:
+            failed_at = failed_at or now
+            if now - failed_at > _LAST_WORDS_S and asked_at is None:
+                break
+        signals.wait(_POLL_S if asked_at is None and failed_at is None else 0.1)
+    seconds = job.seconds()
+    job.end()  # what it printed is whole only now
+    cause = _cause(job, status, os.path.basename(options.line[0]))
+    return Ending(cause, seconds, signals.requests[0] if signals.requests else None)
+
+
+def _cause(job: Job, status: int | None, launcher: str) -> Cause:
+    said = job.listener.cause()
+    if status == 0:
+        return Cause(launcher, 0)
+    if status == STOPPED:
+        return Cause("the job", STOPPED)
+    if said is not None and said.code:
+        return said
+    if status is None:
+        return Cause(launcher, 128 + signal.SIGKILL)
+    return Cause(launcher, 128 - status if status < 0 else status)
+
+
+def _stopped_hard(ending: Ending, run_dir: Path, job: Job, host: str) -> int:
+    assert ending.requested is not None
+    error = causes.first_error(run_dir, printed=job.listener.text(), host=host, cause=ending.cause)
+    if error is not None:
+        _show(error)
+    say(f"stopped by {ending.requested.name}, but not in order: {ending.cause}; the last checkpoint is what is left")
+    return 128 + ending.requested
+
+
+def _give_up(attempts: Sequence[restarts.Attempt], verdict: restarts.Verdict) -> int:
+    last, first = attempts[-1], verdict.first
+    if first.error is not None:
+        _show(first.error)
+    tried = f"{len(attempts)} attempt{'s' * (len(attempts) > 1)}"
+    which = "" if first is last else f"; the first of them: {first.cause}"
+    say(f"gave up after {tried}, for {verdict.reason}: {last.cause} after {_time(last.seconds)}{which}")
+    return last.cause.code
+
+
+def _show(error: causes.RankError) -> None:
+    say(f"the first error, of rank {error.rank} on host {error.host}:\n{error.text}")
+
+
+def _empty(run_dir: Path) -> None:
+    """Remove what the last attempt left in the job's folder."""
+    for path in run_dir.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 or seconds == round(seconds) else f"{seconds:.1f} s"
+
+
+def say(text: str) -> None:
+    """Print one line of our own."""
+    try:
+        sys.stderr.write(f"hvdtrain run: {text}\n")
+        sys.stderr.flush()
+    except OSError:
+        pass

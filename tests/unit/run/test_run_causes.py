@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.run import causes
+from hvdtrain.run.causes import Cause, Listener, first_error
+
+SIGNAL = b"mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n"
+STATUS = (
+    b"mpirun detected that one or more processes exited with non-zero status, thus causing\n"
+    b"the job to be terminated. The first process to do so was:\n\n"
+    b"  Process name: [[31331,1],2]\n  Exit code:    75\n"
+)
+ABORT = (
+    b"MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD\nwith errorcode 4.\n"
+)  # fmt: skip
+GLOO = b"Process 1 exit with status code 137.\nTerminating remaining workers\nProcess 0 exit with status code 75.\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (SIGNAL, Cause("rank 1 on host vm", 137, 1)),
+        (STATUS, Cause("rank 2 on host here", 75, 2)),
+        (ABORT, Cause("rank 3 on host here", 4, 3)),
+        (GLOO, Cause("rank 1 on host here", 137, 1)),
+        (b"Process 1 exit with status code -9.\n", Cause("rank 1 on host here", 137, 1)),
+        (b"epoch 1, loss 0.3\n", None),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+def test_the_first_rank_to_end_is_heard_in_pieces_of_any_size(said: bytes, cause: Cause | None, piece: int) -> None:
+    listener = Listener("here")
+    for i in range(0, len(said), piece):
+        listener.hear("stderr", said[i : i + piece])
+    assert listener.cause() == cause
+
+
+def test_a_cause_reads_as_a_sentence() -> None:
+    assert str(Cause("rank 1 on host h", 137)) == "rank 1 on host h was killed by signal 9"
+    assert str(Cause("horovodrun", 3)) == "horovodrun ended with status 3"
+
+
+def test_only_the_end_of_a_long_output_is_kept() -> None:
+    listener = Listener("here")
+    for _ in range(40):
+        listener.hear("stdout", b"x" * 2**16)
+    listener.hear("stderr", SIGNAL)
+    assert len(listener.text()) < 2**21
+    assert listener.cause() is not None
+
+
+def write(folder: Path, rank: int, time: float, text: str) -> None:
+    content = {"rank": rank, "host": "h", "time": time, "text": text}
+    (folder / f"error-{rank}.json").write_text(json.dumps(content))
+
+
+def test_the_earliest_written_error_is_the_first(tmp_path: Path) -> None:
+    write(tmp_path, 0, 12.5, "HorovodInternalError: peer")
+    write(tmp_path, 1, 12.0, "Traceback\nValueError: boom\n")
+    (tmp_path / "error-2.json").write_text('{"rank": 2, "ti')
+    found = first_error(tmp_path, printed="", host="here", cause=Cause("rank 0", 1, 0))
+    assert found is not None
+    assert (found.rank, found.last_line) == (1, "ValueError: boom")
+
+
+def test_what_peers_of_a_killed_rank_raise_is_not_the_reason(tmp_path: Path) -> None:
+    write(tmp_path, 0, 12.5, "HorovodInternalError: peer")
+    printed = "[0]<stderr>:Traceback (most recent call last):\n[0]<stderr>:HorovodInternalError: peer\n"
+    assert first_error(tmp_path, printed=printed, host="h", cause=Cause("rank 1", 137, 1)) is None
+
+
+def test_without_a_written_error_the_failing_ranks_traceback_is_found_in_the_output(tmp_path: Path) -> None:
+    printed = (
+        "[1,0]<stderr>:Traceback (most recent call last):\n[1,0]<stderr>:OtherError: late\n"
+        "[1,1]<stderr>:Traceback (most recent call last):\n"
+        '[1,1]<stderr>:  File "train.py", line 20, in <module>\n'
+        '[1,1]<stderr>:    [1,1]<stderr>:raise ValueError("boom")[1,1]<stderr>:\n'
+        "[1,1]<stderr>:ValueError[1,1]<stderr>:: [1,1]<stderr>:boom[1,1]<stderr>:\n"
+        "Traceback (most recent call last):\nRuntimeError: the launcher's own\n"
+    )
+    found = first_error(tmp_path, printed=printed, host="h", cause=Cause("rank 1", 1, 1))
+    assert found is not None
+    assert found.rank == 1
+    assert found.text.splitlines()[-1] == "ValueError: boom"
+    assert '    raise ValueError("boom")' in found.text
+
+
+def test_the_launchers_own_traceback_is_not_a_ranks(tmp_path: Path) -> None:
+    printed = "[1]<stderr>:Killed\nTraceback (most recent call last):\nRuntimeError: Horovod detected\n"
+    assert first_error(tmp_path, printed=printed, host="h", cause=Cause("rank 1", 1, 1)) is None
+
+
+def test_steps_and_pids_are_read_as_far_as_they_are_whole(tmp_path: Path) -> None:
+    assert causes.latest_step(tmp_path) is None
+    (tmp_path / "progress-0.json").write_text('{"step": 12, "time": 1.0}')
+    (tmp_path / "progress-1.json").write_text('{"step": 1')
+    (tmp_path / "pid-0").write_text("4711")
+    (tmp_path / "pid-1").write_text("")
+    assert causes.latest_step(tmp_path) == 12
+    assert causes.rank_pids(tmp_path) == {0: 4711}

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.run import family
+
+# A shell that waits for a rank, which has a child of its own; each says that it is there by a file.
+RANK = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+if {usr1}:
+    signal.signal(signal.SIGUSR1, lambda *_: open("heard-usr1", "w").close())
+signal.signal(signal.SIGTERM, lambda *_: open("heard-term", "w").close())
+child = subprocess.Popen(["sleep", "60"])
+open("ready", "w").write(str(os.getpid()))
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(folder: Path, *, usr1: bool = True) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, family.RUN_DIR: str(folder), "HOROVOD_RANK": "3"}
+    Path("rank.py").write_text(RANK.format(usr1=usr1))
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", f"{sys.executable} rank.py; true"], env=environment, start_new_session=True
+    )
+    wait_for(lambda: Path("ready").exists() and bool(Path("ready").read_text()))
+    return process
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 10) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_whole_job_is_found_and_ended_also_where_its_parent_is_gone(folder: Path) -> None:
+    shell = start(folder)
+    assert {p.rank for p in family.members(str(folder)).values()} == {3}
+    assert len(family.members(str(folder))) == 3
+    shell.kill()
+    shell.wait()
+    assert len(family.members(str(folder))) == 2
+    assert family.end(str(folder))
+    assert family.members(str(folder)) == {}
+
+
+def test_a_program_that_wrote_over_its_environment_is_found_by_its_parent(folder: Path) -> None:
+    child = subprocess.Popen(["/bin/sh", "-c", "sleep 60; true"], env={})
+    try:
+        found = family.members(str(folder), below=os.getpid())
+        assert child.pid in found
+        assert os.getpid() not in found
+        assert child.pid not in family.members(str(folder), below=os.getpid(), without=(child.pid,))
+    finally:
+        family.end(str(folder), below=os.getpid())
+        child.wait()
+
+
+@pytest.mark.parametrize(("usr1", "heard"), [(True, "heard-usr1"), (False, "heard-term")])
+def test_a_rank_is_asked_once_by_a_signal_that_it_listens_to(folder: Path, usr1: bool, heard: str) -> None:
+    shell = start(folder, usr1=usr1)
+    told: set[int] = set()
+    try:
+        family.ask_to_stop(family.members(str(folder)), told=told, pids={})
+        wait_for(lambda: Path(heard).exists())
+        assert told == {int(Path("ready").read_text())}
+        Path(heard).unlink()
+        family.ask_to_stop(family.members(str(folder)), told=told, pids={})
+        time.sleep(0.2)
+        assert not Path("heard-usr1").exists()
+        assert not Path("heard-term").exists()
+        assert shell.poll() is None  # it has no handler: any signal would have ended it
+    finally:
+        family.end(str(folder))
+        shell.wait()
+
+
+def guard(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", family.__file__, str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/")
+
+
+def test_the_guard_ends_the_job_when_its_principal_is_gone(folder: Path) -> None:
+    mine = folder / "run"
+    mine.mkdir()
+    shell = start(mine)
+    watching = guard(mine)
+    assert watching.stdin is not None
+    time.sleep(0.3)
+    watching.send_signal(signal.SIGTERM)  # whoever ends everything that has this command's name
+    watching.stdin.close()
+    assert watching.wait(timeout=15) == 0
+    shell.wait(timeout=5)
+    assert family.members(str(mine)) == {}
+    assert not mine.exists()
+
+
+def test_a_guard_that_is_dismissed_touches_nothing(folder: Path) -> None:
+    shell = start(folder)
+    watching = guard(folder)
+    watching.communicate(family.DONE, timeout=10)
+    assert watching.returncode == 0
+    assert len(family.members(str(folder))) == 3
+    family.end(str(folder))
+    shell.wait()

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.run import loopback
+from hvdtrain.run.arguments import UsageError
+
+HERE = Path("/dev/shm/x")
+
+
+def test_this_host_is_known_by_its_names() -> None:
+    assert loopback.is_here(["localhost", "127.0.0.1", socket.gethostname()])
+    assert loopback.is_here([])
+    assert not loopback.is_here(["localhost", "192.0.2.77"])
+    assert not loopback.is_here(["no-such-host.invalid"])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "flags"),
+    [("localhost:2", ["--network-interfaces", "lo"]), ("localhost:1\\n192.0.2.77:1", [])],
+)
+def test_an_elastic_job_of_one_host_is_told_its_interface(hosts: str, flags: list[str]) -> None:
+    script = f"printf '{hosts}\\n'"
+    assert loopback.elastic_flags(["--host-discovery-script", script]) == flags
+
+
+def test_the_users_own_interface_stays() -> None:
+    passed = ["--host-discovery-script", "echo localhost:2", "--network-interfaces", "eth0"]
+    assert loopback.elastic_flags(passed) == []
+    assert loopback.elastic_flags(["-H", "localhost:2"]) == []
+
+
+def test_a_discovery_script_that_fails_is_named() -> None:
+    with pytest.raises(UsageError, match=r"echo no; exit 3 failed with status 3"):
+        loopback.discovered_hosts("echo no; exit 3")
+
+
+def test_under_mpirun_ranks_talk_through_shared_memory_alone() -> None:
+    chosen = loopback.settings(HERE, "mpirun", [], {})
+    assert "tcp" in chosen["OMPI_MCA_btl"]
+    assert chosen["OMPI_MCA_btl"].startswith("^")
+    assert chosen["OMPI_MCA_orte_tmpdir_base"] == str(HERE)
+    assert "OMPI_MCA_btl" not in loopback.settings(HERE, "horovodrun", [], {})
+
+
+def test_the_users_settings_stay() -> None:
+    assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", [], {"OMPI_MCA_btl": "self,tcp"})
+    assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", ["--mca", "btl", "self,tcp"], {})
+    assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", [], {"HVDTRAIN_LOOPBACK": "0"})
