@@ -1,0 +1,366 @@
+"""What is changed in Horovod's launcher: who listens where, and what ranks get to hear before they are ended."""
+
+from __future__ import annotations
+
+from hvdtrain.horovod_build.edit import Edit
+
+_SHELL = "horovod/runner/common/util/safe_shell_exec.py"
+_GLOO = "horovod/runner/gloo_run.py"
+_MPI = "horovod/runner/mpi_run.py"
+_NETWORK = "horovod/runner/util/network.py"
+_HTTP = "horovod/runner/http/http_server.py"
+
+# A job of one host listens on loopback alone, unless HVDTRAIN_LOOPBACK=0. Several hosts: as ever.
+_LOOPBACK = (
+    Edit(
+        _NETWORK,
+        "def find_port(server_factory):\n",
+        "def listen_address(nics):\n"
+        '    """Return where to listen for those who come through `nics`; \'\' is every interface."""\n'
+        "    names = {nics} if isinstance(nics, str) else set(nics or ())\n"
+        "    local = names and names <= get_local_intfs() and os.environ.get('HVDTRAIN_LOOPBACK') != '0'\n"
+        "    return '127.0.0.1' if local else ''\n\n\n"
+        "def find_port(server_factory, host=''):\n",
+        "for the edits after",
+    ),
+    Edit(
+        _NETWORK,
+        "import psutil\nimport random\n",
+        "import os\nimport psutil\nimport random\n",
+        "for the edit before",
+    ),
+    Edit(
+        _NETWORK,
+        "            addr = ('', port)\n",
+        "            addr = (host, port)\n",
+        "every server of a one-host job listened on every interface, without a password",
+    ),
+    Edit(
+        _HTTP,
+        "    def start(self, handler_cls=RendezvousHandler):\n"
+        "        self._httpd, port = find_port(\n"
+        "            lambda addr: RendezvousHTTPServer(\n"
+        "                addr, handler_cls, self._verbose))\n",
+        "    def start(self, handler_cls=RendezvousHandler, host=''):\n"
+        "        self._httpd, port = find_port(\n"
+        "            lambda addr: RendezvousHTTPServer(\n"
+        "                addr, handler_cls, self._verbose), host)\n",
+        "for the edits after",
+    ),
+    Edit(
+        _HTTP,
+        "    def start_server(self):\n"
+        "        self.httpd, port = find_port(\n"
+        "            lambda addr: KVStoreHTTPServer(\n"
+        "                addr, KVStoreHandler, self.verbose))\n",
+        "    def start_server(self, host=''):\n"
+        "        self.httpd, port = find_port(\n"
+        "            lambda addr: KVStoreHTTPServer(\n"
+        "                addr, KVStoreHandler, self.verbose), host)\n",
+        "for the edits after",
+    ),
+    Edit(
+        _GLOO,
+        "    global_rendezv_port = rendezvous.start()\n",
+        "    global_rendezv_port = rendezvous.start(host=network.listen_address(nics))\n",
+        "the rendezvous of a one-host job over Gloo took orders from the network",
+    ),
+    Edit(
+        _GLOO,
+        "    global_rendezv_port = rendezvous.start(handler)\n",
+        "    global_rendezv_port = rendezvous.start(handler, host=network.listen_address(settings.nics))\n",
+        "likewise, for an elastic job with --network-interfaces lo",
+    ),
+    Edit(
+        _GLOO,
+        "        run_func_server_port = run_func_server.start_server()\n",
+        "        run_func_server_port = run_func_server.start_server(host=network.listen_address(nics))\n",
+        "likewise, for the server that hands out a pickled function",
+    ),
+    Edit(
+        "horovod/runner/launch.py",
+        "        run_func_server_port = run_func_server.start_server()\n",
+        "        run_func_server_port = run_func_server.start_server(host=network.listen_address(nics))\n",
+        "likewise, for a job that is not elastic",
+    ),
+    Edit(
+        "horovod/runner/common/util/network.py",
+        "from horovod.runner.util.network import find_port\n",
+        "from horovod.runner.util.network import find_port, listen_address\n",
+        "for the next edit",
+    ),
+    Edit(
+        "horovod/runner/common/util/network.py",
+        "                addr, self._make_handler()))\n",
+        "                addr, self._make_handler()), listen_address(nics))\n",
+        "likewise, for the service by which a rank of an elastic job hears of new hosts",
+    ),
+    Edit(
+        _MPI,
+        "    impi_or_mpich = mpi in (_IMPI_IMPL, _MPICH_IMPL)\n",
+        "    impi_or_mpich = mpi in (_IMPI_IMPL, _MPICH_IMPL)\n\n"
+        "    # Ranks of one host talk through shared memory: they need not listen, and mpirun only to itself.\n"
+        "    preload = ''\n"
+        "    if mpi == _OMPI_IMPL and network.listen_address(nics):\n"
+        "        given = settings.extra_mpi_args or ''\n"
+        "        if 'mca btl ' not in given and 'OMPI_MCA_btl' not in (env or os.environ):\n"
+        "            mpi_impl_flags = [f.replace('^openib', '^openib,tcp,ofi,usnic,uct') for f in mpi_impl_flags]\n"
+        "        library = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'libhvdtrain_loopback.so')\n"
+        "        if os.path.isfile(library):\n"
+        "            before = (env or os.environ).get('LD_PRELOAD')\n"
+        "            preload = 'env LD_PRELOAD={} '.format(quote(':'.join(filter(None, [library, before]))))\n",
+        "each rank of a one-host job over Open MPI listened on every interface, and so did mpirun",
+    ),
+    Edit(
+        _MPI,
+        "        'mpirun {basic_args} '\n",
+        "        '{preload}mpirun {basic_args} '\n",
+        "for the edit before",
+    ),
+    Edit(
+        _MPI,
+        "        .format(basic_args=basic_args,\n",
+        "        .format(preload=preload,\n                basic_args=basic_args,\n",
+        "for the edits before",
+    ),
+    Edit(
+        _MPI,
+        "from horovod.runner.common.util import env as env_util, hosts, safe_shell_exec, tiny_shell_exec\n",
+        "from horovod.runner.common.util import env as env_util, hosts, safe_shell_exec, tiny_shell_exec\n"
+        "from horovod.runner.util import network\n",
+        "for the edits before",
+    ),
+)
+
+# Open MPI's mpirun binds its listening sockets to every interface, whatever oob_tcp_if_include says.
+LOOPBACK_SOURCE = r"""
+#include <dlfcn.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+
+namespace {
+bool in_mpirun = false;
+
+__attribute__((constructor)) void Begin() {
+  in_mpirun = strcmp(program_invocation_short_name, "mpirun") == 0 ||
+              strcmp(program_invocation_short_name, "orterun") == 0;
+  if (in_mpirun) {
+    // Not for the ranks: LD_PRELOAD is what it was, without this library, which stands first in it.
+    const char* rest = getenv("LD_PRELOAD") ? strchr(getenv("LD_PRELOAD"), ':') : nullptr;
+    if (rest != nullptr) {
+      char* kept = strdup(rest + 1);
+      setenv("LD_PRELOAD", kept, 1);
+      free(kept);
+    } else {
+      unsetenv("LD_PRELOAD");
+    }
+  }
+}
+} // namespace
+
+extern "C" int bind(int fd, const struct sockaddr* address, socklen_t length) noexcept {
+  using Bind = int (*)(int, const struct sockaddr*, socklen_t);
+  static Bind next = reinterpret_cast<Bind>(dlsym(RTLD_NEXT, "bind"));
+  if (in_mpirun && address != nullptr && address->sa_family == AF_INET && length >= sizeof(sockaddr_in)) {
+    sockaddr_in local;
+    memcpy(&local, address, sizeof local);
+    if (local.sin_addr.s_addr == htonl(INADDR_ANY)) {
+      local.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    }
+    return next(fd, reinterpret_cast<sockaddr*>(&local), sizeof local);
+  }
+  if (in_mpirun && address != nullptr && address->sa_family == AF_INET6 && length >= sizeof(sockaddr_in6)) {
+    sockaddr_in6 local;
+    memcpy(&local, address, sizeof local);
+    if (IN6_IS_ADDR_UNSPECIFIED(&local.sin6_addr)) {
+      local.sin6_addr = in6addr_loopback;
+    }
+    return next(fd, reinterpret_cast<sockaddr*>(&local), sizeof local);
+  }
+  return next(fd, address, length);
+}
+"""
+
+_LIBRARY = (
+    Edit(
+        "CMakeLists.txt",
+        "# TF\nadd_subdirectory(horovod/tensorflow)\n",
+        "# Preloaded into mpirun by horovod/runner/mpi_run.py where all ranks are on one host.\n"
+        'file(WRITE "${CMAKE_BINARY_DIR}/hvdtrain_loopback.cc" [==[' + LOOPBACK_SOURCE + "]==])\n"
+        "# A module: the flags of shared libraries hide every name that is not Horovod's.\n"
+        'add_library(hvdtrain_loopback MODULE "${CMAKE_BINARY_DIR}/hvdtrain_loopback.cc")\n'
+        "target_link_libraries(hvdtrain_loopback ${CMAKE_DL_LIBS})\n"
+        "set_target_properties(hvdtrain_loopback PROPERTIES\n"
+        '    LIBRARY_OUTPUT_DIRECTORY "${CMAKE_LIBRARY_OUTPUT_DIRECTORY_ROOT}/runner"\n'
+        '    LIBRARY_OUTPUT_DIRECTORY_RELEASE "${CMAKE_LIBRARY_OUTPUT_DIRECTORY_ROOT}/runner"\n'
+        '    LIBRARY_OUTPUT_DIRECTORY_DEBUG "${CMAKE_LIBRARY_OUTPUT_DIRECTORY_ROOT}/runner")\n'
+        "# TF\nadd_subdirectory(horovod/tensorflow)\n",
+        "no setting of Open MPI's keeps mpirun's own sockets to loopback",
+    ),
+)
+
+# A request to stop reaches the ranks, which get the time for a step and a checkpoint.
+_STOP = (
+    Edit(
+        _SHELL,
+        "def terminate_executor_shell_and_children(pid):\n",
+        "# From a request to stop to the end of patience.\n"
+        "STOP_GRACE_S = 30\n\n\n"
+        "def local_ranks():\n"
+        '    """Return this host\'s ranks among the processes below this one, without what the ranks started."""\n'
+        "    ranks = {}\n"
+        "    for process in psutil.Process().children(recursive=True):\n"
+        "        try:\n"
+        "            variables = process.environ()\n"
+        "            rank = variables.get('HOROVOD_RANK', variables.get('OMPI_COMM_WORLD_RANK'))\n"
+        "            if rank is not None and ranks.get(process.ppid(), (None, None))[1] != rank:\n"
+        "                ranks[process.pid] = (process, rank)\n"
+        "        except psutil.Error:\n"
+        "            pass\n"
+        "    return [process for process, _ in ranks.values()]\n\n\n"
+        "def signal_ranks(number):\n"
+        '    """Send a signal to this host\'s ranks; return whether there are any."""\n'
+        "    ranks = local_ranks()\n"
+        "    for process in ranks:\n"
+        "        try:\n"
+        "            process.send_signal(number)\n"
+        "        except psutil.Error:\n"
+        "            pass\n"
+        "    return bool(ranks)\n\n\n"
+        "def after_grace(function):\n"
+        '    """Call a function when the time that ranks get to stop is over."""\n'
+        "    timer = threading.Timer(STOP_GRACE_S, function)\n"
+        "    timer.daemon = True\n"
+        "    timer.start()\n\n\n"
+        "def terminate_executor_shell_and_children(pid):\n",
+        "for the edits after",
+    ),
+    Edit(
+        _SHELL,
+        "    for child in p.children():\n"
+        "        try:\n"
+        "            child.terminate()\n"
+        "        except psutil.NoSuchProcess:\n"
+        "            pass\n\n"
+        "    # Wait for graceful termination.\n"
+        "    gone, alive = psutil.wait_procs(p.children(), timeout=GRACEFUL_TERMINATION_TIME_S)\n",
+        "    # Some shells become the command: then it has no children, and is the rank itself.\n"
+        "    children = p.children() or [p]\n"
+        "    for child in children:\n"
+        "        try:\n"
+        "            child.terminate()\n"
+        "        except psutil.NoSuchProcess:\n"
+        "            pass\n\n"
+        "    # Wait for graceful termination.\n"
+        "    gone, alive = psutil.wait_procs(children, timeout=GRACEFUL_TERMINATION_TIME_S)\n",
+        "under a shell that becomes its only command, ranks were frozen and killed without a word",
+    ),
+    Edit(
+        _SHELL,
+        "    # Kill shell itself.\n    try:\n        p.terminate()\n",
+        "    # Kill shell itself: frozen, it would not hear SIGTERM.\n    try:\n        p.kill()\n",
+        "the end of each rank that did not listen took 5 s longer",
+    ),
+    Edit(
+        _GLOO,
+        "    def set_event_on_signal(signum, frame):\n"
+        "        event.set()\n\n"
+        "    signal.signal(signal.SIGINT, set_event_on_signal)\n"
+        "    signal.signal(signal.SIGTERM, set_event_on_signal)\n",
+        "    asked = []\n\n"
+        "    def set_event_on_signal(signum, frame):\n"
+        "        event.set()\n\n"
+        "    def ask_ranks_to_stop(signum, frame):\n"
+        "        if asked or not safe_shell_exec.signal_ranks(signum):\n"
+        "            event.set()\n"
+        "        else:\n"
+        "            asked.append(signum)\n"
+        "            safe_shell_exec.after_grace(event.set)\n\n"
+        "    def pass_on(signum, frame):\n"
+        "        safe_shell_exec.signal_ranks(signum)\n\n"
+        "    signal.signal(signal.SIGINT, set_event_on_signal)\n"
+        "    signal.signal(signal.SIGTERM, ask_ranks_to_stop)\n"
+        "    signal.signal(signal.SIGUSR1, pass_on)\n",
+        "5 s after SIGTERM ranks over Gloo were killed, in the midst of a checkpoint; SIGUSR1 killed horovodrun itself",
+    ),
+    Edit(
+        _MPI,
+        "        os.execve('/bin/sh', ['/bin/sh', '-c', mpirun_command], env)\n",
+        "        sys.exit(_keep(mpirun_command, env))\n\n\n"
+        "def _keep(mpirun_command, env):\n"
+        '    """Run mpirun, hand it what it is to hear, and return its exit status.\n\n'
+        "    mpirun itself gives ranks one second from SIGTERM to SIGKILL, or makes every failure wait for longer.\n"
+        '    """\n'
+        "    libc = ctypes.CDLL(None)\n"
+        "    # The shell becomes mpirun, or signals would end the shell alone. In its own session mpirun hears what a\n"
+        "    # terminal sends from here, once. It ends with this process (PR_SET_PDEATHSIG).\n"
+        "    process = subprocess.Popen(['/bin/sh', '-c', 'exec ' + mpirun_command], env=env, start_new_session=True,\n"
+        "                               preexec_fn=lambda: libc.prctl(1, signal.SIGTERM, 0, 0, 0))\n"
+        "    asked = []\n\n"
+        "    def pass_on(signum, frame):\n"
+        "        process.send_signal(signum)\n\n"
+        "    def ask_ranks_to_stop(signum, frame):\n"
+        "        if asked or not safe_shell_exec.signal_ranks(signum):\n"
+        "            process.terminate()\n"
+        "        else:\n"
+        "            asked.append(signum)\n"
+        "            safe_shell_exec.after_grace(process.terminate)\n\n"
+        "    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):\n"
+        "        if signal.getsignal(each) is not signal.SIG_IGN:\n"
+        "            signal.signal(each, pass_on)\n"
+        "    signal.signal(signal.SIGTERM, ask_ranks_to_stop)\n"
+        "    status = process.wait()\n"
+        "    return 128 - status if status < 0 else status\n",
+        "SIGTERM ended a shell, and left mpirun and its ranks behind; mpirun gave ranks one second",
+    ),
+    Edit(
+        _MPI,
+        "import copy\nimport os\nimport sys\n",
+        "import copy\nimport ctypes\nimport os\nimport signal\nimport subprocess\nimport sys\n",
+        "for the edit before",
+    ),
+)
+
+# horovodrun ends with the status of the rank that ended first, as mpirun does.
+_STATUS = (
+    Edit(
+        _GLOO,
+        "def _pad_rank(rank, size):\n",
+        "class RanksFailedError(RuntimeError):\n"
+        '    """Ranks ended with a status that is not 0; the first one\'s is kept."""\n\n'
+        "    def __init__(self, exit_code, message):\n"
+        "        super().__init__(message)\n"
+        "        self.exit_code = 128 - exit_code if exit_code < 0 else exit_code\n\n\n"
+        "def _pad_rank(rank, size):\n",
+        "for the edits after",
+    ),
+    Edit(
+        _GLOO,
+        "raise RuntimeError('Horovod detected that one or more processes exited with non-zero '\n",
+        "raise RanksFailedError(exit_code, 'Horovod detected that one or more processes exited with non-zero '\n",
+        "whoever started horovodrun over Gloo could not tell why ranks had ended: its status was always 1",
+        count=2,
+    ),
+    Edit(
+        "horovod/runner/launch.py",
+        "from horovod.runner.gloo_run import gloo_run, gloo_run_elastic\n",
+        "from horovod.runner.gloo_run import gloo_run, gloo_run_elastic, RanksFailedError\n",
+        "for the next edit",
+    ),
+    Edit(
+        "horovod/runner/launch.py",
+        "    _run(args)\n\n\nif __name__ == '__main__':\n",
+        "    try:\n"
+        "        _run(args)\n"
+        "    except RanksFailedError as failure:\n"
+        "        print(failure, file=sys.stderr)\n"
+        "        sys.exit(failure.exit_code)\n\n\n"
+        "if __name__ == '__main__':\n",
+        "the failing rank's traceback was followed by twenty lines of horovodrun's own",
+    ),
+)
+
+RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *_LIBRARY, *_STOP, *_STATUS)
