@@ -91,7 +91,7 @@ class Tuning:
     yours: list[str] = field(default_factory=list)
 
 
-def prepare(engine: str, host: Host, *, nccl: bool) -> Tuning:
+def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tuning:
     """Decide what must be decided before Horovod starts.
 
     Args:
@@ -99,6 +99,7 @@ def prepare(engine: str, host: Host, *, nccl: bool) -> Tuning:
         host: this process's framework.
         nccl: whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
             GPU: ranks that fuse differently would wait for each other for ever.
+        on_jax: whether JAX computes, and borrows torch's Horovod.
 
     Raises:
         ValueError: HVDTRAIN_MPI_PIECE_BYTES is not a number of bytes.
@@ -120,7 +121,7 @@ def prepare(engine: str, host: Host, *, nccl: bool) -> Tuning:
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
     _set(watch.horovods_limits())
     if not tuning.nccl:
-        tuning.keeps_memory = keep_freed_memory(host, torch=engine == "torch" and not launcher.runs_on_jax(None))
+        tuning.keeps_memory = keep_freed_memory(host, torch=engine == "torch" and not on_jax)
     return tuning
 
 

@@ -267,12 +267,20 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
     raise HorovodMismatchError(f"{problem} {found} started this process. Run `hvdtrain build` in this environment.")
 
 
-def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType | None:
+def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **kwargs: Any) -> ModuleType | None:
     """Load and initialise Horovod for `framework`; arguments go to `horovod.init`.
+
+    Args:
+        framework: whose Horovod.
+        args: for `horovod.init`.
+        on_jax: whether JAX computes, and borrows that Horovod; None to see by what is imported.
+        kwargs: for `horovod.init`.
 
     Raises:
         LaunchError: the launcher announced more ranks than Horovod found.
     """
+    if on_jax is None:
+        on_jax = launcher.runs_on_jax(None)  # before Horovod imports torch, which would look like the user's choice
     module = load_engine(framework)
     if module is None:
         return None
@@ -282,7 +290,7 @@ def init_engine(framework: Framework, *args: Any, **kwargs: Any) -> ModuleType |
         return module
     watch.begin()  # ranks wait for each other to start, too
     host: Collectives = importlib.import_module(_COLLECTIVES[framework])
-    decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()))
+    decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()), on_jax=on_jax)
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     module.init(*args, **kwargs)
     if affinity:
@@ -320,13 +328,14 @@ def init(framework: str | None = None, *, seed: int | None = None) -> World:
     global _world
     engine = launcher.engine_for(framework)
     if _world is None or (_world.engine not in ("solo", engine) and framework is not None):
-        module = init_engine(engine) if engine else None
+        on_jax = launcher.runs_on_jax(framework)  # before Horovod imports torch
+        module = init_engine(engine, on_jax=on_jax) if engine else None
         if engine is None or module is None:
             pick = importlib.import_module(_COLLECTIVES[engine]).pick_device if engine else None
             _world = SoloWorld(pick(0) if pick else "cpu")
         else:
             _world = HorovodWorld(engine, module)
-            if launcher.runs_on_jax(framework):
+            if on_jax:
                 importlib.import_module("hvdtrain.keras.jax_device").bind(_world.local_rank)
     if seed is not None:
         _world.seed = seed

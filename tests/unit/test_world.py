@@ -177,3 +177,22 @@ def test_collectives_of_one_rank_return_what_they_were_given():
     alone.barrier()
     with pytest.raises(ValueError, match="root=1"):
         alone.broadcast(array, root=1)
+
+
+def test_jax_is_known_by_its_name_though_horovod_imports_torch(monkeypatch):
+    """Its memory is kept in another way than torch's: taken for torch, an MLP's step took twice as long."""
+    pytest.importorskip("torch")  # as Horovod's library does, before anything is decided
+    monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+
+    class Asked(Exception):  # noqa: N818
+        pass
+
+    def prepare(*_, on_jax, **__):
+        raise Asked(on_jax)
+
+    monkeypatch.setattr(tuning, "prepare", prepare)
+    for framework, expected in (("jax", True), ("torch", False)):
+        with pytest.raises(Asked, match=str(expected)):
+            world.init(framework)
