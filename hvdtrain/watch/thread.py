@@ -22,7 +22,7 @@ log = logging.getLogger("hvdtrain")
 
 _TICK_S = 1.0
 _END_S = 30.0  # at most, for Horovod's shutdown at the end of a script: all ranks answer at once, or are dead
-_LET_GO_S = 5.0  # for a reported wait to end with an error, once Horovod was shut down
+_LET_GO_S = 5.0  # at most, for a reported wait to end with an error, once Horovod was shut down
 
 _ADVICE = (
     "What to do: every rank must call the same collectives, in the same number. Look at the ranks named above, or at "
@@ -157,7 +157,7 @@ class Watch:
         if wait.kind in ("collective", "graph"):
             # Then Horovod gives an error to whoever waits, on all ranks. Where it is stuck itself, this never returns.
             threading.Thread(target=self._basics.shutdown, name="hvdtrain-shutdown", daemon=True).start()
-            until = time.monotonic() + _LET_GO_S
+            until = time.monotonic() + min(_LET_GO_S, self._limit_s)
             while time.monotonic() < until:
                 time.sleep(0.1)
                 if not _goes_on(wait):

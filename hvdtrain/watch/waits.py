@@ -146,8 +146,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _is_users(code: CodeType) -> bool:
-    file = code.co_filename
-    return not file.startswith("<") and not os.path.abspath(file).startswith(_NOT_THE_USERS)
+    file = os.path.abspath(code.co_filename)
+    libraries = file.startswith(_NOT_THE_USERS) or "site-packages" in file or "dist-packages" in file
+    return not libraries and not code.co_filename.startswith("<")
 
 
 def place(frame: FrameType | None) -> str:
