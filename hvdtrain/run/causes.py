@@ -158,15 +158,22 @@ def _traceback(lines: list[str]) -> str:
     return "\n".join(lines[begin : end + 1]).rstrip()
 
 
-def latest_step(run_dir: Path) -> int | None:
-    """Return the largest step in the ranks' progress-<rank>.json, None where no rank has written one."""
-    steps = []
+def latest_step(run_dir: Path, *, rank: int | None) -> int | None:
+    """Return the step that the job came to by the ranks' progress-<rank>.json, None where no rank has written one.
+
+    Args:
+        run_dir: where they are.
+        rank: the one that ended first. How far it came is what another attempt is measured by: its peers may have
+            gone on for a while, a little longer each time.
+    """
+    steps = {}
     for path in run_dir.glob("progress-*.json"):
         try:
-            steps.append(int(json.loads(path.read_text(encoding="utf-8"))["step"]))
+            step = int(json.loads(path.read_text(encoding="utf-8"))["step"])
+            steps[path.stem.removeprefix("progress-")] = step
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return max(steps, default=None)
+    return steps.get(str(rank), max(steps.values(), default=None))
 
 
 def rank_pids(run_dir: Path) -> dict[int, int]:

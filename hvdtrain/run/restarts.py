@@ -24,7 +24,7 @@ class Attempt:
     Attributes:
         cause: what ended it.
         seconds: how long it lasted.
-        step: the last step that any rank told of.
+        step: the last step that the rank which ended told of, or any rank.
         error: the exception that ended it, if one did.
     """
 

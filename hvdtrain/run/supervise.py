@@ -98,7 +98,8 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
         if ending.requested is not None:
             return _stopped_hard(ending, run_dir, job, host)
         error = causes.first_error(run_dir, printed=job.listener.text(), host=host, cause=ending.cause)
-        attempts.append(restarts.Attempt(ending.cause, ending.seconds, causes.latest_step(run_dir), error))
+        step = causes.latest_step(run_dir, rank=ending.cause.rank)
+        attempts.append(restarts.Attempt(ending.cause, ending.seconds, step, error))
         verdict = restarts.judge(attempts, max_restarts=options.max_restarts)
         if verdict.pause_s is None:
             return _give_up(attempts, verdict)

@@ -95,10 +95,12 @@ def test_the_launchers_own_traceback_is_not_a_ranks(tmp_path: Path) -> None:
 
 
 def test_steps_and_pids_are_read_as_far_as_they_are_whole(tmp_path: Path) -> None:
-    assert causes.latest_step(tmp_path) is None
+    assert causes.latest_step(tmp_path, rank=None) is None
     (tmp_path / "progress-0.json").write_text('{"step": 12, "time": 1.0}')
     (tmp_path / "progress-1.json").write_text('{"step": 1')
     (tmp_path / "pid-0").write_text("4711")
     (tmp_path / "pid-1").write_text("")
-    assert causes.latest_step(tmp_path) == 12
+    (tmp_path / "progress-2.json").write_text('{"step": 10, "time": 1.0}')
+    assert causes.latest_step(tmp_path, rank=1) == 12
+    assert causes.latest_step(tmp_path, rank=2) == 10
     assert causes.rank_pids(tmp_path) == {0: 4711}

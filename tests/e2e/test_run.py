@@ -1,0 +1,343 @@
+"""`hvdtrain run` and horovodrun on real processes: what is killed comes back, what is asked to stop stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+BIN = Path(sys.executable).parent
+
+# Counts its steps in a file of its own; a step more than the last whole one is what a kill may cost.
+TORCH = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch
+import hvdtrain.torch as hvd
+
+hvd.init()
+rank, folder, steps = hvd.rank(), Path(sys.argv[1]), int(sys.argv[2])
+asked = torch.zeros(1)
+for each in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(each, lambda *_: asked.fill_(1))
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+saved = folder / "step"
+begin = int(saved.read_text()) if saved.exists() else 0
+with (folder / f"log-{rank}").open("a", buffering=1) as log:
+    log.write(json.dumps({"begin": begin, "pid": os.getpid(), "time": time.time()}) + "\\n")
+    for step in range(begin + 1, steps + 1):
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        stop = hvd.allreduce(asked, op=hvd.Sum, name="stop").item() > 0
+        if rank == 0:
+            (folder / "new").write_text(str(step))
+            (folder / "new").replace(saved)
+        if step in (begin + 1, steps):
+            log.write(json.dumps({"step": step, "time": time.time()}) + "\\n")
+        if stop:
+            log.write(json.dumps({"stopped": step}) + "\\n")
+            sys.exit(75)
+"""
+
+# No framework: what the launcher does is the same.
+LIGHT = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+rank = int(os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+folder, steps, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+asked = []
+for each in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(each, lambda *_: asked.append(1))
+run = os.environ.get("HVDTRAIN_RUN_DIR")
+with (folder / f"log-{rank}").open("a", buffering=1) as log:
+    log.write(json.dumps({"begin": 0, "pid": os.getpid()}) + "\\n")
+    for step in range(1, steps + 1):
+        time.sleep(0.02)
+        if run:
+            Path(run, f"new-{rank}").write_text(json.dumps({"step": step, "time": time.time()}))
+            Path(run, f"new-{rank}").replace(Path(run, f"progress-{rank}.json"))
+        if step == 1:
+            log.write(json.dumps({"step": step}) + "\\n")
+        if how == "raise" and rank == 1 and step == 5:
+            raise ValueError("boom")
+        if asked and how != "deaf":
+            time.sleep(float(how) if how.isdecimal() else 0)
+            log.write(json.dumps({"stopped": step}) + "\\n")
+            sys.exit(75)
+"""
+
+
+class Run:
+    """One command, its ranks' logs, and every process that it started."""
+
+    def __init__(self, folder: Path, command: list[str], script: str, *arguments: str, **env: str) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(script)
+        self._output = (folder / "output").open("w")
+        settings = {"OMP_NUM_THREADS": "1", "HVDTRAIN_TEST_MARK": str(folder), "PYTHONUNBUFFERED": "1"}
+        program = [*([sys.executable] if command[0] != "hvdtrain" else []), "train.py", str(folder), *arguments]
+        self.process = subprocess.Popen(
+            [str(BIN / command[0]), *command[1:], *program],
+            cwd=folder,
+            env={**os.environ, **settings, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def said(self) -> list[str]:
+        """Return the lines of hvdtrain run's own."""
+        return [line for line in self.output().splitlines() if line.startswith("hvdtrain run: ")]
+
+    def log(self, rank: int, key: str) -> list[dict[str, Any]]:
+        """Return the facts with `key` that a rank has written."""
+        path = self.folder / f"log-{rank}"
+        lines = path.read_text().splitlines() if path.exists() else []
+        facts = [json.loads(line) for line in lines if line.endswith("}")]
+        return [fact for fact in facts if key in fact]
+
+    def pid(self, rank: int) -> int:
+        return int(self.log(rank, "pid")[-1]["pid"])
+
+    def launcher(self) -> psutil.Process:
+        """Return horovodrun or mpirun as hvdtrain run's child."""
+        for child in psutil.Process(self.process.pid).children():
+            if any(name in " ".join(child.cmdline()) for name in ("horovodrun", "mpirun")):
+                return child
+        raise AssertionError("no launcher")
+
+    def family(self) -> list[psutil.Process]:
+        """Return what lives of all that was started, whoever its parent is."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = process.environ().get("HVDTRAIN_TEST_MARK") == str(self.folder)
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_for(self, condition: Callable[[], object], limit_s: float = 60) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, self.output()[-3000:]
+            time.sleep(0.02)
+
+    def wait_for_steps(self, times: int = 1) -> None:
+        """Wait until both ranks have taken a step, in so many attempts."""
+        self.wait_for(lambda: all(len(self.log(rank, "step")) >= times for rank in (0, 1)))
+
+    def ends(self, limit_s: float = 60) -> int:
+        """Wait for the end and return the status; no process may be left behind."""
+        status = self.process.wait(limit_s)
+        self.wait_for(lambda: not self.family(), 5)
+        return status
+
+    def run_dir(self) -> Path:
+        """Return the job's private folder."""
+        return Path(psutil.Process(self.pid(0)).environ()["HVDTRAIN_RUN_DIR"])
+
+    def clean_up(self) -> None:
+        for process in self.family():
+            process.kill()
+        self.process.wait()
+        self._output.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(command: str, script: str, *arguments: str, **env: str) -> Run:
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        runs.append(Run(folder, command.split(), script, *arguments, **env))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.clean_up()
+
+
+MPI = "hvdtrain run -np 2"
+GLOO = "hvdtrain run -np 2 --gloo"
+MPIRUN = "hvdtrain run -np 2 --launcher mpirun"
+
+
+@pytest.mark.parametrize(
+    ("command", "victim"), [(MPI, "rank 1"), (MPI, "rank 0"), (MPI, "launcher"), (GLOO, "rank 1"), (MPIRUN, "launcher")]
+)
+def test_training_goes_on_within_20_s_of_a_kill(command: str, victim: str, start: Callable[..., Run]) -> None:
+    run = start(command, TORCH, "60")
+    run.wait_for_steps()
+    time.sleep(0.3)
+    pid = run.launcher().pid if victim == "launcher" else run.pid(int(victim[-1]))
+    killed = time.time()
+    os.kill(pid, signal.SIGKILL)
+    assert run.ends() == 0
+    begins, steps = run.log(0, "begin"), run.log(0, "step")
+    assert len(begins) == 2
+    assert begins[1]["begin"] > 5
+    assert steps[-1]["step"] == 60
+    first_new = next(fact for fact in steps if fact["step"] == begins[1]["begin"] + 1)
+    print(f"{command}, {victim}: {first_new['time'] - killed:.2f} s")
+    assert first_new["time"] - killed < 20
+    (line,) = run.said()
+    who = r"(rank \d on host \S+|horovodrun|mpirun)" if victim == "launcher" else f"{victim} on host \\S+"
+    assert re.search(f"restart 1 of 3: {who} was killed by signal 9 after [0-9.]+ s", line), line
+
+
+def test_mpirun_below_horovodrun_and_a_ranks_shell_may_be_killed_too(start: Callable[..., Run]) -> None:
+    run = start(MPI, LIGHT, "400", "")
+    run.wait_for_steps()
+    below = [p for p in run.family() if p.name() == "mpirun"]
+    below[-1].kill()
+    run.wait_for_steps(2)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.ends() == 75
+
+
+@pytest.mark.parametrize("command", [MPI, GLOO])
+def test_a_crash_loop_stops_with_its_first_cause(command: str, start: Callable[..., Run]) -> None:
+    run = start(f"{command} --max-restarts 9", LIGHT, "400", "raise")
+    assert run.ends() == 1
+    output, said = run.output(), run.said()
+    assert len(run.log(1, "begin")) <= 4
+    assert sum("restart" in line for line in said[:-2]) == len(run.log(1, "begin")) - 1
+    last = output[output.rindex("the first error, of rank 1 on host") :]
+    assert last.count('raise ValueError("boom")') == 1
+    assert last.count("Traceback (most recent call last)") == 1
+    assert re.search(r"hvdtrain run: gave up after \d attempts", last.splitlines()[-1]), last
+    assert "rank 1 on host" in last.splitlines()[-1]
+
+
+def test_a_script_that_cannot_be_imported_is_not_tried_again(start: Callable[..., Run]) -> None:
+    run = start(MPI, "import no_such_module\n")
+    assert run.ends() == 1
+    assert run.output().count("hvdtrain run: restart") == 0
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in run.output()
+
+
+def test_a_usage_error_is_not_tried_again(start: Callable[..., Run]) -> None:
+    run = start(MPI, "import sys; sys.exit(2)\n")
+    assert run.ends() == 2
+    assert run.output().count("hvdtrain run: restart") == 0
+
+
+@pytest.mark.parametrize("command", [MPI, GLOO, MPIRUN])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_asked_to_stop_all_ranks_end_in_order(command: str, number: int, start: Callable[..., Run]) -> None:
+    run = start(command, LIGHT, "4000", "")
+    run.wait_for_steps()
+    folder = run.run_dir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    run.process.send_signal(number)
+    assert run.ends(20) == 75
+    assert not folder.exists()
+    assert run.log(0, "stopped") or run.log(1, "stopped")  # the first to end may end the other one
+    assert "stopped on request" in run.said()[-1]
+    assert "restart" not in run.output()
+
+
+def test_all_ranks_of_a_training_stop_at_the_same_step(start: Callable[..., Run]) -> None:
+    run = start(MPI, TORCH, "100000")
+    run.wait_for_steps()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ends(30) == 75
+    assert run.log(0, "stopped") == run.log(1, "stopped") != []
+
+
+def test_patience_has_an_end(start: Callable[..., Run]) -> None:
+    run = start(f"{MPI} --grace 1", LIGHT, "4000", "deaf")
+    run.wait_for_steps()
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ends(30) == 128 + signal.SIGTERM
+    assert 1 < time.monotonic() - asked < 15
+    assert "not in order" in run.said()[-1]
+
+
+def test_a_second_ctrl_c_ends_at_once(start: Callable[..., Run]) -> None:
+    run = start(MPI, LIGHT, "4000", "deaf")
+    run.wait_for_steps()
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "asking the ranks to stop" in run.output())
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends(30) == 128 + signal.SIGINT
+    assert time.monotonic() - asked < 10
+
+
+@pytest.mark.parametrize("command", [MPI, GLOO, MPIRUN])
+def test_killed_itself_it_leaves_no_process_and_no_folder(command: str, start: Callable[..., Run]) -> None:
+    run = start(command, LIGHT, "4000", "deaf")
+    run.wait_for_steps()
+    folder = run.run_dir()
+    run.process.kill()
+    run.process.wait()
+    run.wait_for(lambda: not run.family(), 10)
+    run.wait_for(lambda: not folder.exists(), 10)
+
+
+@pytest.mark.parametrize("command", ["horovodrun -np 2", "horovodrun -np 2 --gloo"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_horovodrun_gives_ranks_time_to_stop(command: str, number: int, start: Callable[..., Run]) -> None:
+    run = start(command, LIGHT, "4000", "7")  # each needs 7 s
+    run.wait_for_steps()
+    run.process.send_signal(number)
+    assert run.ends(30) == 75
+    assert run.log(0, "stopped")
+    assert run.log(1, "stopped")
+
+
+def listening(run: Run) -> dict[str, str]:
+    """Return address -> process, of what the job listens on."""
+    mine = {p.pid: p.name() for p in run.family()}
+    lines = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    found = {}
+    for line in lines:
+        for pid in re.findall(r"pid=(\d+)", line):
+            if int(pid) in mine:
+                found[line.split()[3]] = mine[int(pid)]
+    return found
+
+
+@pytest.mark.parametrize("command", [MPI, GLOO, MPIRUN, "horovodrun -np 2", "horovodrun -np 2 --gloo"])
+def test_one_host_listens_on_loopback_alone(command: str, start: Callable[..., Run]) -> None:
+    run = start(command, TORCH, "100000")
+    run.wait_for_steps()
+    found = listening(run)
+    assert found, "at least the launcher listens"
+    assert [where for where in found if not where.startswith(("127.0.0.1:", "[::1]:"))] == [], found
+
+
+def test_an_elastic_job_of_one_host_starts_and_listens_on_loopback_alone(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    script = tmp_path / "hosts"
+    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.chmod(0o755)
+    run = start(f"hvdtrain run -np 2 --min-np 2 --host-discovery-script {script}", TORCH, "100000")
+    run.wait_for_steps()
+    found = listening(run)
+    assert found
+    assert [where for where in found if not where.startswith(("127.0.0.1:", "[::1]:"))] == [], found
