@@ -157,9 +157,13 @@ class Run:
         return Path(psutil.Process(self.pid(0)).environ()["HVDTRAIN_RUN_DIR"])
 
     def clean_up(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        deadline = time.monotonic() + 5  # the guard removes the job's folder, if it may
+        while self.family() and time.monotonic() < deadline:
+            time.sleep(0.05)
         for process in self.family():
             process.kill()
-        self.process.wait()
         self._output.close()
 
 
