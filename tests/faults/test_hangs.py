@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ SCRIPT = Path(__file__).with_name("hanging.py")
 STALL_S = 3.0
 # The limit, what the watch gives the ranks to speak and Horovod to let go, and the launcher's own time.
 ENDS_S = STALL_S + 5 + 12
+GOES_S = 3.0  # horovodrun's own helpers outlive it by a moment
 LONG = os.environ.get("HVDTRAIN_FAULTS") == "long"
 PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\]<std(?:out|err)>:", re.MULTILINE)
 
@@ -102,18 +104,24 @@ def run(fault: str, victim: int, size: int, framework: str, plane: str) -> Job:
 
 
 def end(token: str, process: subprocess.Popen[str]) -> list[str]:
-    """Kill what is left of a job; return those that its launcher should have ended."""
-    ended_itself = process.poll() is not None
-    left = []
-    for other in psutil.process_iter():
-        try:
-            if other.environ().get("HVDTRAIN_TEST_TOKEN") == token:
-                if ended_itself and other.status() != psutil.STATUS_ZOMBIE:
-                    left.append(" ".join(other.cmdline()))
-                other.kill()
-        except psutil.Error:
-            continue
-    return left
+    """Kill what is left of a job; return those that its launcher, a moment after its own end, has not ended."""
+    until = time.monotonic() + (GOES_S if process.poll() is not None else 0)
+    while (left := family(token)) and time.monotonic() < until:
+        time.sleep(0.1)
+    commands = [" ".join(other.info["cmdline"] or []) for other in left]
+    for other in left:
+        with contextlib.suppress(psutil.Error):
+            other.kill()
+    return commands
+
+
+def family(token: str) -> list[psutil.Process]:
+    found = []
+    for other in psutil.process_iter(["cmdline", "status"]):
+        with contextlib.suppress(psutil.Error):
+            if other.info["status"] != psutil.STATUS_ZOMBIE and other.environ().get("HVDTRAIN_TEST_TOKEN") == token:
+                found.append(other)
+    return found
 
 
 @pytest.mark.timeout(150)
