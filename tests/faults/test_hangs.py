@@ -21,8 +21,8 @@ from hvdtrain import start, watch
 
 SCRIPT = Path(__file__).with_name("hanging.py")
 STALL_S = 3.0
-# The limit, what the watch gives the ranks to speak and Horovod to let go, and the launcher's own time: horovodrun takes
-# 10 s to end a stopped process.
+# The limit, what the watch gives the ranks to speak and Horovod to let go, and the launcher's own time: horovodrun
+# takes 10 s to end a stopped process.
 ENDS_S = STALL_S + 5 + 20
 GOES_S = 3.0  # horovodrun's own helpers outlive it by a moment
 LONG = os.environ.get("HVDTRAIN_FAULTS") == "long"
