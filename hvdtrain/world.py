@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import installed, launcher, tuning, watch
+from hvdtrain import forks, installed, launcher, tuning, watch
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 
 log = logging.getLogger("hvdtrain")
@@ -305,6 +305,7 @@ def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **
             "`horovodrun -np N python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
         )
     watch.joined(module)
+    forks.prepare()
     tuning.settle(decided, module, host)
     return module
 
