@@ -36,7 +36,6 @@ KEEP_MEMORY = "HVDTRAIN_KEEP_MEMORY"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # Blocks below are taken from the heap, which keeps them; larger ones are mapped, and given back when they are freed.
 _SMALL_BLOCKS, _NEARLY_ALL_BLOCKS = 2**25, 2**30
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
 _MOST_CORES = 4096
 
@@ -62,10 +61,6 @@ class Host(Protocol):
 
     def has_gpu(self) -> bool:
         """Return whether the framework sees a GPU."""
-        ...
-
-    def use_huge_pages(self) -> bool:
-        """Ask the framework to map large blocks with huge pages; return whether it does."""
         ...
 
     def starts_with_threads(self) -> bool:
@@ -121,7 +116,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
     _set(watch.horovods_limits())
     if not tuning.nccl:
-        tuning.keeps_memory = keep_freed_memory(host, torch=engine == "torch" and not on_jax)
+        tuning.keeps_memory = keep_freed_memory(torch=engine == "torch" and not on_jax)
     return tuning
 
 
@@ -186,7 +181,7 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
     return ", ".join(words)
 
 
-def keep_freed_memory(host: Host, *, torch: bool) -> bool:
+def keep_freed_memory(*, torch: bool) -> bool:
     """Let glibc keep what is freed, for the next step to use; return whether it does.
 
     A step frees its activations and gradients, and the next one allocates them anew. What was given back in between is
@@ -194,13 +189,9 @@ def keep_freed_memory(host: Host, *, torch: bool) -> bool:
     used is not given back before the end. HVDTRAIN_KEEP_MEMORY=0 leaves malloc alone, and so do settings of the user's
     own (MALLOC_*, GLIBC_TUNABLES).
 
-    In a heap that also holds the very largest blocks, gaps between them can cost as much memory again as the largest.
-    torch maps those with huge pages instead, a 512th of the faults, if it was asked to before its first allocation.
-    TensorFlow and JAX do not; they also allocate on several threads, each with a heap that is given back: those share
-    one.
+    TensorFlow and JAX allocate on several threads, each with a heap that is given back: those share one.
 
     Args:
-        host: this process's framework.
         torch: whether that is what computes; JAX borrows torch's Horovod.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
@@ -211,9 +202,8 @@ def keep_freed_memory(host: Host, *, torch: bool) -> bool:
         os.confstr("CS_GNU_LIBC_VERSION")  # musl has a mallopt of no effect
     except (AttributeError, OSError, ValueError):
         return False
-    kept = _SMALL_BLOCKS if torch and _has_huge_pages() and host.use_huge_pages() else _NEARLY_ALL_BLOCKS
-    # Older versions of glibc take no more than the first.
-    done = any(mallopt(_M_MMAP_THRESHOLD, limit) == 1 for limit in (kept, _SMALL_BLOCKS))
+    # Older versions of glibc take no more than the second.
+    done = any(mallopt(_M_MMAP_THRESHOLD, limit) == 1 for limit in (_NEARLY_ALL_BLOCKS, _SMALL_BLOCKS))
     if done and not torch:
         mallopt(_M_ARENA_MAX, 1)
     return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
@@ -226,13 +216,6 @@ def _has_room_for(launch: launcher.Launch | None) -> bool:
     except OSError:
         return False
     return launch is not None and free >= (launch.size or _MOST_CORES) * _SHARED_BYTES_A_RANK
-
-
-def _has_huge_pages() -> bool:
-    try:
-        return "[never]" not in _HUGE_PAGES.read_text()
-    except OSError:
-        return False
 
 
 def share_of_cores(host: Host, *, local_size: int) -> int:

@@ -56,11 +56,6 @@ def set_threads(threads: int) -> int | None:
     return int(tf.config.threading.get_intra_op_parallelism_threads())
 
 
-def use_huge_pages() -> bool:
-    """Return False: TensorFlow does not ask for huge pages."""
-    return False
-
-
 def pick_device(local_rank: int) -> str:
     """Show TensorFlow only the GPU of `local_rank`; "cpu" without a GPU.
 

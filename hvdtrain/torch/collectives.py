@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -48,13 +47,6 @@ def set_threads(threads: int) -> int:
     if torch.get_num_threads() > threads:
         torch.set_num_threads(threads)
     return torch.get_num_threads()
-
-
-def use_huge_pages() -> bool:
-    """Ask torch to map large blocks with huge pages; return whether it does, since its first allocation has decided."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Only then are blocks aligned to pages: glibc puts its own notes in front of those that it maps.
-    return torch.empty(2**22, dtype=torch.uint8).data_ptr() % os.sysconf("SC_PAGESIZE") == 0
 
 
 def pick_device(local_rank: int) -> str:
