@@ -28,6 +28,7 @@ class Options:
     clip_norm: float | None = None
     precision: str = "fp32"
     compression: str = "none"
+    nan_policy: str | None = None
 
 
 @dataclass
@@ -45,10 +46,26 @@ class State:
     unsettled: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Why a step was not taken: a reduced gradient, equal on all ranks, is not finite.
+
+    Attributes:
+        reduced: name of the first such parameter.
+        own: name of the first whose gradient on this rank alone is not finite; None where all are.
+        loss: this rank's, the mean over its batches.
+    """
+
+    reduced: str
+    own: str | None
+    loss: float
+
+
 class Adapter(Protocol):
     """What a framework does for the Trainer."""
 
     learning_rates: list[float]  # one a parameter group; assigning changes the optimizer's
+    fault: Fault | None  # of the last train_step; only where options.nan_policy is given, then on all ranks or none
     rank_state: dict[str, NDArray[Any]]  # what this rank alone holds, named as in `rank_state`; assigning takes it on
 
     def start(self) -> None:

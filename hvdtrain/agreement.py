@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from hvdtrain.errors import DesyncError, HvdTrainError
 from hvdtrain.world import World
-
-if TYPE_CHECKING:
-    from hvdtrain.adapter import State
 
 
 def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
@@ -28,15 +22,6 @@ def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
                 f"Ranks disagree on {what}: {name} is {seen[0]!r} on rank 0 but {seen[others[0]]!r} on rank "
                 f"{others[0]} ({len(others)} of {world.size} ranks differ). Start every rank with the same."
             )
-
-
-def require_equal_state(state: State, *, world: World) -> None:
-    """Raise DesyncError naming the first tensor that is not bitwise equal on all ranks."""
-    hashes = {
-        name: zlib.crc32(np.asarray(array, order="C").reshape(-1).view(np.uint8).data)
-        for name, array in state.arrays.items()
-    }
-    require_equal(hashes, world=world, what="the trained weights (crc32)")
 
 
 def together(action: Callable[[], Any], *, world: World, name: str) -> Any:

@@ -27,5 +27,9 @@ class DesyncError(HvdTrainError):
     """Ranks that must hold the same thing (model, weights, configuration) do not."""
 
 
+class NonFiniteError(HvdTrainError):
+    """A gradient holds NaN or infinity; weights were not touched by it."""
+
+
 class CheckpointError(HvdTrainError):
     """A checkpoint is missing, damaged, or of another model."""

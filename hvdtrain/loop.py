@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import rank_state
+from hvdtrain import preemption, rank_state, watch
 from hvdtrain.adapter import Adapter
+from hvdtrain.bad_numbers import BadNumbers
 from hvdtrain.callbacks.base import CallbackList
+from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.data import Batch, Source
 from hvdtrain.learning_rate import LearningRate
 from hvdtrain.position import Position, check_data
+from hvdtrain.pulse import Pulse
 
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
@@ -48,12 +52,14 @@ class Loop:
         position: how far the run has come.
         history: what it has recorded so far.
         in_epoch: whether steps are under way, whose metrics must not be mixed with others.
+        stopped: whether the run ends within an epoch, which then has no metrics.
     """
 
     def __init__(self, trainer: Trainer, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]) -> None:
         self.position = Position()
         self.history = History()
         self.in_epoch = False
+        self.stopped = False
         self._trainer = trainer
         self._world = trainer.world
         self._adapter = adapter
@@ -67,6 +73,8 @@ class Loop:
         self._held: rank_state.Arrays = {}  # of it, what is taken on when steps begin
         self._random_at_begin: rank_state.Arrays = {}  # of the epoch, whose order may have been drawn from it
         self._began = 0.0
+        self._pulse = Pulse(trainer.world)
+        self._numbers = BadNumbers(config["nan_policy"], trainer.world)
 
     # Checkpoints
 
@@ -82,7 +90,8 @@ class Loop:
             hooks: called around them.
             samples_per_step: over all ranks and accumulated batches, in a full step.
         """
-        self._hooks, self._facts = hooks, source.facts
+        self._hooks, self._facts, self._pulse = hooks, source.facts, Pulse(self._world)
+        self.stopped = False
         if self._loaded is None:
             self.position, self.history, self._held = Position(), History(), {}
             return []
@@ -119,7 +128,10 @@ class Loop:
     # Steps
 
     def run_epoch(self, source: Source) -> dict[str, float]:
-        """Take the steps of an epoch, those that are left of it; return its metrics, equal on all ranks."""
+        """Take the steps of an epoch, those that are left of it; return its metrics, equal on all ranks.
+
+        None of them, where the run stops within the epoch.
+        """
         if not self.position.step:
             self._take_on(self._held)
         epoch = self.position.epoch
@@ -135,6 +147,10 @@ class Loop:
             raise
         finally:
             self.in_epoch = False
+        if self.stopped:
+            self._adapter.metrics(lambda local: local)
+            self._adapter.settle()
+            return {}
         if not self.position.consumed.samples:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated anew."
@@ -147,8 +163,40 @@ class Loop:
             hooks.on_step_begin(trainer, step)
             self._set_learning_rate(step)
             self._adapter.train_step(batches)
+            fault = self._adapter.fault
+            if fault is None:
+                self._numbers.step_taken()
+            elif self._numbers.meet(fault, batches, step=step, epoch=position.epoch):
+                self.stopped = True
+                self._keep()
+                return
             position.advance(batches, size=self._world.size)
+            watch.step_done(position.global_step)
             hooks.on_step_end(trainer, step)
+            if self._pulse.beat(preemption.requested() is not None):
+                self._leave()
+
+    def _keep(self) -> bool:
+        """Have the present state written, and wait for it; return whether there is a place for it."""
+        kept = [each for each in self._hooks if isinstance(each, Checkpoint)]
+        for each in kept:
+            each.save(self._trainer)
+            each.on_fit_end(self._trainer)
+        return bool(kept)
+
+    def _leave(self) -> None:
+        """Keep what there is and end the process, as all ranks do after this step.
+
+        Raises:
+            SystemExit: with `preemption.EXIT_CODE`.
+        """
+        kept = self._keep()
+        if self._world.is_root:
+            what = "a checkpoint is written: start again to go on" if kept else "nothing is kept without checkpoint_dir"
+            place = f"after step {self.position.step} of epoch {self.position.epoch + 1}"
+            sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
+        self._world.barrier()  # mpirun ends those that are still at work when the first one exits
+        sys.exit(preemption.EXIT_CODE)
 
     def _data(self, source: Source) -> Iterator[Batch]:
         """Return the epoch's batches; of an epoch that is gone on with, drawn from what it was drawn from."""

@@ -65,7 +65,7 @@ def check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
     for name in before:
         if name not in ("batch_size", "steps") and before[name] != now.get(name):
             raise CheckpointError(
-                f"The epoch under way was begun with other data: {name} was {before[name]!r}. Received: {now.get(name)!r}. "
-                "Samples would be seen twice or never: give the same data and seed, or go on from a checkpoint of an "
-                "epoch's end."
+                f"The epoch under way was begun with other data: {name} was {before[name]!r}. Received: "
+                f"{now.get(name)!r}. Samples would be seen twice or never: give the same data and seed, or go on from "
+                "a checkpoint of an epoch's end."
             )

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,7 +35,7 @@ def install() -> Callable[[], None]:
     before: dict[signal.Signals, Any] = {}
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        if handler not in (signal.SIG_IGN, None):
+        if handler not in (signal.SIG_IGN, None) and not (handler is signal.SIG_DFL and _is_caught(number)):
             before[number] = handler
             signal.signal(number, _ask)
 
@@ -44,6 +45,16 @@ def install() -> Callable[[], None]:
                 signal.signal(number, handler)
 
     return restore
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether the kernel knows a handler: faulthandler's, for example, Python itself does not."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    mask = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
 
 
 def _ask(number: int, frame: FrameType | None) -> None:

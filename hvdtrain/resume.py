@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ class Keeper:
             CheckpointError: as `save`.
         """
         agreement.together(self._writer.wait, world=self._world, name="save")
+
+    def finish(self) -> None:
+        """Let what was begun be written; on this rank alone, for a run that ends with an error."""
+        with suppress(Exception):  # it was logged, and must not hide the other one
+            self._writer.wait()
 
     def set_aside(self) -> None:
         """Move an older run's checkpoints to where a later "auto" does not take them for this run's."""

@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import agreement, learning_rate, prediction
+from hvdtrain import agreement, learning_rate, prediction, preemption
 from hvdtrain import resume as resuming
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
+from hvdtrain.bad_numbers import POLICIES
 from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.keras_style import as_callback
 from hvdtrain.callbacks.progress import ProgressLine
+from hvdtrain.callbacks.sync_check import SyncCheck
 from hvdtrain.data import Source, as_source
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.loop import History as History
@@ -52,6 +54,11 @@ class Trainer:
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: "none", "fp16" or "bf16" for gradients on the wire.
+        nan_policy: what to do about a gradient that is not finite. All ranks find it in the same step, which none
+            takes: "raise" ends the run with an error, "stop" ends it with a checkpoint, where there is a
+            checkpoint_dir, and the History so far; "skip" goes on with the next step. Each says the step, the rank, its
+            first gradient that is not finite, and the samples. None does not look; looking costs a pass over the
+            gradients a step. With precision="fp16", steps that the loss scaling leaves out by itself do not count.
         seed: order of the samples; equal on all ranks; by default `hvdtrain.init`'s, else 0. No framework's random
             state is touched.
 
@@ -80,10 +87,13 @@ class Trainer:
         clip_norm: float | None = None,
         precision: str = "fp32",
         compression: str = "none",
+        nan_policy: str | None = None,
         seed: int | None = None,
     ) -> None:
         _check_choice("precision", precision, PRECISIONS)
         _check_choice("compression", compression, COMPRESSIONS)
+        if nan_policy is not None:
+            _check_choice("nan_policy", nan_policy, POLICIES)
         _check_positive("accumulate", accumulate, int)
         if clip_norm is not None:
             _check_positive("clip_norm", clip_norm, float)
@@ -98,7 +108,7 @@ class Trainer:
         self._config: dict[str, Any] = {
             "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
             "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
-            "compression": compression, "seed": seed,
+            "compression": compression, "nan_policy": nan_policy, "seed": seed,
         }  # fmt: skip
         agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         self._accumulate, self._seed = accumulate, seed
@@ -107,7 +117,7 @@ class Trainer:
             optimizer=optimizer,
             loss=loss,
             metrics=metrics,
-            options=Options(accumulate, clip_norm, precision, compression),
+            options=Options(accumulate, clip_norm, precision, compression, nan_policy),
             world=self.world,
         )
         self._lr = learning_rate.LearningRate(
@@ -145,9 +155,13 @@ class Trainer:
                 those that are there into a folder "old-1", "old-2", ... beside the new ones.
             progress: print a line an epoch on rank 0.
 
+        A SIGTERM or SIGUSR1 to any rank ends the run in order: about a second later all ranks end after the same step,
+        with a checkpoint where there is a checkpoint_dir, and exit with `hvdtrain.preemption.EXIT_CODE`, 75.
+
         Raises:
             ValueError: no data, or an option outside its range.
-            DesyncError: ranks were given different data or options, or ended with different weights.
+            DesyncError: ranks were given different data or options, or came to hold different weights (`SyncCheck`).
+            SystemExit: a rank was asked to stop.
         """
         _check_positive("epochs", epochs, int)
         _check_choice("resume", resume, ("auto", "never"))
@@ -158,29 +172,38 @@ class Trainer:
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
         self._check_agreement(held_out, batch_size=batch_size)
         hooks = self._hooks(callbacks, checkpoint_dir, progress=progress)
-        for each in hooks:
-            if isinstance(each, Checkpoint):
-                self._find_progress(each.open(self), resume)
+        keepers = [each.open(self) for each in hooks if isinstance(each, Checkpoint)]
+        for keeper in keepers:
+            self._find_progress(keeper, resume)
         states = self._loop.begin(source, hooks, samples_per_step=batch_size * self.world.size * self._accumulate)
         self._stop = False
         self._adapter.start()
         if self.world.is_root:
             self._lr.announce(batch_size=batch_size, accumulate=self._accumulate)
+        give_back = preemption.install()
+        try:
+            self._run(source, held_out, hooks, states)
+        finally:
+            give_back()
+            for keeper in keepers:
+                keeper.finish()
+        return self.history
+
+    def _run(self, source: Source, held_out: Source | None, hooks: CallbackList, states: list[Any]) -> None:
         hooks.on_fit_begin(self)
         hooks.load_states(states)
-        for epoch in range(self._loop.position.epoch, epochs):
+        for epoch in range(self._loop.position.epoch, self.epochs):
             if self.world.allreduce(np.array([self._stop], np.int32), "max", name="stop")[0]:
                 break
             logs = self._loop.run_epoch(source)
+            if self._loop.stopped:
+                break
             if held_out is not None:
                 logs |= {f"val_{name}": value for name, value in self._evaluate(held_out).items()}
             self.history.add(logs)
             self._loop.position.end_epoch()
             hooks.on_epoch_end(self, epoch, logs)
         hooks.on_fit_end(self)
-        if self.world.size > 1:
-            agreement.require_equal_state(self._adapter.state(), world=self.world)
-        return self.history
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """Return the loss and metrics over all of `data`: exact over all ranks, no sample counted twice.
@@ -277,9 +300,11 @@ class Trainer:
 
     def _hooks(self, callbacks: Sequence[Any], checkpoint_dir: str | None, *, progress: bool) -> CallbackList:
         hooks = [as_callback(each) for each in callbacks] + [ProgressLine()] * progress
+        if not any(isinstance(hook, SyncCheck) for hook in hooks):
+            hooks.append(SyncCheck())
         if checkpoint_dir:
             hooks.append(Checkpoint(checkpoint_dir))
-        # Last: what the others do to the model or to themselves is then part of it.
+        # Last: what the others do to the model or to themselves is then part of it, and found equal on all ranks.
         return CallbackList(sorted(hooks, key=lambda hook: isinstance(hook, Checkpoint)))
 
     def _find_progress(self, keeper: resuming.Keeper, resume: str) -> None:

@@ -30,9 +30,9 @@ _ADVICE = (
     "in another way on one rank: a callback, a layer with state of its own, a weight set by hand."
 )
 _STOPPED = (
-    "Start the run again from a checkpoint written while ranks were equal: with checkpoint_dir the newest is taken, which "
-    'holds what rank 0 held. Leave a host out that is named again. SyncCheck(on_divergence="repair") goes on with rank '
-    "0's instead of stopping."
+    "Start the run again from a checkpoint written while ranks were equal: with checkpoint_dir the newest is taken, "
+    "which holds what rank 0 held. Leave a host out that is named again. "
+    'SyncCheck(on_divergence="repair") goes on with rank 0\'s instead of stopping.'
 )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hvdtrain.keras as hvd
-from hvdtrain.adapter import Options, Reduce, State
+from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data import Batch
 from hvdtrain.keras import losses, rank_state, training_state
 from hvdtrain.keras.optimizer import distributed_part
@@ -36,6 +36,11 @@ def make_adapter(
     world: World,
 ) -> KerasAdapter:
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
+    if options.nan_policy is not None:
+        raise ValueError(
+            f"nan_policy is for PyTorch models. Received: nan_policy={options.nan_policy!r} with the Keras model "
+            f"{model.name}. keras.callbacks.TerminateOnNaN looks at the loss."
+        )
     if optimizer is None and not model.compiled:
         raise ValueError(
             "optimizer must be a keras.optimizers.Optimizer or a name. "
@@ -84,6 +89,7 @@ class KerasAdapter:
         self._world = world
         self._weighted = world.size > 1 or options.accumulate > 1
         self._sums = losses.is_sum(model, split=self._weighted)
+        self.fault: Fault | None = None
         self._started = False
         self._fresh = True  # until the first step after metrics were read
         self._training = False  # the metrics are those of an epoch under way

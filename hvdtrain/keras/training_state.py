@@ -18,7 +18,10 @@ _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
 def capture(model: keras.Model) -> State:
     """Return the model's weights and its optimizer's variables, as arrays that the next step may change."""
     variables = _variables(model)
-    own = {id(v) for v in model.non_trainable_weights}
+    # Those that were made not to be trained, as running statistics are. A frozen layer's weights are no such: nothing
+    # changes them, and a fault in them must be found before `settle` averages it.
+    frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
+    own = {id(v) for v in model.non_trainable_weights} - frozen
     return State(
         {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in variables.items()},
         {},

@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 import hvdtrain.torch as hvd
-from hvdtrain.adapter import Options, Reduce, State
+from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data import Batch, leaves, tree_map
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import training_state
+from hvdtrain.torch.finite import Guard, all_finite, first_non_finite
 from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.world import Op, World
@@ -85,6 +86,8 @@ class TorchAdapter:
                 backward_passes_per_step=options.accumulate,
             )
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
+        self.fault: Fault | None = None
+        self._guard = Guard(model, self._totals) if options.nan_policy in ("skip", "stop") else None
 
     @property
     def learning_rates(self) -> list[float]:
@@ -143,6 +146,8 @@ class TorchAdapter:
         if self._reduced and passes and (first or passes != self._optimizer.backward_passes_per_step):
             self._optimizer.set_backward_passes_per_step(passes)
         self._optimizer.zero_grad()
+        if self._guard is not None:
+            self._guard.remember()
         for index, (batch, counted) in enumerate(zip(batches, weights.counted, strict=True)):
             if counted.weight:
                 loss = self._add(batch, counted)
@@ -150,7 +155,7 @@ class TorchAdapter:
                 self._scaler.scale(loss if factor == 1.0 else loss * factor).backward()
             elif self._meets_in_forward:
                 self._attend(batch)
-        self._update()
+        self.fault = self._fault(batches) if self._update() else None
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""
@@ -256,14 +261,22 @@ class TorchAdapter:
         dtype = _AUTOCAST.get(self._options.precision)
         return torch.autocast(self._device.type, dtype=dtype) if dtype else _AS_IT_IS
 
-    def _update(self) -> None:
-        """Reduce, unscale, clip and step, in the order in which all ranks come to the same decision."""
+    def _update(self) -> bool:
+        """Reduce, unscale, clip and step, in the order in which all ranks come to the same decision.
+
+        Returns:
+            True where that decision was not to step, since the gradient is not finite.
+        """
         optimizer, clip_norm = self._optimizer, self._options.clip_norm
         if self._reduced:
             # Before unscale_ tests for infinities: ranks must agree to skip a step.
             self._weights.learn(optimizer.synchronize(weight=self._weights.weight, expected=self._weights.expected))
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-            return  # no sample counted on any rank, and a scaler refuses to step without gradients
+            return False  # no sample counted on any rank, and a scaler refuses to step without gradients
+        # A scaler skips such steps by itself and lowers its scale, which only cannot help once that is 1.
+        looks = self._options.nan_policy and (not self._scaler.is_enabled() or self._scaler.get_scale() <= 1.0)
+        if looks and not all_finite([p.grad for group in optimizer.param_groups for p in group["params"]]):
+            return True
         if clip_norm is not None:
             self._scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -271,6 +284,24 @@ class TorchAdapter:
         with optimizer.skip_synchronize() if self._reduced else _AS_IT_IS:
             self._scaler.step(optimizer)
         self._scaler.update()
+        return False
+
+    def _fault(self, batches: Sequence[Batch]) -> Fault:
+        """Say what is not finite, and forget the step as far as that is asked for."""
+        reduced = first_non_finite({name: p.grad for name, p in self._model.named_parameters()}) or "none"
+        losses, own = [], None
+        for batch, counted in zip(batches, self._weights.counted, strict=True):
+            if counted.weight:
+                # Once more, for this rank alone: hooks that reduce gradients do not see what autograd returns.
+                *_, loss = self._forward(batch)
+                parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+                gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+                own = own or first_non_finite(dict(zip(parameters, gradients, strict=True)))
+                losses.append(float(loss.detach()))
+        if self._guard is not None:
+            self._guard.go_back()
+        self._optimizer.zero_grad()
+        return Fault(reduced, own, float(np.mean(losses)) if losses else float("nan"))
 
 
 def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

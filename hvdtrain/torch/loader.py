@@ -65,8 +65,12 @@ class ShardSampler(Sampler[int]):
         self._epoch, self._start = epoch, start
 
     def __iter__(self) -> Iterator[int]:
+        return iter(self.shard())
+
+    def shard(self) -> sampling.Shard:
+        """Return the indices that the next iteration gives."""
         # What drop_last leaves out stands at the end of the order of all samples.
-        return iter(sampling.Shard(self._order(self._epoch), self._positions()))
+        return sampling.Shard(self._order(self._epoch), self._positions())
 
     def __len__(self) -> int:
         return len(self._positions())
@@ -171,13 +175,15 @@ class LoaderSource:
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches; whether they are shuffled, the user's DataLoader says."""
-        return self._as_batches(self.items(epoch, after))
+        items = self.items(epoch, after)
+        return self._as_batches(items, self._sampler.shard())
 
-    def _as_batches(self, items: Iterator[tuple[Any, int, int]]) -> Iterator[Batch]:
+    def _as_batches(self, items: Iterator[tuple[Any, int, int]], mine: sampling.Shard) -> Iterator[Batch]:
         filler: tuple[Any, Any, Any] = (None, None, None)
-        for item, local, held in items:
+        for step, (item, local, held) in enumerate(items):
             filler = unpack(item) if item is not None else filler
-            yield Batch(*filler, local_count=local, global_count=held)
+            first = step * self._batch_size
+            yield Batch(*filler, local_count=local, global_count=held, indices=mine[first : first + local])
 
     def items(self, epoch: int, after: Consumed = NOTHING) -> Iterator[tuple[Any, int, int]]:
         """Return (what the loader yields, or None without samples left; samples of this rank; of all ranks).

@@ -110,6 +110,15 @@ class Totals:
         self._sums.copy_(torch.from_numpy(sums))
         self._counts = counts.tolist()
 
+    def copy(self) -> tuple[torch.Tensor, list[float]]:
+        """Return the sums and counts as they are, without waiting for a device."""
+        return self._sums.clone(), list(self._counts)
+
+    def go_back(self, copy: tuple[torch.Tensor, list[float]]) -> None:
+        """Take on what `copy` returned."""
+        self._sums.copy_(copy[0])
+        self._counts = list(copy[1])
+
     def clear(self) -> None:
         """Start anew."""
         self._sums.zero_()

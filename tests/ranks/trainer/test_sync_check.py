@@ -97,6 +97,19 @@ def test_a_flip_between_checks_is_found_within_the_interval(kit, world):
 
 
 @pytest.mark.world_size(2, 3)
+def test_it_is_on_unless_switched_off(kit, world):
+    tensor = tensors(kit.trainer(kit.model()))["weight"]
+    # The first two checks come after steps 1 and 11.
+    assert "Found after step 1 of epoch 1; equal when fit began." in error_of_all(world, kit, Flip(tensor, step=1))
+    text = error_of_all(world, kit, Flip(tensor, step=2), epochs=4)
+    assert f"Found after step {11 % (12 // world.size)} of epoch" in text
+    assert "at the end of fit; equal after step" in error_of_all(world, kit, Flip(tensor))
+    trainer = fit(kit, Flip(tensor, step=1), SyncCheck(every=0))
+    with pytest.raises(AssertionError):
+        assert_equal_on_all_ranks(world, trainer)
+
+
+@pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("what", ["weight", "momentum"])
 def test_repair_makes_ranks_equal_again_and_goes_on(kit, world, what, caplog):
     tensor = tensors(kit.trainer(kit.model()))[what]
@@ -157,6 +170,20 @@ def test_healthy_runs_raise_no_alarm(kit, world, options):
 @pytest.mark.world_size(2, 3)
 def test_random_draws_of_each_rank_raise_no_alarm(kit, world):
     fit(kit, SyncCheck(every=1), net=kit.random_model(), samples=50)
+
+
+@pytest.mark.world_size(2, 3)
+def test_a_flip_in_a_frozen_weight_is_found_before_anything_averages_it(kit, world):
+    net = kit.model()
+    if kit.__name__ == "keras_kit":
+        net.layers[0].trainable = False
+    else:
+        net[0].requires_grad_(False)
+    trainer = kit.trainer(net)
+    frozen = next(iter(trainer.state().arrays))
+    text = error_of_all(world, kit, Flip(frozen, step=2), SyncCheck(every=1), trainer=trainer)
+    assert f"{frozen} " in text
+    assert "Found after step 2 of epoch 1" in text
 
 
 @pytest.mark.world_size(2)
