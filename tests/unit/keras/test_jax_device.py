@@ -71,7 +71,7 @@ def test_init_binds_jax_where_keras_runs_on_it(monkeypatch, backend):
         engine, size, local_rank = "torch", 2, 1
 
     monkeypatch.setattr(world, "_world", None)
-    monkeypatch.setattr(world, "init_engine", lambda engine: object())
+    monkeypatch.setattr(world, "init_engine", lambda engine, on_jax: object())
     monkeypatch.setattr(world, "HorovodWorld", lambda engine, module: TwoRanks())
     monkeypatch.setattr(launcher, "keras_backend", lambda: backend)
     monkeypatch.setattr(jax_device, "bind", bound.append)

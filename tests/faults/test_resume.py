@@ -1,0 +1,118 @@
+"""kill -9 of a rank while it trains: what `hvdtrain run` starts again ends as a run that nobody touched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).with_name("training.py")
+STEPS = 3 * 16  # of the script
+LIMIT_S = 150
+
+
+def command(folder, framework, *, ranks=2, restarts=0, step_s=0.0, fixed=False):
+    base = [sys.executable, "-m", "hvdtrain.cli", "run", "-np", str(ranks), "--max-restarts", str(restarts)]
+    return [*base, sys.executable, str(SCRIPT), framework, str(folder), str(step_s), *["fixed"] * fixed]
+
+
+def environment(backend=None):
+    given = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"} | ({"KERAS_BACKEND": backend} if backend else {})
+    return os.environ | given
+
+
+def run(folder, framework, backend=None, **options):
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        command(folder, framework, **options), env=environment(backend), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return json.loads((folder / "end.json").read_text())
+
+
+def steps_of(folder, rank):
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / f"step-{rank}").read_text())
+    return 0
+
+
+def kill_at(folder, rank, step, process):
+    """Kill a rank once it has come to a step; return the moment."""
+    limit = time.monotonic() + LIMIT_S
+    while steps_of(folder, rank) < step:
+        assert process.poll() is None, process.stdout.read()[-4000:]
+        assert time.monotonic() < limit, f"rank {rank} never came to step {step}"
+        time.sleep(0.002)
+    os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
+    return time.monotonic()
+
+
+def seconds_until_training(folder, since):
+    """Return how long after `since` a rank has taken its next step."""
+    before = (folder / "step-0").stat().st_mtime_ns
+    while (folder / "step-0").stat().st_mtime_ns == before:
+        assert time.monotonic() - since < 60, "not training again a minute after a kill"
+        time.sleep(0.01)
+    return time.monotonic() - since
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("framework", "backend", "times"), [("torch", None, 3), ("keras", "tensorflow", 1), ("keras", "torch", 1)]
+)
+def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, backend, times, tmp_path, rng, row, scale):
+    straight = run(tmp_path / "straight", framework, backend)
+    again, kills = [], times if scale == 1 else 4 * times
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    process = subprocess.Popen(
+        command(folder, framework, restarts=kills, step_s=0.03),
+        env=environment(backend),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        for step in sorted(rng.choice(np.arange(3, STEPS - 4), kills, replace=False).tolist()):
+            since = kill_at(folder, int(rng.integers(2)), step, process)
+            again.append(seconds_until_training(folder, since))
+        output, _ = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-4000:]
+    end = json.loads((folder / "end.json").read_text())
+    assert end["sha256"] == straight["sha256"]
+    assert end["history"] == straight["history"]
+    name = framework if backend is None else f"Keras on {backend}"
+    row(f"kill -9 of a rank, {name}", kills, f"same bits; training again after at most {max(again):.1f} s")
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_on_fewer_ranks_with_the_same_global_batch(tmp_path, rng, row):
+    straight = run(tmp_path / "straight", "torch", fixed=True)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    process = subprocess.Popen(
+        command(folder, "torch", step_s=0.03, fixed=True),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    kill_at(folder, 1, int(rng.integers(18, 30)), process)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode != 0
+    end = run(folder, "torch", ranks=1, fixed=True)
+    for name, weights in straight["weights"].items():
+        np.testing.assert_allclose(end["weights"][name], weights, atol=1e-5, err_msg=name)
+    for name, values in straight["history"].items():
+        np.testing.assert_allclose(end["history"][name], values, atol=1e-5, err_msg=name)
+    row("kill -9, then one rank instead of two", 1, "equal to rounding")

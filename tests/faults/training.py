@@ -1,0 +1,83 @@
+"""What tests/faults kills while it trains: training.py FRAMEWORK FOLDER [STEP_S], three epochs with a checkpoint often.
+
+It says which process each rank is, and in the end what everything comes to, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import hvdtrain
+from hvdtrain.callbacks import Callback, Checkpoint
+
+FRAMEWORK, FOLDER, STEP_S = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+GLOBAL_BATCH, EPOCHS, SAMPLES, SEED = 16, 3, 250, 11
+TIMES = {"samples_per_s", "seconds"}
+
+world = hvdtrain.init("torch" if FRAMEWORK == "torch" else "keras")
+(FOLDER / f"pid-{world.rank}").write_text(str(os.getpid()))
+generator = np.random.default_rng(0)
+x = generator.normal(size=(SAMPLES, 6)).astype(np.float32)
+y = (x.sum(1) > 0).astype(np.int64)
+
+
+def torch_trainer():
+    import torch
+
+    torch.manual_seed(SEED + world.rank)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(6, 64), torch.nn.ReLU(), torch.nn.Dropout(DROPOUT), torch.nn.Linear(64, 2)
+    )
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    return hvdtrain.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(), metrics=["accuracy"])
+
+
+def keras_trainer():
+    import keras
+
+    keras.utils.set_random_seed(SEED + world.rank)
+    layers = keras.layers
+    net = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(64, activation="relu"), layers.Dropout(DROPOUT), layers.Dense(2)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return hvdtrain.Trainer(net, optimizer=keras.optimizers.Adam(0.01), loss=loss, metrics=["accuracy"])
+
+
+class Pace(Callback):
+    """Takes as long for a step as it is told, and says that it has come to one."""
+
+    def on_step_end(self, trainer, step):
+        (FOLDER / f"step-{trainer.world.rank}").write_text(str(trainer.global_step))
+        time.sleep(STEP_S)
+
+
+# What is drawn differs with the number of ranks: a run that changes it draws nothing.
+DROPOUT = 0.0 if len(sys.argv) > 4 else 0.3
+trainer = torch_trainer() if FRAMEWORK == "torch" else keras_trainer()
+history = trainer.fit(
+    (x, y),
+    validation=(x[:50], y[:50]),
+    epochs=EPOCHS,
+    batch_size=GLOBAL_BATCH // world.size,
+    callbacks=[Pace(), Checkpoint(FOLDER / "checkpoints", every_steps=2)],
+    progress=False,
+)
+state = trainer.state()
+if world.is_root:
+    digest = hashlib.sha256()
+    for name in sorted(state.arrays):
+        digest.update(name.encode() + np.ascontiguousarray(state.arrays[name]).tobytes())
+    end = {
+        "sha256": digest.hexdigest(),
+        "history": {name: values for name, values in history.items() if name not in TIMES},
+        "weights": {name: state.arrays[name].ravel().tolist() for name in sorted(state.arrays) if "model." in name},
+    }
+    (FOLDER / "end.json").write_text(json.dumps(end))
