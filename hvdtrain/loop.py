@@ -20,7 +20,7 @@ from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.data import Batch, Source
 from hvdtrain.learning_rate import LearningRate
-from hvdtrain.position import Position, check_data
+from hvdtrain.position import Position, check_data, steps_done
 from hvdtrain.pulse import Pulse
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Loop:
         self._loaded: tuple[dict[str, Any], rank_state.Arrays] | None = None
         self._held: rank_state.Arrays = {}  # of it, what is taken on when steps begin
         self._random_at_begin: rank_state.Arrays = {}  # of the epoch, whose order may have been drawn from it
+        self._ahead = 0  # steps of this run that the epoch's would have been, less those that it took
         self._began = 0.0
         self._pulse = Pulse(trainer.world)
         self._numbers = BadNumbers(config["nan_policy"], trainer.world)
@@ -82,16 +83,15 @@ class Loop:
         """Go on, when the loop begins, from what `hvdtrain.resume` has found; None changes nothing."""
         self._loaded = found or self._loaded
 
-    def begin(self, source: Source, hooks: CallbackList, *, samples_per_step: int) -> list[Any]:
+    def begin(self, source: Source, hooks: CallbackList) -> list[Any]:
         """Take the place that a checkpoint has, or the beginning; return the states of its callbacks.
 
         Args:
             source: of the steps.
             hooks: called around them.
-            samples_per_step: over all ranks and accumulated batches, in a full step.
         """
         self._hooks, self._facts, self._pulse = hooks, source.facts, Pulse(self._world)
-        self.stopped = False
+        self.stopped, self._ahead = False, 0
         if self._loaded is None:
             self.position, self.history, self._held = Position(), History(), {}
             return []
@@ -99,8 +99,9 @@ class Loop:
         self.position, self.history = Position.from_json(meta["position"]), History(meta["history"])
         if self.position.step:
             check_data(meta["data"], self._facts)
-            # With other ranks or batches the same samples are another number of steps.
-            self.position.step = -(-self.position.consumed.samples // samples_per_step)
+            # Steps are counted on, since checkpoints are in that order; on the way through the epoch these are as many.
+            here = steps_done(self.position.consumed, self._facts, size=self._world.size, accumulate=self._accumulate)
+            self._ahead = here - self.position.step
         return list(meta["callbacks"])
 
     def progress(self) -> dict[str, Any]:
@@ -134,6 +135,7 @@ class Loop:
         """
         if not self.position.step:
             self._take_on(self._held)
+            self._ahead = 0
         epoch = self.position.epoch
         self._hooks.on_epoch_begin(self._trainer, epoch)
         self._began = time.perf_counter() - self.position.seconds
@@ -213,7 +215,8 @@ class Loop:
     def _set_learning_rate(self, step: int) -> None:
         # Where an epoch's length is unknown there is no ramp, and any step but the first is past it.
         steps_per_epoch = self._trainer.steps_per_epoch
-        rates = self._lr.at(self.position.epoch * (steps_per_epoch or 1) + step, steps_per_epoch=steps_per_epoch)
+        done = self.position.epoch * (steps_per_epoch or 1) + step + self._ahead
+        rates = self._lr.at(done, steps_per_epoch=steps_per_epoch)
         if rates is not None:
             self._adapter.learning_rates = rates
 

@@ -16,7 +16,7 @@ class Position:
 
     Attributes:
         epoch: epochs done; the number of the one under way.
-        step: optimizer steps done of that.
+        step: optimizer steps done of that, with however many ranks.
         global_step: optimizer steps done in all.
         consumed: what of the epoch's data is done.
         seconds: training time of the epoch so far, up to the checkpoint that the run went on from.
@@ -53,6 +53,20 @@ class Position:
         known = {name: value[name] for name in ("epoch", "step", "global_step", "seconds")}
         consumed = {name: value["consumed"][name] for name in ("samples", "batches", "size")}
         return cls(**known, consumed=Consumed(**consumed))
+
+
+def steps_done(consumed: Consumed, facts: dict[str, Any], *, size: int, accumulate: int) -> int:
+    """Return how many optimizer steps of a run as it is now would have come as far in the epoch.
+
+    Args:
+        consumed: how far.
+        facts: `Source.facts` of now; without a batch size, batches are what they were.
+        size: ranks that there are now.
+        accumulate: batches of a rank in a step.
+    """
+    batch_size = facts.get("batch_size")
+    batches = consumed.batches if batch_size is None else -(-consumed.samples // batch_size)
+    return -(-batches // (size * accumulate))
 
 
 def check_data(before: dict[str, Any], now: dict[str, Any]) -> None:

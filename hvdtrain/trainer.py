@@ -175,7 +175,7 @@ class Trainer:
         keepers = [each.open(self) for each in hooks if isinstance(each, Checkpoint)]
         for keeper in keepers:
             self._find_progress(keeper, resume)
-        states = self._loop.begin(source, hooks, samples_per_step=batch_size * self.world.size * self._accumulate)
+        states = self._loop.begin(source, hooks)
         self._stop = False
         self._adapter.start()
         if self.world.is_root:
