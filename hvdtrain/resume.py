@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -174,4 +175,6 @@ def _contents(state: State, kept: Arrays, meta: dict[str, Any], *, world: World,
     for name, array in state.arrays.items():
         file, _, key = name.partition(".")
         files[file][key] = np.array(array) if copy else np.asarray(array)
-    return Contents({**files, "ranks": kept}, {**meta, "adapter": state.meta, "world_size": world.size})
+    meta = {**meta, "adapter": state.meta, "world_size": world.size}
+    # History is among it, and grows.
+    return Contents({**files, "ranks": kept}, deepcopy(meta) if copy else meta)
