@@ -170,9 +170,10 @@ class Trainer:
         held_out = None if validation is None else self._source(validation, batch_size)
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
-        self._check_agreement(held_out, batch_size=batch_size)
         hooks = self._hooks(callbacks, checkpoint_dir, progress=progress)
-        keepers = [each.open(self) for each in hooks if isinstance(each, Checkpoint)]
+        checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
+        self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
+        keepers = [each.open(self) for each in checkpoints]
         for keeper in keepers:
             self._find_progress(keeper, resume)
         states = self._loop.begin(source, hooks)
@@ -289,8 +290,13 @@ class Trainer:
     def _source(self, data: Any, batch_size: int) -> Source:
         return as_source(data, batch_size=batch_size, world=self.world, seed=self._seed)
 
-    def _check_agreement(self, held_out: Source | None, *, batch_size: int) -> None:
-        facts = {"epochs": self.epochs, "batch_size": batch_size, "validation": held_out is not None}
+    def _check_agreement(
+        self, held_out: Source | None, checkpoints: Sequence[Checkpoint], *, batch_size: int, resume: str
+    ) -> None:
+        facts = {
+            "epochs": self.epochs, "batch_size": batch_size, "validation": held_out is not None,
+            "checkpoints": [each.moments for each in checkpoints], "resume": resume,
+        }  # fmt: skip
         agreement.require_equal(facts, world=self.world, what="fit")
         if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
             raise ValueError(

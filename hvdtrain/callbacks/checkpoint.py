@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.callbacks.base import Callback, Logs
 
@@ -58,6 +58,11 @@ class Checkpoint(Callback):
         self._every_steps = every_steps
         self._background = background
         self.keeper: Keeper | None = None
+
+    @property
+    def moments(self) -> dict[str, Any]:
+        """The options that all ranks must have alike: they say when the state is kept, which takes all of them."""
+        return {"every_epochs": self._every_epochs, "every_steps": self._every_steps, "best": self._best}
 
     def open(self, trainer: Trainer) -> Keeper:
         """Return what writes and finds the checkpoints of this run; called by `fit` before it begins."""

@@ -1,0 +1,32 @@
+"""Checkpoints take all ranks: what would keep some of them waiting is said before the first step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdtrain.callbacks import Checkpoint
+from hvdtrain.errors import DesyncError
+
+DATA = (np.zeros((8, 6), np.float32), np.arange(8) % 3)
+
+
+@pytest.mark.world_size(2, 3)
+def test_a_checkpoint_on_rank_0_alone_is_an_error(kit, world, tmp_path):
+    directory = str(tmp_path) if world.is_root else None
+    with pytest.raises(DesyncError, match=r"checkpoints is .*on rank 0 but \[\] on rank 1"):
+        kit.trainer(kit.model()).fit(DATA, batch_size=2, checkpoint_dir=directory, progress=False)
+
+
+@pytest.mark.world_size(2)
+def test_checkpoints_at_moments_of_each_ranks_own_are_an_error(kit, world, tmp_path):
+    hooks = [Checkpoint(tmp_path, every_steps=1 + world.rank)]
+    with pytest.raises(DesyncError, match="every_steps"):
+        kit.trainer(kit.model()).fit(DATA, batch_size=2, callbacks=hooks, progress=False)
+
+
+@pytest.mark.world_size(2)
+def test_ranks_that_go_on_beside_ranks_that_start_anew_are_an_error(kit, world, tmp_path):
+    resume = "auto" if world.is_root else "never"
+    with pytest.raises(DesyncError, match="resume is 'auto' on rank 0 but 'never'"):
+        kit.trainer(kit.model()).fit(DATA, batch_size=2, checkpoint_dir=str(tmp_path), resume=resume, progress=False)
