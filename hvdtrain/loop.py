@@ -176,7 +176,7 @@ class Loop:
             watch.step_done(position.global_step)
             hooks.on_step_end(trainer, step)
             if self._pulse.beat(preemption.requested() is not None):
-                self._leave()
+                self.leave()
 
     def _keep(self) -> bool:
         """Have the present state written, and wait for it; return whether there is a place for it."""
@@ -186,8 +186,8 @@ class Loop:
             each.on_fit_end(self._trainer)
         return bool(kept)
 
-    def _leave(self) -> None:
-        """Keep what there is and end the process, as all ranks do after this step.
+    def leave(self) -> None:
+        """Keep what there is and end the process, as all ranks do at this place.
 
         Raises:
             SystemExit: with `preemption.EXIT_CODE`.
@@ -195,7 +195,8 @@ class Loop:
         kept = self._keep()
         if self._world.is_root:
             what = "a checkpoint is written: start again to go on" if kept else "nothing is kept without checkpoint_dir"
-            place = f"after step {self.position.step} of epoch {self.position.epoch + 1}"
+            step, epoch = self.position.step, self.position.epoch
+            place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}"
             sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
         self._world.barrier()  # mpirun ends those that are still at work when the first one exits
         sys.exit(preemption.EXIT_CODE)

@@ -155,8 +155,9 @@ class Trainer:
                 those that are there into a folder "old-1", "old-2", ... beside the new ones.
             progress: print a line an epoch on rank 0.
 
-        A SIGTERM or SIGUSR1 to any rank ends the run in order: about a second later all ranks end after the same step,
-        with a checkpoint where there is a checkpoint_dir, and exit with `hvdtrain.preemption.EXIT_CODE`, 75.
+        A SIGTERM or SIGUSR1 to any rank ends the run in order: about a second later, or once validation is done, all
+        ranks end after the same step, with a checkpoint where there is a checkpoint_dir, and exit with
+        `hvdtrain.preemption.EXIT_CODE`, 75.
 
         Raises:
             ValueError: no data, or an option outside its range.
@@ -193,8 +194,9 @@ class Trainer:
     def _run(self, source: Source, held_out: Source | None, hooks: CallbackList, states: list[Any]) -> None:
         hooks.on_fit_begin(self)
         hooks.load_states(states)
+        stop = self._is_to_stop(between=False)
         for epoch in range(self._loop.position.epoch, self.epochs):
-            if self.world.allreduce(np.array([self._stop], np.int32), "max", name="stop")[0]:
+            if stop:
                 break
             logs = self._loop.run_epoch(source)
             if self._loop.stopped:
@@ -204,7 +206,19 @@ class Trainer:
             self.history.add(logs)
             self._loop.position.end_epoch()
             hooks.on_epoch_end(self, epoch, logs)
+            stop = self._is_to_stop(between=True)
         hooks.on_fit_end(self)
+
+    def _is_to_stop(self, *, between: bool) -> bool:
+        """Return whether a rank's callback has ended the run; end the process if a rank was asked to, `between` epochs.
+
+        Within them steps look. Before the first, a run that goes on has not taken on yet what it would have to keep.
+        """
+        asked = between and preemption.requested() is not None
+        stop, asked_anywhere = self.world.allreduce(np.array([self._stop, asked], np.int32), "max", name="stop")
+        if asked_anywhere:
+            self._loop.leave()
+        return bool(stop)
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """Return the loss and metrics over all of `data`: exact over all ranks, no sample counted twice.
