@@ -122,9 +122,20 @@ class IndexedSource:
         left = self._num_samples - start
         held = sampling.samples_in_step(step, left, batch_size=self._batch_size, size=self._world.size)
         indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
-        # Nothing left: this rank's first samples, or any where it has none, are the filler.
-        chosen = indices if len(indices) else mine[: self._batch_size] if len(mine) else np.zeros(1, np.int64)
+        chosen = indices if len(indices) else self._filler(epoch, shuffle)
         return Batch(*self._fetch(chosen), local_count=len(indices), global_count=held, indices=indices)
+
+    def _filler(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+        """Return the first samples that this rank has in the epoch, gone on with or not; any where it has none."""
+        first = sampling.shard(
+            self._num_samples,
+            rank=self._world.rank,
+            size=self._world.size,
+            epoch=epoch,
+            seed=self._seed,
+            shuffle=shuffle,
+        )[: self._batch_size]
+        return first if len(first) else np.zeros(1, np.int64)
 
     def _shard(self, epoch: int, shuffle: bool, start: int) -> sampling.Shard:
         key = (epoch, shuffle, start, self._world.rank, self._world.size)

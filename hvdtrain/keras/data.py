@@ -54,8 +54,7 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
 
 
 def _tf_dataset(data: Any, world: World) -> Source:
-    if world.size > 1:
-        _refuse_own_orders(data, world)
+    seeds = _seeds_of_orders(data, world) if world.size > 1 else []
     cardinality = int(data.cardinality())  # in batches; negative: infinite or unknown
     if cardinality == 0:
         raise ValueError(f"data holds no samples. Received: an empty tf.data.Dataset on rank {world.rank}")
@@ -75,11 +74,18 @@ def _tf_dataset(data: Any, world: World) -> Source:
         items = iter(rest.shard(world.size, world.rank) if world.size > 1 else rest)
         return (tree_map(np.asarray, item) for item in items) if to_host else items
 
-    return IteratedSource(batches, world=world, steps=-(-cardinality // world.size) if cardinality > 0 else None)
+    source = IteratedSource(batches, world=world, steps=-(-cardinality // world.size) if cardinality > 0 else None)
+    source.facts["seeds of shuffle (global, own)"] = seeds
+    return source
 
 
-def _refuse_own_orders(data: Any, world: World) -> None:
-    """Raise for orders that differ from rank to rank: samples would be seen twice or never."""
+def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
+    """Return the seeds that the data's order hangs on, tf.random.set_seed's among them; equal on all ranks, or else.
+
+    Raises:
+        ValueError: the order differs from rank to rank: samples would be seen twice or never.
+    """
+    found = []
     if data.options().deterministic is False:
         raise _unordered("options with deterministic=False", world)
     pending, seen = [data], set()
@@ -88,8 +94,10 @@ def _refuse_own_orders(data: Any, world: World) -> None:
         if id(dataset) in seen:
             continue
         seen.add(id(dataset))
-        seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-        if type(dataset).__name__ == "_ShuffleDataset" and all(seed is not None and int(seed) == 0 for seed in seeds):
+        seeds = [int(seed) for name in ("_seed", "_seed2") if (seed := getattr(dataset, name, None)) is not None]
+        if seeds:
+            found.append(seeds)
+        if type(dataset).__name__ == "_ShuffleDataset" and seeds and not any(seeds):
             raise ValueError(
                 "tf.data's shuffle() needs a seed: without one each rank has an order of its own, and samples would be "
                 f"seen twice or never. Received: an unseeded shuffle on rank {world.rank}. Use shuffle(n, seed=0), or "
@@ -98,6 +106,7 @@ def _refuse_own_orders(data: Any, world: World) -> None:
         if _says_unordered(dataset):
             raise _unordered(f"deterministic=False in a {type(dataset).__name__.strip('_')}", world)
         pending += [each for each in dataset._inputs() if hasattr(each, "_inputs")]
+    return found
 
 
 def _says_unordered(dataset: Any) -> bool:

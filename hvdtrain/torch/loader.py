@@ -64,6 +64,10 @@ class ShardSampler(Sampler[int]):
         """
         self._epoch, self._start = epoch, start
 
+    def set_start(self, start: int) -> None:
+        """Choose where in the epoch that was set the next iteration begins."""
+        self._start = start
+
     def __iter__(self) -> Iterator[int]:
         return iter(self.shard())
 
@@ -176,10 +180,17 @@ class LoaderSource:
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches; whether they are shuffled, the user's DataLoader says."""
         items = self.items(epoch, after)
-        return self._as_batches(items, self._sampler.shard())
+        return self._as_batches(items, self._sampler.shard(), after)
 
-    def _as_batches(self, items: Iterator[tuple[Any, int, int]], mine: sampling.Shard) -> Iterator[Batch]:
+    def _as_batches(
+        self, items: Iterator[tuple[Any, int, int]], mine: sampling.Shard, after: Consumed
+    ) -> Iterator[Batch]:
         filler: tuple[Any, Any, Any] = (None, None, None)
+        if after.samples and not len(mine):  # the batch before, as if the epoch had not been interrupted
+            self._sampler.set_start(0)
+            done = len(range(self._world.rank, after.samples, self._world.size))
+            rows = self._sampler.shard()[max(0, done - self._batch_size) : done].tolist() or [0]
+            filler = unpack(self._loader.collate_fn([self._loader.dataset[row] for row in rows]))
         for step, (item, local, held) in enumerate(items):
             filler = unpack(item) if item is not None else filler
             first = step * self._batch_size

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import keras
 import numpy as np
 
 import hvdtrain
+from hvdtrain.errors import DesyncError
 from hvdtrain.launcher import engine_for
 
 LR, MOMENTUM, DECAY = 0.1, 0.9, 0.01
@@ -93,6 +95,8 @@ def random_model():
 
 def seed(number):
     keras.utils.set_random_seed(number)
+    if "tensorflow" in sys.modules:  # which orders tf.data's shuffle too, and must be equal on all ranks
+        sys.modules["tensorflow"].random.set_seed(0)
 
 
 def own_loop(net, x, y, *, batch_size, epochs):
@@ -133,6 +137,10 @@ def check_random_orders(seen_by_all, *, num_samples):
     rows = tf.data.Dataset.range(num_samples).map(lambda i: (i[None], i))
     with pytest.raises(ValueError, match=r"needs a seed.*rank [01]"):
         seen_by_all(rows.shuffle(100).batch(3))
+    tf.random.set_seed(hvdtrain.init().rank)  # which tf.data adds to every shuffle's own
+    with pytest.raises(DesyncError, match="seeds of shuffle"):
+        seen_by_all(rows.shuffle(100, seed=1).batch(3))
+    tf.random.set_seed(0)
     with pytest.raises(ValueError, match="never ends"):
         seen_by_all(rows.batch(3).repeat())
 
