@@ -154,7 +154,7 @@ class TorchAdapter:
                 factor = weights.factor(index)
                 self._scaler.scale(loss if factor == 1.0 else loss * factor).backward()
             elif self._meets_in_forward:
-                self._attend(batch)
+                self._attend(batch).backward()
         self.fault = self._fault(batches) if self._update() else None
 
     def eval_step(self, batch: Batch) -> None:
@@ -242,8 +242,8 @@ class TorchAdapter:
             for norm in norms:
                 norm.train()
 
-    def _attend(self, batch: Batch) -> None:
-        """Run no samples through a model whose layers meet the other ranks' in forward and backward."""
+    def _attend(self, batch: Batch) -> torch.Tensor:
+        """Run no samples through a model whose layers meet the other ranks' in forward; and in backward, of this."""
         if batch.inputs is None:
             raise HvdTrainError(
                 f"rank {self._world.rank} never had any data, so its SyncBatchNorm cannot meet the other ranks'. Give "
@@ -252,7 +252,7 @@ class TorchAdapter:
         nothing = tree_map(lambda value: value[:0], self._to_device(batch.inputs))
         with self._autocast():
             outputs = leaves(self._model(nothing))
-        torch.stack([output.sum() for output in outputs]).sum().backward()
+        return torch.stack([output.sum() for output in outputs]).sum()
 
     def _to_device(self, tree: Any) -> Any:
         return tree_map(lambda value: as_tensor(value, self._device, self._dtype), tree)
@@ -290,14 +290,16 @@ class TorchAdapter:
         """Say what is not finite, and forget the step as far as that is asked for."""
         reduced = first_non_finite({name: p.grad for name, p in self._model.named_parameters()}) or "none"
         losses, own = [], None
+        parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         for batch, counted in zip(batches, self._weights.counted, strict=True):
             if counted.weight:
                 # Once more, for this rank alone: hooks that reduce gradients do not see what autograd returns.
                 *_, loss = self._forward(batch)
-                parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
                 gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
                 own = own or first_non_finite(dict(zip(parameters, gradients, strict=True)))
                 losses.append(float(loss.detach()))
+            elif self._meets_in_forward:
+                torch.autograd.grad(self._attend(batch), list(parameters.values()), allow_unused=True)
         if self._guard is not None:
             self._guard.go_back()
         self._optimizer.zero_grad()
