@@ -54,7 +54,7 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
 
 
 def _tf_dataset(data: Any, world: World) -> Source:
-    seeds = _seeds_of_orders(data, world) if world.size > 1 else []
+    seeds = _seeds_of_orders(data, world)  # on one rank too: an epoch may go on on two
     cardinality = int(data.cardinality())  # in batches; negative: infinite or unknown
     if cardinality == 0:
         raise ValueError(f"data holds no samples. Received: an empty tf.data.Dataset on rank {world.rank}")
@@ -85,8 +85,8 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
     Raises:
         ValueError: the order differs from rank to rank: samples would be seen twice or never.
     """
-    found = []
-    if data.options().deterministic is False:
+    found, several = [], world.size > 1
+    if several and data.options().deterministic is False:
         raise _unordered("options with deterministic=False", world)
     pending, seen = [data], set()
     while pending:
@@ -97,13 +97,13 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
         seeds = [int(seed) for name in ("_seed", "_seed2") if (seed := getattr(dataset, name, None)) is not None]
         if seeds:
             found.append(seeds)
-        if type(dataset).__name__ == "_ShuffleDataset" and seeds and not any(seeds):
+        if several and type(dataset).__name__ == "_ShuffleDataset" and seeds and not any(seeds):
             raise ValueError(
                 "tf.data's shuffle() needs a seed: without one each rank has an order of its own, and samples would be "
                 f"seen twice or never. Received: an unseeded shuffle on rank {world.rank}. Use shuffle(n, seed=0), or "
                 "hvdtrain.Sharded(dataset) if every rank already has its own share."
             )
-        if _says_unordered(dataset):
+        if several and _says_unordered(dataset):
             raise _unordered(f"deterministic=False in a {type(dataset).__name__.strip('_')}", world)
         pending += [each for each in dataset._inputs() if hasattr(each, "_inputs")]
     return found
