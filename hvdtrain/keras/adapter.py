@@ -18,6 +18,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data import Batch
 from hvdtrain.keras import losses, rank_state, training_state
+from hvdtrain.keras.finite import guard_for
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.saving import adopt_optimizer
 from hvdtrain.keras.variables import broadcast_model
@@ -36,11 +37,6 @@ def make_adapter(
     world: World,
 ) -> KerasAdapter:
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
-    if options.nan_policy is not None:
-        raise ValueError(
-            f"nan_policy is for PyTorch models. Received: nan_policy={options.nan_policy!r} with the Keras model "
-            f"{model.name}. keras.callbacks.TerminateOnNaN looks at the loss."
-        )
     if optimizer is None and not model.compiled:
         raise ValueError(
             "optimizer must be a keras.optimizers.Optimizer or a name. "
@@ -90,6 +86,7 @@ class KerasAdapter:
         self._weighted = world.size > 1 or options.accumulate > 1
         self._sums = losses.is_sum(model, split=self._weighted)
         self.fault: Fault | None = None
+        self._guard = guard_for(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read
         self._training = False  # the metrics are those of an epoch under way
@@ -142,6 +139,8 @@ class KerasAdapter:
             self._interrupted = {}
         if not self._started:
             self._broadcast()
+        if self._guard is not None:
+            self._guard.remember()
         total = sum(batch.global_count for batch in batches)
         for batch in batches:
             share = 1.0 if self._sums else batch.local_count / total
@@ -149,6 +148,8 @@ class KerasAdapter:
         # The last step of an epoch may have fewer batches; Keras counts passes, so that empty ones fill it up.
         for _ in range(self._options.accumulate - len(batches)):
             self._pass(batches[-1], 0.0)
+        if self._guard is not None:
+            self.fault = self._guard.fault(counted=any(batch.local_count for batch in batches))
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""

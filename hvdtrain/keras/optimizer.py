@@ -7,6 +7,7 @@ nothing travels between updates, and before clipping and weight decay, so that b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras.agreement import agree, path, without_counters
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.reduction import Reduction, same_variable
+from hvdtrain.keras.watch import Watch
 
 _backend = backend_module()
 
@@ -32,6 +34,8 @@ class _State:
         self.stepped = False
         self.variables: list[Any] = []  # those of the step that is running
         self.reached = 0  # how far the running step came: 1 at accumulation, 2 at clipping
+        self.watch: Watch | None = None  # a Watch once somebody wants to hear of gradients that are not finite
+        self.finite: Any = None  # with a watch: whether the running step may change weights
 
 
 class DistributedMixin:
@@ -109,13 +113,74 @@ class DistributedMixin:
 
     @_backend.untraced
     def _clip_gradients(self, grads: list[Any]) -> Any:
-        self._hvd_state.reached = 2
+        state = self._hvd_state
+        state.reached = 2
+        watch = state.watch
+        own = None if watch is None else _backend.not_finite_now(grads)
         how = self._hvd_how
         if how.active():
             grads = _backend.on_update_step(self, self._reduce, grads)
         elif how.factor != 1.0:
             grads = [g * how.factor for g in grads]
+        if watch is not None:
+            # Reduced gradients are equal on all ranks, which so decide alike.
+            state.finite = _backend.may_update(self, grads)
+            tell = functools.partial(watch.tell, [path(v) for v in state.variables], False)
+            _backend.tell_unless(state.finite, tell, own, _backend.not_finite_now(grads))
         return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    @_backend.untraced
+    def _apply_weight_decay(self, variables: list[Any]) -> None:
+        if self._hvd_state.watch is None:
+            super()._apply_weight_decay(variables)  # type: ignore[misc]
+        # Else with the update, which follows at once, and under its condition.
+
+    @_backend.untraced
+    def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
+        parent: Any = super()
+        if self._hvd_state.watch is None:
+            parent._backend_update_step(grads, trainable_variables, learning_rate)
+            return
+
+        def take() -> None:
+            parent._apply_weight_decay(trainable_variables)
+            parent._backend_update_step(grads, trainable_variables, learning_rate)
+
+        _backend.take_if(self._hvd_state.finite, take, self._leave_out)
+
+    @_backend.untraced
+    def _leave_out(self) -> None:
+        """Make the step's passes as if they had not been, for `apply`, which goes on to count the last one."""
+        self._iterations.assign_sub(self._passes)  # type: ignore[attr-defined]
+        for accumulator in self._accumulators:  # on torch Keras clears them by a product, which NaN survives
+            accumulator.assign(keras.ops.zeros_like(accumulator))
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        """Return updated variables; see keras.optimizers.Optimizer.stateless_apply, the way that JAX takes."""
+        new = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+        if self._hvd_state.watch is None or keras.backend.backend() != "jax":
+            return new
+        # Within loss scaling the old ones come as Keras variables.
+        kept, before = (
+            [keras.ops.convert_to_tensor(v) for v in old] for old in (trainable_variables, optimizer_variables)
+        )
+        cleared = {id(v) for v in self._accumulators}
+        for index, variable in enumerate(self.variables):  # type: ignore[attr-defined]
+            if variable is self._iterations:  # type: ignore[attr-defined]
+                before[index] = new[1][index] - self._passes
+            elif id(variable) in cleared:
+                before[index] = new[1][index]
+        finite = self._hvd_state.finite
+        weights = [keras.ops.where(finite, a, b) for a, b in zip(new[0], kept, strict=True)]
+        return weights, [keras.ops.where(finite, a, b) for a, b in zip(new[1], before, strict=True)]
+
+    @property
+    def _passes(self) -> int:
+        return self.gradient_accumulation_steps or 1  # type: ignore[attr-defined]
+
+    @property
+    def _accumulators(self) -> list[Any]:
+        return [v for v in getattr(self, "_accumulated_gradients", None) or () if v is not None]
 
     @_backend.untraced
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -131,6 +196,28 @@ class DistributedMixin:
 
     def __copy__(self) -> Any:
         return self.__deepcopy__({})
+
+    # ---- numbers that are not finite
+
+    def watch(self) -> Watch:
+        """Make no update from reduced gradients that are not finite; return what hears of each.
+
+        To be called before the first step. All ranks decide alike. `iterations`, and what was accumulated for such an
+        update, are then as if its passes had not been.
+        """
+        watch = self._hvd_state.watch = Watch()
+        return watch
+
+    def left_out_by_scaling(self, finite: Any, grads: Sequence[Any]) -> None:
+        """Tell the watch, if there is one, of a step that loss scaling leaves out unless `finite`."""
+        watch = self._hvd_state.watch
+        if watch is None:
+            return
+        variables = self._trainable_variables  # type: ignore[attr-defined]
+        pairs = [(g, path(v)) for g, v in zip(grads, variables, strict=True) if g is not None]
+        own = _backend.not_finite_now([g for g, _ in pairs])
+        tell = functools.partial(watch.tell, [name for _, name in pairs], True)
+        _backend.tell_unless(finite, tell, own, own)
 
     # ---- ranks
 

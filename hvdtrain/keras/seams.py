@@ -32,7 +32,10 @@ def _open_check_finite(loss_scale_optimizer: Any) -> None:
         finite = original(self, grads)
         agree = getattr(self.inner_optimizer, "finite_everywhere", None)
         # Ranks must agree to skip: the one that skips sends nothing, and the others would wait for it.
-        return finite if agree is None else agree(finite)
+        if agree is not None:
+            finite = agree(finite)
+            self.inner_optimizer.left_out_by_scaling(finite, grads)
+        return finite
 
     check_finite._hvdtrain = True  # type: ignore[attr-defined]
     loss_scale_optimizer.check_finite = check_finite

@@ -73,6 +73,37 @@ def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tenso
     return jax.lax.cond(is_update_step, function, list, list(gradients))
 
 
+def not_finite_now(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Return what returns a flag a gradient: whether something in it is not finite."""
+    return lambda: jnp.stack([jnp.logical_not(jnp.isfinite(g).all()) for g in gradients])
+
+
+def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
+    """Return a boolean scalar: whether all gradients are finite; true between updates, which change nothing."""
+    finite = jnp.stack([jnp.isfinite(g).all() for g in gradients]).all()
+    steps = optimizer.gradient_accumulation_steps
+    return finite if not steps else finite | ((optimizer._iterations.value + 1) % steps != 0)
+
+
+def tell_unless(finite: Tensor, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
+    """Call `function` with the values of `flags` on the host, unless `finite`."""
+
+    def tell() -> None:
+        io_callback(function, None, *(each() for each in flags), ordered=True)
+
+    jax.lax.cond(finite, lambda: None, tell)
+
+
+def take_if(finite: Tensor, take: Callable[[], None], leave: Callable[[], None]) -> None:
+    """Run `take`: no variable changes before `stateless_apply` has chosen from old and new values."""
+    take()
+
+
+def wait_until_told() -> None:
+    """Return when the calls to the host have been made: they may still be under way when a step's results are there."""
+    jax.effects_barrier()
+
+
 def everywhere(flag: Tensor, name: str, how: Reduction) -> Tensor:
     """Return a boolean scalar: whether `flag` holds on all ranks."""
 

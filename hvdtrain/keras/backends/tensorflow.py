@@ -80,6 +80,49 @@ def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tenso
     return function(gradients)
 
 
+def not_finite_now(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Return what returns a flag a gradient: whether something in it is not finite."""
+    values = [_values(g) for g in gradients]
+    return lambda: tf.stack([tf.logical_not(_finite(v)) for v in values])
+
+
+def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
+    """Return a boolean scalar: whether all gradients are finite.
+
+    A sum over a tensor holds whatever in it is not finite, and costs less than looking at each element. Where it
+    overflowed without that, each element is looked at.
+    """
+    values = [_values(g) for g in gradients]
+    sums = tf.stack([tf.cast(tf.reduce_sum(v), tf.float32) for v in values])
+    return tf.cond(_finite(sums), lambda: tf.constant(True), lambda: tf.reduce_all([_finite(v) for v in values]))
+
+
+def tell_unless(finite: Tensor, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
+    """Call `function` with the values of `flags` on the host, unless `finite`."""
+
+    def tell() -> None:
+        tf.numpy_function(function, [each() for each in flags], [])
+
+    tf.cond(finite, lambda: None, tell)
+
+
+def take_if(finite: Tensor, take: Callable[[], None], leave: Callable[[], None]) -> None:
+    """Run `take` if `finite`, else `leave`."""
+    tf.cond(finite, take, leave)
+
+
+def wait_until_told() -> None:
+    """Return: a step ends after its calls to the host."""
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return tf.reduce_all(tf.math.is_finite(tensor))
+
+
 def everywhere(flag: Tensor, name: str, how: Reduction) -> Tensor:
     """Return a boolean scalar: whether `flag` holds on all ranks."""
     refuse_compiler()

@@ -92,6 +92,42 @@ def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tenso
 
 
 @torch.no_grad()
+def not_finite_now(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Return what returns a flag a gradient: whether something in it is not finite.
+
+    Looked at at once, since gradients are reduced in place. Extremes are NaN if anything is.
+    """
+    extremes = [torch.stack(torch.aminmax(g)).float() if g.numel() else torch.zeros(2) for g in gradients]
+    return lambda: torch.stack([e.isfinite().all().logical_not().cpu() for e in extremes])
+
+
+@torch.no_grad()
+def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
+    """Return whether all gradients are finite.
+
+    A sum over a tensor holds whatever in it is not finite, and costs less than looking at each element. Where it
+    overflowed without that, each element is looked at.
+    """
+    sums = torch.stack([g.sum(dtype=torch.float32) for g in gradients])
+    return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in gradients)
+
+
+def tell_unless(finite: Any, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
+    """Call `function` with the values of `flags`, unless `finite`."""
+    if not finite:
+        function(*(each().numpy() for each in flags))
+
+
+def take_if(finite: bool, take: Callable[[], None], leave: Callable[[], None]) -> None:
+    """Run `take` if `finite`, else `leave`."""
+    (take if finite else leave)()
+
+
+def wait_until_told() -> None:
+    """Return: nothing runs beside Python."""
+
+
+@torch.no_grad()
 def everywhere(flag: Any, name: str, how: Reduction) -> Tensor:
     """Return a boolean scalar: whether `flag` holds on all ranks."""
     refuse_compiler()

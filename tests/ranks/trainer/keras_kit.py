@@ -44,6 +44,13 @@ def weights(net):
     return [np.array(w) for w in net.get_weights()]
 
 
+everything = weights  # running statistics are among them
+
+
+def trained(net):
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in net.trainable_variables]
+
+
 def optimizer_steps(net, groups, *, clip_norm=None):
     """Train in one process: each group is a list of (x, y) whose samples all weigh the same in one step."""
     net.compile(optimizer=optimizer(clip_norm), loss=loss(), jit_compile=False)
@@ -83,6 +90,34 @@ def batch_norm_model():
     norm = keras.layers.BatchNormalization()
     net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), norm, keras.layers.Dense(3)])
     return net, lambda: [np.array(w) for w in norm.get_weights()[2:]]
+
+
+def norm_model():
+    layers = keras.layers
+    net = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(), layers.ReLU(), layers.Dense(3)]
+    )
+    generator = np.random.default_rng(0)
+    for variable in net.trainable_variables:
+        variable.assign(generator.normal(size=variable.shape).astype(np.float32) * 0.3)
+    return net
+
+
+def first_name(net):
+    return net.trainable_variables[0].path
+
+
+def adam_of(net):
+    return keras.optimizers.AdamW(LR, weight_decay=DECAY)
+
+
+def loss_scale(run):
+    return float(keras.ops.convert_to_numpy(run.model.optimizer.dynamic_scale))
+
+
+def set_loss_scale(run, scale):
+    run.model.optimizer.build(run.model.trainable_variables)
+    run.model.optimizer.dynamic_scale.assign(scale)
 
 
 def random_model():

@@ -81,6 +81,35 @@ def batch_norm_model():
     return net, lambda: [net[1].running_mean.numpy().copy(), net[1].running_var.numpy().copy()]
 
 
+def norm_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+trained = weights
+
+
+def everything(net):
+    """Weights and running statistics."""
+    return [value.numpy().copy() for value in net.state_dict().values()]
+
+
+def first_name(net):
+    return next(name for name, _ in net.named_parameters())
+
+
+def adam_of(net):
+    return torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
+
+
+def loss_scale(run):
+    return run._adapter._scaler.get_scale()
+
+
+def set_loss_scale(run, scale):
+    run._adapter._scaler.load_state_dict({**run._adapter._scaler.state_dict(), "scale": scale})
+
+
 def random_model():
     """A model that draws at random, keeps statistics of its own on each rank, and whose weights depend on both."""
     return torch.nn.Sequential(

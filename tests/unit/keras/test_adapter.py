@@ -12,7 +12,7 @@ import numpy as np  # noqa: E402
 
 import hvdtrain  # noqa: E402
 import hvdtrain.keras as hvd  # noqa: E402
-from hvdtrain import world  # noqa: E402
+from hvdtrain import sampling, world  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
@@ -195,3 +195,51 @@ def test_a_rank_without_samples_counts_nothing_and_has_every_metric():
     assert values["mae"] == 0.0
     _, values, _ = run(lambda adapter: adapter.train_step([filler, real]))
     assert values["mae"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_bad_step_of_one_process_is_left_out_with_all_that_it_changed(accumulate):
+    x, y = np.concatenate([X, -X]), np.concatenate([Y, Y])
+    with_bad = x.copy()
+    with_bad[5] = np.nan
+    out = sampling.epoch_order(16).tolist().index(5) // (4 * accumulate)
+    results = []
+    for given in (with_bad, x):
+        net = keras.Sequential([keras.Input((4,)), *(make() for make in (_dense, keras.layers.BatchNormalization))])
+        generator = np.random.default_rng(0)
+        for variable in net.trainable_variables:
+            variable.assign(generator.normal(size=variable.shape).astype(np.float32))
+        trainer = hvdtrain.Trainer(
+            net, optimizer=keras.optimizers.AdamW(0.1), loss="mse", nan_policy="skip", accumulate=accumulate
+        )
+        if given is x:
+            _leave_out(trainer, given, y, out=out, accumulate=accumulate)
+        history = fit(trainer, (given, y))
+        variables = [np.array(keras.ops.convert_to_numpy(v)) for v in net.optimizer.variables]
+        results.append([np.array(history["loss"]), *weights(net), *variables])
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def _dense():
+    return keras.layers.Dense(3)
+
+
+def _leave_out(trainer, x, y, *, out, accumulate):
+    """Let the trainer's data come without the batches of that step."""
+    source = trainer._source((x, y), 4)
+    epoch = source.epoch
+
+    def without(number, *, shuffle, after=None):
+        batches = enumerate(epoch(number, shuffle=shuffle))
+        return (batch for index, batch in batches if index // accumulate != out)
+
+    source.epoch = without
+    trainer._source = lambda *_: source
+
+
+def test_nan_policy_refuses_what_a_step_could_not_leave_out():
+    with pytest.raises(ValueError, match="moving averages do not go together"):
+        hvdtrain.Trainer(make_model(), optimizer=keras.optimizers.SGD(use_ema=True), loss="mse", nan_policy="skip")
+    with pytest.raises(ValueError, match="loss scaling and accumulate do not go together"):
+        hvdtrain.Trainer(make_model(), optimizer="sgd", loss="mse", nan_policy="skip", precision="fp16", accumulate=2)
