@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -211,7 +211,19 @@ class Loop:
         batches = source.epoch(self.position.epoch, shuffle=True, after=self.position.consumed)
         if self.position.step:
             self._take_on(held)
+            batches = self._rest(source, batches, held)
         return batches
+
+    def _rest(self, source: Source, batches: Iterator[Batch], held: rank_state.Arrays) -> Iterator[Batch]:
+        """Return an epoch's last batches; where its steps are all taken, let a batch tell what its metrics are."""
+        first = next(batches, None)
+        if first is not None:
+            return chain([first], batches)
+        shown = next(source.epoch(self.position.epoch, shuffle=True), None)
+        if shown is not None:
+            self._adapter.eval_step(replace(shown, local_count=0, global_count=0))
+        self._take_on(held)
+        return iter(())
 
     def _set_learning_rate(self, step: int) -> None:
         # Where an epoch's length is unknown there is no ramp, and any step but the first is past it.

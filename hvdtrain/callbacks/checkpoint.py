@@ -58,6 +58,7 @@ class Checkpoint(Callback):
         self._every_steps = every_steps
         self._background = background
         self.keeper: Keeper | None = None
+        self._kept_at = 0
 
     @property
     def moments(self) -> dict[str, Any]:
@@ -71,6 +72,10 @@ class Checkpoint(Callback):
         self.keeper = Keeper(self._store, background=self._background, world=trainer.world)
         return self.keeper
 
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Begin to count: what a run goes on from is kept already."""
+        self._kept_at = trainer.global_step
+
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         """Keep the state if it is time."""
         if self._every_steps and trainer.global_step % self._every_steps == 0:
@@ -80,14 +85,17 @@ class Checkpoint(Callback):
         """Keep the state if it is time."""
         if self._best is not None and self._best not in logs:
             raise ValueError(f"best must be one of {sorted(logs)}. Received: best={self._best!r}")
-        if self._every_epochs and ((epoch + 1) % self._every_epochs == 0 or epoch + 1 == trainer.epochs):
+        if self._every_epochs and (epoch + 1) % self._every_epochs == 0:
             self.save(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Wait until everything is written."""
+        """Keep how the run has ended, early or not, and wait until everything is written."""
+        if self._every_epochs and self._kept_at != trainer.global_step:
+            self.save(trainer)
         if self.keeper is not None:
             self.keeper.wait()
 
     def save(self, trainer: Trainer) -> None:
         """Keep the present state, whether or not it is time; a collective call."""
+        self._kept_at = trainer.global_step
         trainer.keep(self.keeper or self.open(trainer))

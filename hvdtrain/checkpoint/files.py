@@ -84,17 +84,17 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
 
 
 def read(directory: str | os.PathLike[str]) -> Contents:
-    """Read a checkpoint, of this format or of format 1, and check all of it.
+    """Read a checkpoint and check all of it.
 
     Raises:
-        CheckpointError: it is missing, damaged in any way, or of a newer format.
+        CheckpointError: it is missing, damaged in any way, or of another format.
     """
 
     def read_all(folder: int) -> Contents:
-        number, entries, meta = _read_meta(folder)
+        entries, meta = _read_meta(folder)
         names = {name: stem for name in entries if (stem := manifest.stem_of(name)) is not None}
         arrays = {stem: _parse_arrays(name, _read_file(folder, name, entries[name])) for name, stem in names.items()}
-        return Contents(_split(arrays["arrays"]) if number == 1 else arrays, meta)
+        return Contents(arrays, meta)
 
     return _in_folder(directory, read_all)
 
@@ -105,7 +105,7 @@ def read_meta(directory: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: as `read`.
     """
-    return _in_folder(directory, lambda folder: _read_meta(folder)[2])
+    return _in_folder(directory, lambda folder: _read_meta(folder)[1])
 
 
 def _writable(stem: str, arrays: Arrays) -> Arrays:
@@ -178,7 +178,8 @@ def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result
                 seen = os.fstat(folder)
                 return action(folder)
         except (OSError, CheckpointError) as error:
-            if _is_elsewhere(Path(directory), found, seen):
+            came = isinstance(error, FileNotFoundError) and seen is None and folders.locate(Path(directory)).is_dir()
+            if came or _is_elsewhere(Path(directory), found, seen):
                 continue  # its writer has put the next one in its place meanwhile
             reason = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(f"Checkpoint {directory} cannot be used: {reason}.") from error
@@ -190,11 +191,11 @@ def _is_elsewhere(directory: Path, found: Path, seen: os.stat_result | None) -> 
     try:
         return not os.path.samestat(os.stat(now), seen) if seen else now != found
     except OSError:
-        return False
+        return True  # it was moved just now: what is there instead, or that nothing is, the next look tells
 
 
-def _read_meta(folder: int) -> tuple[int, dict[str, Entry], dict[str, Any]]:
-    number, entries = manifest.parse(_read_file(folder, manifest.NAME, None))
+def _read_meta(folder: int) -> tuple[dict[str, Entry], dict[str, Any]]:
+    entries = manifest.parse(_read_file(folder, manifest.NAME, None))
     content = _read_file(folder, manifest.META, entries[manifest.META])
     try:
         meta = json.loads(content)
@@ -202,7 +203,7 @@ def _read_meta(folder: int) -> tuple[int, dict[str, Entry], dict[str, Any]]:
         raise CheckpointError(f"{manifest.META} is no JSON: {error}") from error
     if not isinstance(meta, dict):
         raise CheckpointError(f"{manifest.META} holds {type(meta).__name__}, not an object")
-    return number, entries, meta
+    return entries, meta
 
 
 def _read_file(folder: int, name: str, entry: Entry | None) -> bytes:
@@ -215,7 +216,7 @@ def _read_file(folder: int, name: str, entry: Entry | None) -> bytes:
                 raise CheckpointError(f"{name} is not a file")
             if entry is None and status.st_size > manifest.MAX_BYTES:
                 raise CheckpointError(f"{name} is damaged: it has {status.st_size} bytes")
-            if entry is not None and entry.size not in (-1, status.st_size):
+            if entry is not None and entry.size != status.st_size:
                 raise CheckpointError(f"{name} is damaged: it has {status.st_size} bytes instead of {entry.size}")
             with open(descriptor, "rb", closefd=False) as file:
                 content = file.read()
@@ -243,17 +244,6 @@ def _parse_arrays(name: str, content: bytes) -> Arrays:
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         # Its hash is right, so it was written like this.
         raise CheckpointError(f"{name} is no safetensors file that numpy can hold: {error!r}") from error
-
-
-def _split(arrays: Arrays) -> dict[str, Arrays]:
-    """Return format 1's arrays in the groups of today: there, all were in one file, with prefixes."""
-    groups: dict[str, Arrays] = {"model": {}, "optimizer": {}}
-    for name, array in arrays.items():
-        prefix, _, rest = name.partition(".")
-        if prefix not in groups:
-            raise CheckpointError(f"array {name!r} is neither the model's nor the optimizer's")
-        groups[prefix][rest] = array
-    return groups
 
 
 @contextmanager

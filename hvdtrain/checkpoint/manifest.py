@@ -56,11 +56,11 @@ def render(entries: dict[str, Entry]) -> bytes:
     return body + f', "sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 
 
-def parse(content: bytes) -> tuple[int, dict[str, Entry]]:
-    """Return (format, files) of a manifest.
+def parse(content: bytes) -> dict[str, Entry]:
+    """Return the files of a manifest.
 
     Raises:
-        CheckpointError: it is damaged, of a newer format, or names a file that no checkpoint has.
+        CheckpointError: it is damaged, of another format, or names a file that no checkpoint has.
     """
     signed = _OWN_DIGEST.fullmatch(content)
     if signed and hashlib.sha256(signed["body"]).hexdigest().encode() != signed["digest"]:
@@ -73,9 +73,7 @@ def parse(content: bytes) -> tuple[int, dict[str, Entry]]:
     if isinstance(number, int) and number > FORMAT:
         raise CheckpointError(f"it has format {number}, this hvdtrain reads up to {FORMAT}: update hvdtrain")
     if signed and number == FORMAT:
-        return number, _entries(manifest.get("files"))
-    if not signed and number == 1:
-        return number, _entries_of_format_1(manifest.get("sha256"))
+        return _entries(manifest.get("files"))
     raise CheckpointError(f"{NAME} is damaged: its format is {number!r}, or its own sha256 is missing")
 
 
@@ -92,10 +90,3 @@ def _entries(files: Any) -> dict[str, Entry]:
             raise CheckpointError(f"{NAME} is damaged: its entry of {name} is {entry!r}")
         entries[name] = Entry(size, sha256)
     return entries
-
-
-def _entries_of_format_1(hashes: Any) -> dict[str, Entry]:
-    names = {"arrays" + SUFFIX, META}
-    if not isinstance(hashes, dict) or hashes.keys() != names or not all(isinstance(h, str) for h in hashes.values()):
-        raise CheckpointError(f"{NAME} is damaged: it does not name {' and '.join(sorted(names))}")
-    return {name: Entry(-1, sha256) for name, sha256 in hashes.items()}

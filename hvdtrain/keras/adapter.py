@@ -134,9 +134,7 @@ class KerasAdapter:
         """Take the step: `accumulate` passes through Keras's train step, the last of which reduces and updates."""
         self._begin(batches[0])
         self._training = True
-        if self._interrupted:
-            rank_state.restore_metrics(self._interrupted, self._model)
-            self._interrupted = {}
+        self._go_on_counting()
         if not self._started:
             self._broadcast()
         if self._guard is not None:
@@ -164,6 +162,7 @@ class KerasAdapter:
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """Sum the metrics' own variables over ranks, and let the metrics make their results of them."""
+        self._go_on_counting()  # of an epoch whose last step was taken before
         variables = [v for metric in self._model.metrics for v in metric.variables]
         for variable, total in zip(variables, _reduced(variables, reduce), strict=True):
             # Counts and sums add up, which is what nearly every metric keeps; the others say so.
@@ -200,6 +199,12 @@ class KerasAdapter:
             self._model._symbolic_build(data_batch=_data(batch, self._world))
         self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
         self._fresh = False
+
+    def _go_on_counting(self) -> None:
+        """Take on the metrics of an epoch that was interrupted, now that a batch has made them."""
+        if self._interrupted:
+            rank_state.restore_metrics(self._interrupted, self._model)
+            self._interrupted = {}
 
     def _broadcast(self) -> None:
         if not self._model.optimizer.built:

@@ -64,6 +64,23 @@ def test_a_run_that_was_stopped_ends_as_if_it_never_was(kit, world, shared_tmp_p
     assert_same(resumed, straight)
 
 
+class StopBeforeTheEpochsEndIsKept(Callback):
+    """Stands for a kill during validation."""
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        if epoch == 1:
+            raise StoppedError
+
+
+@pytest.mark.world_size(2)
+def test_a_run_that_was_stopped_between_an_epochs_last_step_and_its_end_ends_likewise(kit, world, shared_tmp_path):
+    straight = train(kit, world, seed=7)
+    hooks = [Checkpoint(shared_tmp_path, every_steps=1), StopBeforeTheEpochsEndIsKept()]
+    with pytest.raises(StoppedError):
+        train(kit, world, seed=7, callbacks=hooks)
+    assert_same(train(kit, world, seed=99, callbacks=[Checkpoint(shared_tmp_path, every_steps=1)]), straight)
+
+
 @pytest.mark.world_size(2)
 def test_a_run_that_is_stopped_again_and_again_comes_to_the_same_end(kit, world, shared_tmp_path):
     straight = train(kit, world, seed=7)

@@ -190,24 +190,6 @@ def test_what_is_no_folder_is_an_error_that_names_it(tmp_path, kind):
             reader(tmp_path / "nowhere")
 
 
-def test_format_1_is_read_in_todays_groups(tmp_path):
-    from safetensors.numpy import save
-
-    both = (save({"model.a.weight": MODEL["a.weight"], "optimizer.0.step": np.array(7.0)}), b'{"epoch": 3}')
-    names = ("arrays.safetensors", "meta.json")
-    for name, content in zip(names, both, strict=True):
-        (tmp_path / name).write_bytes(content)
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in zip(names, both, strict=True)}
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "sha256": hashes}))
-    old = read(tmp_path)
-    assert old.meta == {"epoch": 3}
-    np.testing.assert_array_equal(old.arrays["model"]["a.weight"], MODEL["a.weight"])
-    assert old.arrays["optimizer"]["0.step"] == 7.0
-    (tmp_path / "arrays.safetensors").write_bytes(both[0][:-1] + b"\1")
-    with pytest.raises(CheckpointError, match=r"arrays.safetensors is damaged"):
-        read(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "meta.json", "manifest.json"])
 def test_a_failed_write_keeps_the_old_one_and_leaves_nothing(one, monkeypatch, name):
     real = os.fsync
