@@ -127,31 +127,22 @@ class IndexedSource:
 
     def _filler(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
         """Return the first samples that this rank has in the epoch, gone on with or not; any where it has none."""
-        first = sampling.shard(
-            self._num_samples,
-            rank=self._world.rank,
-            size=self._world.size,
-            epoch=epoch,
-            seed=self._seed,
-            shuffle=shuffle,
-        )[: self._batch_size]
+        first = self._make_shard(epoch, shuffle, 0)[: self._batch_size]
         return first if len(first) else np.zeros(1, np.int64)
 
     def _shard(self, epoch: int, shuffle: bool, start: int) -> sampling.Shard:
         key = (epoch, shuffle, start, self._world.rank, self._world.size)
         kept, mine = self._kept
         if mine is None or kept != key:
-            mine = sampling.shard(
-                self._num_samples,
-                rank=self._world.rank,
-                size=self._world.size,
-                epoch=epoch,
-                seed=self._seed,
-                shuffle=shuffle,
-                start=start,
-            )
+            mine = self._make_shard(epoch, shuffle, start)
             self._kept = (key, mine)  # in one piece: a prefetching thread may ask for another epoch meanwhile
         return mine
+
+    def _make_shard(self, epoch: int, shuffle: bool, start: int) -> sampling.Shard:
+        rank, size = self._world.rank, self._world.size
+        return sampling.shard(
+            self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle, start=start
+        )
 
 
 class IteratedSource:
