@@ -6,9 +6,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from hvdtrain.run.family import hears
 
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, the checkpoint is written, start it again
 
@@ -35,7 +36,9 @@ def install() -> Callable[[], None]:
     before: dict[signal.Signals, Any] = {}
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        if handler not in (signal.SIG_IGN, None) and not (handler is signal.SIG_DFL and _is_caught(number)):
+        # The kernel may know of a handler that Python does not: faulthandler's, for example.
+        foreign = handler is signal.SIG_DFL and hears(os.getpid(), number)
+        if handler not in (signal.SIG_IGN, None) and not foreign:
             before[number] = handler
             signal.signal(number, _ask)
 
@@ -45,16 +48,6 @@ def install() -> Callable[[], None]:
                 signal.signal(number, handler)
 
     return restore
-
-
-def _is_caught(number: int) -> bool:
-    """Return whether the kernel knows a handler: faulthandler's, for example, Python itself does not."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    mask = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
 
 
 def _ask(number: int, frame: FrameType | None) -> None:
