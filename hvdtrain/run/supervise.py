@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from hvdtrain.run.signals import Signals
 _POLL_S = 0.5
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
 _TERM_S = 5.0  # from SIGTERM to SIGKILL
+_CLOSING_S = 5.0  # for a launcher whose ranks have all ended: their status comes through it
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
 def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Ending:
     """Wait until the launcher has ended, or the job is beyond hope."""
     asked_at: float | None = None
+    ranks_at = -math.inf  # when there were ranks last
     terminated_at: float | None = None
     failed_at: float | None = None
     while (status := job.status()) is None:
@@ -137,8 +140,11 @@ def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Endin
             asked_at = now
             say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(options.grace_s)}")
         if asked_at is not None and terminated_at is None:
-            ranks = job.ask_to_stop(causes.rank_pids(job.run_dir))
-            if not ranks or now - asked_at > options.grace_s:
+            pids = causes.rank_pids(job.run_dir)
+            ranks = job.ask_to_stop(pids)
+            if ranks or (pids and ranks_at == -math.inf):
+                ranks_at = now
+            if now - asked_at > options.grace_s if ranks else now - ranks_at > _CLOSING_S:
                 terminated_at = now
                 if ranks:
                     say(f"the ranks have not ended within {_time(options.grace_s)}: ending them")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -268,6 +269,20 @@ def test_all_ranks_of_a_training_stop_at_the_same_step(start: Callable[..., Run]
     run.process.send_signal(signal.SIGTERM)
     assert run.ends(30) == 75
     assert run.log(0, "stopped") == run.log(1, "stopped") != []
+
+
+def test_a_launcher_that_closes_slowly_still_tells_how_its_ranks_ended(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    slow = tmp_path / "mpirun"
+    slow.write_text(
+        f'#!/bin/sh\n{shutil.which("mpirun")} "$@" >{tmp_path}/said 2>&1\nstatus=$?\nsleep 1\nexit $status\n'
+    )
+    slow.chmod(0o755)
+    run = start(MPIRUN, LIGHT, "4000", "", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    run.wait_for_steps()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ends(20) == 75
 
 
 def test_patience_has_an_end(start: Callable[..., Run]) -> None:
