@@ -63,6 +63,10 @@ class Host(Protocol):
         """Return whether the framework sees a GPU."""
         ...
 
+    def put_off_loading(self) -> str:
+        """Leave out of this process what the framework would load at once and most trainings never use; name it."""
+        ...
+
     def starts_with_threads(self) -> bool:
         """Return whether the number of threads must be known before anything is computed, a collective included."""
         ...
@@ -83,6 +87,7 @@ class Tuning:
     one_host: bool
     nccl: bool = False
     keeps_memory: bool = False
+    put_off: str = ""
     yours: list[str] = field(default_factory=list)
 
 
@@ -117,6 +122,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
     _set(watch.horovods_limits())
     if not tuning.nccl:
         tuning.keeps_memory = keep_freed_memory(torch=engine == "torch" and not on_jax)
+    tuning.put_off = host.put_off_loading()
     return tuning
 
 
@@ -176,6 +182,8 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
         words.append(f"tensors up to {_kib(FUSION)} fused")
     if tuning.keeps_memory:
         words.append("freed memory kept")
+    if tuning.put_off:
+        words.append(f"{tuning.put_off} loaded when needed")
     if tuning.yours:
         words.append("yours: " + ", ".join(tuning.yours))
     return ", ".join(words)

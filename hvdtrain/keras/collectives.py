@@ -39,6 +39,11 @@ def has_gpu() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
+def put_off_loading() -> str:
+    """Return "": TensorFlow is loaded as a whole."""
+    return ""
+
+
 def starts_with_threads() -> bool:
     """Return True: TensorFlow's threads are started with its first operation."""
     return True

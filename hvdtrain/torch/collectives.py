@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hvdtrain.torch import compiler_on_demand
 from hvdtrain.world import Op, load_engine
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
@@ -35,6 +36,11 @@ def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
 def has_gpu() -> bool:
     """Return whether torch sees a GPU."""
     return torch.cuda.is_available()
+
+
+def put_off_loading() -> str:
+    """Put off the compiler; see `hvdtrain.torch.compiler_on_demand`."""
+    return "torch.compile" if compiler_on_demand.install() else ""
 
 
 def starts_with_threads() -> bool:

@@ -62,6 +62,9 @@ class Host:
     def has_gpu(self):
         return self.gpu
 
+    def put_off_loading(self):
+        return ""
+
     def starts_with_threads(self):
         return False
 
