@@ -44,24 +44,45 @@ def steps_of(folder, rank):
     return 0
 
 
-def kill_at(folder, rank, step, process):
-    """Kill a rank once it has come to a step; return the moment."""
-    limit = time.monotonic() + LIMIT_S
-    while steps_of(folder, rank) < step:
+def wait_for(condition, process, *, limit_s, what):
+    limit = time.monotonic() + limit_s
+    while not condition():
         assert process.poll() is None, process.stdout.read()[-4000:]
-        assert time.monotonic() < limit, f"rank {rank} never came to step {step}"
+        assert time.monotonic() < limit, what
         time.sleep(0.002)
-    os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
-    return time.monotonic()
 
 
-def seconds_until_training(folder, since):
-    """Return how long after `since` a rank has taken its next step."""
-    before = (folder / "step-0").stat().st_mtime_ns
-    while (folder / "step-0").stat().st_mtime_ns == before:
-        assert time.monotonic() - since < 60, "not training again a minute after a kill"
-        time.sleep(0.01)
+def kill_at(folder, rank, step, process):
+    """Kill a rank once it has come to a step; return the moment and all ranks' processes."""
+    wait_for(
+        lambda: steps_of(folder, rank) >= step, process, limit_s=LIMIT_S, what=f"rank {rank} never came to step {step}"
+    )
+    pids = pids_of(folder)
+    os.kill(pids[rank], signal.SIGKILL)
+    return time.monotonic(), pids
+
+
+def pids_of(folder):
+    return [int(path.read_text() or 0) for path in sorted(folder.glob("pid-*"))]
+
+
+def seconds_until_training(folder, killed, process):
+    """Return how long after a kill every rank, another process now, has taken a step."""
+    since, before = killed
+
+    def training():
+        pids, steps = ([path.stat().st_mtime_ns for path in sorted(folder.glob(f"{n}-*"))] for n in ("pid", "step"))
+        anew = all(old != new for old, new in zip(before, pids_of(folder), strict=True))
+        return anew and all(step > begun for step, begun in zip(steps, pids, strict=True))
+
+    wait_for(training, process, limit_s=60, what="not training again a minute after a kill")
     return time.monotonic() - since
+
+
+def moments(rng, kills):
+    """Return steps to kill at, far enough apart for each start to come further than the one before."""
+    gap = 4
+    return np.sort(rng.choice(np.arange(3, STEPS - gap * kills), kills, replace=False)) + gap * np.arange(kills)
 
 
 @pytest.mark.timeout(600)
@@ -70,29 +91,33 @@ def seconds_until_training(folder, since):
 )
 def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, backend, times, tmp_path, rng, row, scale):
     straight = run(tmp_path / "straight", framework, backend)
-    again, kills = [], times if scale == 1 else 4 * times
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    process = subprocess.Popen(
-        command(folder, framework, restarts=kills, step_s=0.03),
-        env=environment(backend),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        for step in sorted(rng.choice(np.arange(3, STEPS - 4), kills, replace=False).tolist()):
-            since = kill_at(folder, int(rng.integers(2)), step, process)
-            again.append(seconds_until_training(folder, since))
-        output, _ = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output[-4000:]
-    end = json.loads((folder / "end.json").read_text())
-    assert end["sha256"] == straight["sha256"]
-    assert end["history"] == straight["history"]
+    again = []
+    for number in range(1 if scale == 1 else 4):
+        folder = tmp_path / f"killed-{number}"
+        folder.mkdir()
+        process = subprocess.Popen(
+            command(folder, framework, restarts=times, step_s=0.03),
+            env=environment(backend),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            for step in moments(rng, times).tolist():
+                step = max(step, steps_of(folder, 0) + 2)  # of the start before: this one is to come further
+                if step > STEPS - 3:
+                    break
+                killed = kill_at(folder, int(rng.integers(2)), step, process)
+                again.append(seconds_until_training(folder, killed, process))
+            output, _ = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+        assert process.returncode == 0, output[-4000:]
+        end = json.loads((folder / "end.json").read_text())
+        assert end["sha256"] == straight["sha256"]
+        assert end["history"] == straight["history"]
     name = framework if backend is None else f"Keras on {backend}"
-    row(f"kill -9 of a rank, {name}", kills, f"same bits; training again after at most {max(again):.1f} s")
+    row(f"kill -9 of a rank, {name}", len(again), f"same bits; training again after at most {max(again):.1f} s")
 
 
 @pytest.mark.timeout(300)
