@@ -115,9 +115,11 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         if not host.has_gpu() and _has_room_for(launcher.detect()):
             wanted |= _NO_NETWORKS
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
-        # Only small tensors gain by being copied into one buffer; 64 MB would be copied in and out for nothing. Larger
-        # ones also start a cycle at once. Where Horovod tunes itself, what is set would be out of its reach.
-        wanted[FUSION] = str(2**17)
+        # Small gradients travel in buckets of ours, and large ones gain nothing by being copied. What Horovod fuses
+        # hangs on time, and on three ranks or more so does the order in which MPI and Gloo add, and the last bit of
+        # the weights. Without fusion a tensor also starts a cycle at once. Where Horovod tunes itself, what is set
+        # would be out of its reach.
+        wanted[FUSION] = "0"
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
     _set(watch.horovods_limits())
     if not tuning.nccl:
@@ -179,7 +181,8 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
         words.append(f"{threads} thread{'s' * (threads > 1)} a rank")
     words.append(f"cycle {os.environ.get(CYCLE, '1')} ms")
     if FUSION in os.environ:
-        words.append(f"tensors up to {_kib(FUSION)} fused")
+        fused = os.environ[FUSION]
+        words.append("no fusion" if fused == "0" else f"tensors up to {_kib(FUSION)} fused")
     if tuning.keeps_memory:
         words.append("freed memory kept")
     if tuning.put_off:

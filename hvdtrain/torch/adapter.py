@@ -104,8 +104,11 @@ class TorchAdapter:
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
-        """Random states, buffers, and the epoch's running totals."""
+        """Random states, buffers, the epoch's running totals, and which gradients travel together."""
         held = training_state.rank_state(self._model, self._device)
+        packed = self._optimizer._hvd_reducer.packed if self._reduced else None
+        if packed is not None:
+            held["max.packed"] = packed
         held["max.loss_per_sample"] = np.array([self._weights.per_sample])
         if self._training:
             held["sum.totals"] = self._totals.numbers
@@ -114,6 +117,8 @@ class TorchAdapter:
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         training_state.set_rank_state(held, self._model, self._device)
+        if "max.packed" in held and self._reduced:
+            self._optimizer._hvd_reducer.packed = held["max.packed"]
         if "max.loss_per_sample" in held:
             self._weights.per_sample = float(held["max.loss_per_sample"][0])
         if "sum.totals" in held:

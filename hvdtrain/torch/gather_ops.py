@@ -190,11 +190,12 @@ def grouped_reducescatter_async(
     process_set = engine.global_set(process_set)
     native = engine.native()
     sent = [wire.to_reduce(t) for t in tensors]
+    if prescale_factor != 1.0:  # Horovod would do it in its fusion buffer, and refuse what is larger
+        sent = [(t * prescale_factor).to(t.dtype) for t in sent]
     options = {
         "name": name or engine.auto_name("reducescatter", process_set),
         "op": op,
         "process_set": process_set,
-        "prescale_factor": prescale_factor,
         "postscale_factor": postscale_factor,
     }
     if len(sent) == 1:

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import bucket, engine, units
+from hvdtrain.torch import bucket, engine, presence, units
 from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor
 from hvdtrain.torch.engine import Average
 from hvdtrain.torch.handles import Handle
@@ -32,22 +34,6 @@ class ReducerOptions:
     sparse_as_dense: bool = False
     process_set: Any = None
     average_aggregated_gradients: bool = False
-
-
-@dataclass
-class _Everywhere:
-    """What all ranks have told each other at the end of a step; equal on all of them.
-
-    Attributes:
-        active: ranks that have not joined.
-        weight: the sum of the ranks' weights; None where none were given.
-        counts: for each unit, on how many ranks each parameter's gradient is dense, and on how many sparse; None where
-            every rank has just the gradients that this one has.
-    """
-
-    active: int
-    weight: float | None
-    counts: list[tuple[list[int], list[int]]] | None
 
 
 @dataclass
@@ -95,7 +81,7 @@ class Reducer:
         self._abandoned_active: Handle | None = None
         self._abandoned_numbers: Handle | None = None
         self._packs = options.groups in (None, 0) and options.compression is NoneCompressor
-        self._packed = False
+        self._dense: list[Parameter] | None = None  # whose gradients are, on all ranks, once that is known
         self._closing: bucket.Bucket | None = None  # the bucket that waits for what ranks tell each other
         included = options.process_set.included() is not False
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # one rank now, perhaps more after the next reset
@@ -125,16 +111,37 @@ class Reducer:
     def _names_of(self, members: list[Parameter]) -> list[str]:
         return [self._names[p] for p in members]
 
-    def _pack(self, counts: list[tuple[list[int], list[int]]] | None) -> None:
+    @property
+    def packed(self) -> NDArray[np.uint8] | None:
+        """For each parameter whether its gradient may travel in a bucket; None before ranks have found out.
+
+        Equal on all ranks. A run that goes on sets it before its first step, so that what is summed is cut as it was:
+        on three ranks or more the last bit depends on that.
+        """
+        if self._dense is None:
+            return None
+        dense = set(self._dense)
+        return np.array([param in dense for param in self._names], np.uint8)
+
+    @packed.setter
+    def packed(self, flags: NDArray[np.uint8]) -> None:
+        self._renew()
+        if self._packs and self.is_distributed and len(flags) == len(self._names):
+            self._unpack()
+            self._pack([param for param, flag in zip(self._names, flags, strict=True) if flag])
+
+    def _pack_what_is_dense(self, counts: presence.Counts | None) -> None:
         """Put small gradients that are dense on all ranks into buckets, from the next step on."""
-        self._packed = True
         size = self.options.process_set.size()
-        candidates = []
+        dense = []
         for index, unit in enumerate(self._units):
-            dense = unit.flags()[0] if counts is None else counts[index][0][0] == size
-            if len(unit.params) == 1 and dense:
-                candidates.append(unit.params[0])
-        buckets = bucket.pack(candidates)
+            if len(unit.params) == 1 and (unit.flags()[0] if counts is None else counts[index][0][0] == size):
+                dense.append(unit.params[0])
+        self._pack(dense)
+
+    def _pack(self, dense: list[Parameter]) -> None:
+        self._dense = dense
+        buckets = bucket.pack(dense)
         packed = {param for members in buckets for param in members}
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:
@@ -146,7 +153,7 @@ class Reducer:
 
     def _unpack(self) -> None:
         """Send each parameter alone again: a rank that is new to the run has no buckets yet."""
-        self._packed, self._closing = False, None
+        self._dense, self._closing = None, None
         buckets = [unit for unit in self._units if isinstance(unit, bucket.Bucket)]
         if not buckets:
             return
@@ -326,11 +333,11 @@ class Reducer:
                     present = [bool(dense or sparse) for dense, sparse in zip(*found.counts[index], strict=True)]
                 unit.finish(present, correction)
         # Only where all ranks took part, so that all of them pack in the same step.
-        if self._packs and not self._packed and found.active == size:
-            self._pack(found.counts)
+        if self._packs and self._dense is None and found.active == size:
+            self._pack_what_is_dense(found.counts)
         return found.weight
 
-    def _start_what_others_have(self, counts: list[tuple[list[int], list[int]]]) -> None:
+    def _start_what_others_have(self, counts: presence.Counts) -> None:
         """Take part in the reductions of gradients that this rank lacks."""
         for unit, (dense, sparse) in zip(self._units, counts, strict=True):
             if unit.takes_sparse and dense[0] and sparse[0]:
@@ -343,31 +350,15 @@ class Reducer:
             if not unit.is_started and (any(dense) or any(sparse)):
                 unit.start(self._all_active, sparse=bool(sparse[0]))
 
-    def _tell_each_other(self, weight: float | None, size: int) -> _Everywhere:
+    def _tell_each_other(self, weight: float | None, size: int) -> presence.Everywhere:
         """Exchange which gradients ranks have, how many ranks are left, and what they weigh.
 
-        The numbers travel with the last bucket, or join the last gradients in Horovod's fusion buffer: for that they
-        are reduced with the same operation and factors, which are undone here.
+        The numbers travel with the last bucket where there is one, and so are reduced as gradients are.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
-        numbers = [1.0, weight or 0.0, *flags]
-        how, received = self._send_with_gradients(numbers)
-        factor = how.prescale_factor * how.postscale_factor
-        one = factor / size if how.op == Average else factor  # what a rank adds to what is received
-        total = None if weight is None else received[1] / one
-        # The mean of what all ranks have alike is what this one has: nothing to look into, in nearly all steps.
-        if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
-            return _Everywhere(size, total, None)
-        active = round(received[0] / one) if self._counts_ranks else size
-        totals = [round(number / one) for number in received[2:]]
-        if active == size and totals == [size * flag for flag in flags]:
-            return _Everywhere(active, total, None)
-        counts, offset = [], 0
-        for unit in self._units:
-            end = offset + 2 * len(unit.params)
-            counts.append((totals[offset:end:2], totals[offset + 1 : end : 2]))
-            offset = end
-        return _Everywhere(active, total, counts)
+        how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
+        told = presence.Told(received, how, size, self._counts_ranks)
+        return told.compared_with(flags, [len(unit.params) for unit in self._units], weighted=weight is not None)
 
     def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
         """Return how `numbers` were reduced, and what came of them; they travel with the last gradients."""

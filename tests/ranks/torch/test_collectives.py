@@ -80,6 +80,12 @@ def test_poll_and_handles(hvd, rank):
     assert torch.equal(hvd.synchronize(handle), torch.ones(2))
 
 
+def test_reducescatter_scales_before_it_reduces(hvd, rank, size):
+    tensor = torch.ones(size * 40_000, 2) * (rank + 1)  # more than a fusion buffer of Horovod's holds
+    mine = hvd.reducescatter(tensor, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    torch.testing.assert_close(mine, torch.full((40_000, 2), 2.0 * sum(range(1, size + 1))))
+
+
 def test_reducescatter_and_grouped_gathers(hvd, rank, size):
     tensor = torch.arange(float(size * 2)) * (rank + 1)
     mine = hvd.reducescatter(tensor, op=hvd.Sum)

@@ -128,6 +128,15 @@ def random_model():
     )
 
 
+def deep_model(on_gradient):
+    """A model of many small tensors; within a step of Keras's nothing can be told of its gradients."""
+    keras.utils.set_random_seed(0)
+    if "tensorflow" in sys.modules:
+        sys.modules["tensorflow"].random.set_seed(None)
+    layers = [keras.layers.Dense(128, activation="tanh") for _ in range(9)]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+
+
 def seed(number):
     keras.utils.set_random_seed(number)
     if "tensorflow" in sys.modules:  # which orders tf.data's shuffle too, and must be equal on all ranks

@@ -117,6 +117,16 @@ def random_model():
     )
 
 
+def deep_model(on_gradient):
+    """A model of many small tensors, in more than one bucket, which says of each gradient that it is made."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh()) for _ in range(9)]
+    net = torch.nn.Sequential(torch.nn.Linear(6, 128), *layers, torch.nn.Linear(128, 3))
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: on_gradient())
+    return net
+
+
 def seed(number):
     torch.manual_seed(number)
 
