@@ -31,10 +31,14 @@ class LearningRate:
     def __init__(self, base: Sequence[float], *, scaling: str, size: int, warmup_epochs: float) -> None:
         check_options(scaling, warmup_epochs)
         self.base = tuple(base)
-        self.factor = factor(scaling, size)
         self._scaling = scaling
-        self._size = size
         self._warmup_epochs = warmup_epochs
+        self.scale_to(size)
+
+    def scale_to(self, size: int) -> None:
+        """Take on another number of ranks."""
+        self._size = size
+        self.factor = factor(self._scaling, size)
 
     @property
     def is_fixed(self) -> bool:

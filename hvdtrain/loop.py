@@ -120,7 +120,8 @@ class Loop:
     def own(self) -> rank_state.Arrays:
         """Return what this rank holds of its own."""
         begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
-        return rank_state.random_states() | self._adapter.rank_state | (begin if self.position.step else {})
+        now = rank_state.random_states() | self._adapter.rank_state | (begin if self.position.step else {})
+        return now | self._held  # what is yet to be taken on
 
     def _take_on(self, held: rank_state.Arrays) -> None:
         rank_state.set_random_states(held)
@@ -175,7 +176,11 @@ class Loop:
             position.advance(batches, size=self._world.size)
             watch.step_done(position.global_step)
             hooks.on_step_end(trainer, step)
-            if self._pulse.beat(preemption.requested() is not None):
+            asked = preemption.requested() is not None
+            kept = trainer.kept
+            if self._pulse.beat(asked or (kept is not None and kept.hosts_have_changed)):
+                if kept is not None:
+                    kept.meet_anew_unless(asked, self)
                 self.leave()
 
     def _keep(self) -> bool:

@@ -49,8 +49,10 @@ def set_random_states(states: Arrays) -> None:
         np.random.set_state(("MT19937", keys, position, int(has_gauss), float(cached)))  # noqa: NPY002
 
 
-def gather(mine: Arrays, *, world: World) -> Arrays:
+def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
     """Return all ranks' values as {"<rank>/<name>": array} on the root, and nothing on the others; a collective.
+
+    With `everywhere`, all ranks get them.
 
     "mean.x" and "max.x" that are equal on all ranks are there once, as rank 0's: models keep masks and tables, too, as
     buffers.
@@ -59,7 +61,7 @@ def gather(mine: Arrays, *, world: World) -> Arrays:
     if not world.is_root:
         mine = {name: array for name, array in mine.items() if name not in equal}
     parts = _exchange(_pack(mine), world=world)
-    if not world.is_root:
+    if not (world.is_root or everywhere):
         return {}
     return {f"{rank}/{name}": array for rank, part in enumerate(parts) for name, array in _unpack(part).items()}
 

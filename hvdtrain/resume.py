@@ -102,6 +102,39 @@ class Keeper:
         return _restore(find, adapter, lr_factor=lr_factor, world=self._world)
 
 
+class Memory:
+    """Keeps a run's state in every rank's memory, for those that are left when others die; see `Keeper`.
+
+    Args:
+        world: the ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._kept: Contents | None = None
+
+    def save(self, adapter: Adapter, ranks: Arrays, meta: dict[str, Any]) -> None:
+        """Keep a copy of the present state in place of the one before; a collective call."""
+        everyones = rank_state.gather(ranks, world=self._world, everywhere=True)
+        self._kept = _contents(adapter.state(), everyones, meta, world=self._world, copy=True)
+
+    def go_back(self, adapter: Adapter) -> None:
+        """Load this rank's own copy, if it has one, so that nothing is left of a step that has failed."""
+        if self._kept is not None:
+            adapter.load_state(_state(self._kept))
+
+    def restore(self, adapter: Adapter, *, lr_factor: float) -> tuple[dict[str, Any], Arrays] | None:
+        """Load the root's copy on the root; None where it has none. See `restore` for what is returned."""
+
+        def find() -> tuple[Path, Contents] | None:
+            # Reading takes parts out of the meta data.
+            if self._kept is None:
+                return None
+            return Path("in memory"), Contents(self._kept.arrays, dict(self._kept.meta))
+
+        return _restore(find, adapter, lr_factor=lr_factor, world=self._world)
+
+
 def save(directory: Any, adapter: Adapter, ranks: Arrays, meta: dict[str, Any], *, world: World) -> None:
     """Write one checkpoint to `directory`; for the arguments and errors see `Keeper.save`."""
     kept = rank_state.gather(ranks, world=world)
@@ -151,12 +184,12 @@ def _restore(
         if found is None:
             return None
         directory, contents = found
-        arrays = {f"{name}.{key}": a for name in _FILES for key, a in contents.arrays.get(name, {}).items()}
         meta = contents.meta
         try:
-            adapter.load_state(State(arrays, meta.pop("adapter")))
+            adapter.load_state(_state(contents))
         except ValueError as error:
             raise CheckpointError(f"Checkpoint {directory} is of another model: {error}") from error
+        del meta["adapter"]
         before = learning_rate.factor(meta["config"]["lr_scaling"], meta["world_size"])
         if before != lr_factor:
             rates = adapter.learning_rates
@@ -167,6 +200,11 @@ def _restore(
 
     meta: dict[str, Any] | None = agreement.together(read, world=world, name="restore")
     return None if meta is None else (meta, rank_state.deal(kept, world=world))
+
+
+def _state(contents: Contents) -> State:
+    arrays = {f"{name}.{key}": a for name in _FILES for key, a in contents.arrays.get(name, {}).items()}
+    return State(arrays, contents.meta["adapter"])
 
 
 def _contents(state: State, kept: Arrays, meta: dict[str, Any], *, world: World, copy: bool) -> Contents:

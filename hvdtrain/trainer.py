@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain import agreement, learning_rate, prediction, preemption
+from hvdtrain import agreement, launcher, learning_rate, prediction, preemption
 from hvdtrain import resume as resuming
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.bad_numbers import POLICIES
@@ -23,11 +23,15 @@ from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.keras_style import as_callback
 from hvdtrain.callbacks.progress import ProgressLine
 from hvdtrain.callbacks.sync_check import SyncCheck
+from hvdtrain.checks import check_choice, check_positive
 from hvdtrain.data import Source, as_source
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.loop import History as History
 from hvdtrain.loop import Loop
 from hvdtrain.world import World, init
+
+if TYPE_CHECKING:
+    from hvdtrain.elastic_fit import FitState
 
 log = logging.getLogger("hvdtrain")
 
@@ -67,6 +71,7 @@ class Trainer:
         world: the ranks.
         epochs: how many epochs the current fit has.
         steps_per_epoch: optimizer steps, where known beforehand.
+        kept: the last commit, in an elastic job while `fit` runs.
 
     Raises:
         ValueError: an option outside its range; a model without trainable parameters; an optimizer over others.
@@ -90,13 +95,13 @@ class Trainer:
         nan_policy: str | None = None,
         seed: int | None = None,
     ) -> None:
-        _check_choice("precision", precision, PRECISIONS)
-        _check_choice("compression", compression, COMPRESSIONS)
+        check_choice("precision", precision, PRECISIONS)
+        check_choice("compression", compression, COMPRESSIONS)
         if nan_policy is not None:
-            _check_choice("nan_policy", nan_policy, POLICIES)
-        _check_positive("accumulate", accumulate, int)
+            check_choice("nan_policy", nan_policy, POLICIES)
+        check_positive("accumulate", accumulate, int)
         if clip_norm is not None:
-            _check_positive("clip_norm", clip_norm, float)
+            check_positive("clip_norm", clip_norm, float)
         learning_rate.check_options(lr_scaling, warmup_epochs)
         self.model = model
         self.world: World = init(framework_of(model))
@@ -110,7 +115,10 @@ class Trainer:
             "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
             "compression": compression, "nan_policy": nan_policy, "seed": seed,
         }  # fmt: skip
-        agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
+        # In an elastic job a new rank makes its Trainer alone, and meets the others in `fit`.
+        self._elastic = launcher.is_elastic()
+        if not self._elastic:
+            agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         self._accumulate, self._seed = accumulate, seed
         self._adapter = adapter_for(
             model,
@@ -125,7 +133,9 @@ class Trainer:
         )
         self._loop = Loop(self, self._adapter, self._lr, self._config)
         self._stop = False
-        self._adapter.start()  # so that evaluate and predict, too, run one model and not each rank's own
+        self.kept: FitState | None = None
+        if not self._elastic:
+            self._adapter.start()  # so that evaluate and predict, too, run one model and not each rank's own
 
     def fit(
         self,
@@ -159,24 +169,47 @@ class Trainer:
         ranks end after the same step, with a checkpoint where there is a checkpoint_dir, and exit with
         `hvdtrain.preemption.EXIT_CODE`, 75.
 
+        In an elastic job, when a rank dies or hosts come and go, those that are there go on from the last commit, which
+        all ranks keep in memory: the beginning, each epoch's end, each checkpoint within an epoch, and the step after
+        which ranks hear of hosts that have changed. New ranks make their Trainer and call `fit` alone, so a script has
+        one call of it, and no collective call comes before: nothing but `hvdtrain.init`, and no `evaluate`.
+
         Raises:
             ValueError: no data, or an option outside its range.
             DesyncError: ranks were given different data or options, or came to hold different weights (`SyncCheck`).
             SystemExit: a rank was asked to stop.
         """
-        _check_positive("epochs", epochs, int)
-        _check_choice("resume", resume, ("auto", "never"))
+        check_positive("epochs", epochs, int)
+        check_choice("resume", resume, ("auto", "never"))
+
+        def once() -> None:
+            hooks = self._hooks(callbacks, checkpoint_dir, progress)
+            self._fit(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
+
+        if self._elastic:
+            from hvdtrain import elastic_fit
+
+            elastic_fit.run(self, once, self._adapter)
+        else:
+            once()
+        return self.history
+
+    def _fit(
+        self, train: Any, validation: Any, hooks: CallbackList, *, epochs: int, batch_size: int, resume: str
+    ) -> None:
+        """Train with the ranks there are, from the last commit, a checkpoint or the beginning."""
+        if self._elastic:
+            self._lr.scale_to(self.world.size)
+            agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         source = self._source(train, batch_size)
-        batch_size, epochs = int(batch_size), int(epochs)
+        batch_size = int(batch_size)
         held_out = None if validation is None else self._source(validation, batch_size)
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
-        hooks = self._hooks(callbacks, checkpoint_dir, progress=progress)
         checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
         self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
         keepers = [each.open(self) for each in checkpoints]
-        for keeper in keepers:
-            self._find_progress(keeper, resume)
+        self._find_progress(keepers, resume)
         states = self._loop.begin(source, hooks)
         self._stop = False
         self._adapter.start()
@@ -189,11 +222,11 @@ class Trainer:
             give_back()
             for keeper in keepers:
                 keeper.finish()
-        return self.history
 
     def _run(self, source: Source, held_out: Source | None, hooks: CallbackList, states: list[Any]) -> None:
         hooks.on_fit_begin(self)
         hooks.load_states(states)
+        self._commit()
         stop = self._is_to_stop(between=False)
         for epoch in range(self._loop.position.epoch, self.epochs):
             if stop:
@@ -206,6 +239,7 @@ class Trainer:
             self.history.add(logs)
             self._loop.position.end_epoch()
             hooks.on_epoch_end(self, epoch, logs)
+            self._commit()
             stop = self._is_to_stop(between=True)
         hooks.on_fit_end(self)
 
@@ -264,6 +298,11 @@ class Trainer:
             CheckpointError: it is missing, damaged, or of another model (named tensor).
         """
         world = init(framework_of(model))
+        if launcher.is_elastic():
+            raise HvdTrainError(
+                "Trainer.load takes all ranks, which in an elastic job meet in fit alone. Call fit with "
+                f"checkpoint_dir, which goes on from its newest checkpoint. Received: directory={directory!r}"
+            )
         config = resuming.read_config(directory, world=world)
         trainer = cls(model, **{**config, **options})
         trainer._loop.load(resuming.restore(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world))
@@ -282,6 +321,8 @@ class Trainer:
 
     def keep(self, keeper: resuming.Keeper) -> None:
         """Have the present state kept; a collective call. See `hvdtrain.callbacks.Checkpoint`."""
+        if self._loop.position.step:  # at an epoch's end it is kept anyway
+            self._commit()
         keeper.save(self._adapter, self._loop.own(), self._loop.progress())
 
     def state(self, *, copy: bool = True) -> State:
@@ -296,6 +337,10 @@ class Trainer:
     def repair(self) -> None:
         """Give every rank the root's weights and optimizer state; a collective call."""
         self._adapter.start()
+
+    def _commit(self) -> None:
+        if self.kept is not None:
+            self.kept.commit(self._loop)
 
     def stop(self) -> None:
         """End the run after this epoch, on every rank; one rank's call is enough."""
@@ -318,7 +363,7 @@ class Trainer:
                 "Use warmup_epochs=0, or data with a length."
             )
 
-    def _hooks(self, callbacks: Sequence[Any], checkpoint_dir: str | None, *, progress: bool) -> CallbackList:
+    def _hooks(self, callbacks: Sequence[Any], checkpoint_dir: str | None, progress: bool) -> CallbackList:
         hooks = [as_callback(each) for each in callbacks] + [ProgressLine()] * progress
         if not any(isinstance(hook, SyncCheck) for hook in hooks):
             hooks.append(SyncCheck())
@@ -327,29 +372,19 @@ class Trainer:
         # Last: what the others do to the model or to themselves is then part of it, and found equal on all ranks.
         return CallbackList(sorted(hooks, key=lambda hook: isinstance(hook, Checkpoint)))
 
-    def _find_progress(self, keeper: resuming.Keeper, resume: str) -> None:
-        if resume == "never":
-            keeper.set_aside()
-        else:
-            self._loop.load(keeper.restore(self._adapter, lr_factor=self._lr.factor))
+    def _find_progress(self, keepers: Sequence[resuming.Keeper], resume: str) -> None:
+        if self.kept is not None:
+            found = self.kept.find(lr_factor=self._lr.factor)
+            if found is not None:
+                self._loop.load(found)
+                return
+        for keeper in keepers:
+            if resume == "never":
+                keeper.set_aside()
+            else:
+                self._loop.load(keeper.restore(self._adapter, lr_factor=self._lr.factor))
 
     def _evaluate(self, source: Source) -> dict[str, float]:
         for batch in source.epoch(0, shuffle=False):
             self._adapter.eval_step(batch)
         return self._adapter.metrics(lambda vector: self.world.allreduce(vector, name="metrics"))
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}")
-
-
-def _check_positive(name: str, value: Any, kind: type) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, np.integer) if kind is int else (int, float))
-        or value <= 0
-    ):
-        raise ValueError(
-            f"{name} must be {'an int >= 1' if kind is int else 'a number > 0'}. Received: {name}={value!r}"
-        )

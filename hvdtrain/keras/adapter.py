@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hvdtrain.keras as hvd
+from hvdtrain import launcher
 from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data import Batch
 from hvdtrain.keras import losses, rank_state, training_state
@@ -83,7 +84,8 @@ class KerasAdapter:
         self._model = model
         self._options = options
         self._world = world
-        self._weighted = world.size > 1 or options.accumulate > 1
+        self._elastic = launcher.is_elastic()
+        self._weighted = world.size > 1 or options.accumulate > 1 or self._elastic
         self._sums = losses.is_sum(model, split=self._weighted)
         self.fault: Fault | None = None
         self._guard = guard_for(model, options)
@@ -127,6 +129,8 @@ class KerasAdapter:
     def start(self) -> None:
         """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""
         self._started = False
+        if self._elastic:
+            self._meet()
         if self._model.built:
             self._broadcast()
 
@@ -205,6 +209,19 @@ class KerasAdapter:
         if self._interrupted:
             rank_state.restore_metrics(self._interrupted, self._model)
             self._interrupted = {}
+
+    def _meet(self) -> None:
+        """Agree with ranks that may be others than before on the names of gradients, and make steps anew for them."""
+        if not self._model.built:
+            raise ValueError(
+                f"In an elastic job a model must be built before fit. Received: {self._model.name}, which is not. "
+                "Begin it with keras.Input, or call model.build(input_shape)."
+            )
+        if not self._model.optimizer.built:
+            self._model.optimizer.build(self._model.trainable_variables)
+        if self._world.size > 1:
+            self._part.agree_on_model()
+        self._model.train_function = None
 
     def _broadcast(self) -> None:
         if not self._model.optimizer.built:

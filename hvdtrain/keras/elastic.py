@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
+from hvdtrain.elastic import ObjectState, State, run_fn
 from hvdtrain.keras import basics, host, ops
 from hvdtrain.keras.callbacks import Logs, _sync_from_jax
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.variables import broadcast_model
 
 
-class _SoloState:
-    """Horovod's ObjectState, for one process without Horovod: nobody comes or goes."""
-
-    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **attributes: Any) -> None:
-        self._saved_state = attributes
-        self.restore()
-
-    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Accept functions to call when ranks change, which they will not."""
-
-    def commit(self) -> None:
-        """Save."""
-        self.save()
-
-    def check_host_updates(self) -> None:
-        """There are no other hosts."""
-
-    def save(self) -> None:
-        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
-
-    def restore(self) -> None:
-        for name, value in self._saved_state.items():
-            setattr(self, name, value)
-
-    def sync(self) -> None:
-        self.save()
-
-
-def _base() -> Any:
-    if basics.engine() is None:
-        return _SoloState
-    from horovod.common.elastic import ObjectState
-
-    return ObjectState
-
-
-_Base: Any = _base()
-
-
-class KerasState(_Base):
+class KerasState(ObjectState):
     """A model, its optimizer and further values, which an elastic run saves, restores and synchronizes.
 
     Args:
@@ -109,38 +70,11 @@ class KerasState(_Base):
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate `func(state, ...)` so that it is started again from the last commit whenever ranks come or go."""
-    if basics.engine() is None:
-
-        @functools.wraps(func)
-        def once(state: Any, *args: Any, **kwargs: Any) -> Any:
-            state.sync()
-            return func(state, *args, **kwargs)
-
-        return once
-    from horovod.common.elastic import run_fn
-    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-
-    @functools.wraps(func)
-    def translated(state: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return func(state, *args, **kwargs)
-        except (HorovodInternalError, HostsUpdatedInterrupt):
-            raise
-        except Exception as error:
-            # Inside a compiled step, TensorFlow and JAX turn Horovod's error into one of their own.
-            if not _comes_from_horovod(error):
-                raise
-            raise HorovodInternalError(str(error)) from error
-
-    return run_fn(translated, _reset)  # type: ignore[no-any-return]
+    return run_fn(func, reset)
 
 
-def _comes_from_horovod(error: BaseException) -> bool:
-    text = f"{type(error).__name__}: {error}"
-    return any(f"Horovod{word}" in text for word in ("InternalError", "All", "Grouped", "Broadcast", "Size"))
-
-
-def _reset() -> None:
+def reset() -> None:
+    """Leave the ranks there were, and meet those there are; all of them call it."""
     basics.shutdown()
     basics.init()
 
@@ -176,7 +110,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keep `state.batch`, the number of the epoch's last finished batch; 0 again when the epoch ends.
+    """Keep `state.batch`, how many batches of the epoch are finished, through all resets; 0 again when it ends.
 
     Args:
         state: a KerasState made with batch=0. After a reset, pass steps_per_epoch less `state.batch` to fit: Keras 3
@@ -186,10 +120,15 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
+        self.first = state.batch
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Note where this part of the epoch begins: Keras counts its batches from 0."""
+        self.first = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Note the batch."""
-        self.state.batch = batch
+        """Count the batch."""
+        self.state.batch = self.first + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Start over."""
@@ -217,4 +156,12 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         self.state.epoch = self.initial_epoch + epoch + 1
 
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import hvdtrain.torch as hvd
+from hvdtrain import launcher
 from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data import Batch, leaves, tree_map
 from hvdtrain.errors import HvdTrainError
@@ -76,7 +77,7 @@ class TorchAdapter:
         self._meets_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         self._weights = LossWeights(self._loss, world)
         self._totals = Totals(metrics, self._device)
-        self._reduced = world.size > 1
+        self._reduced = world.size > 1 or launcher.is_elastic()  # one rank now, perhaps more later
         self._optimizer: Any = optimizer
         if self._reduced:
             self._optimizer = hvd.DistributedOptimizer(

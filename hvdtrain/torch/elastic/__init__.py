@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.torch.elastic.base import ObjectState, State, run_fn
+from hvdtrain.elastic import ObjectState, State, run_fn
 from hvdtrain.torch.elastic.sampler import ElasticSampler
 from hvdtrain.torch.elastic.state import TorchState
 from hvdtrain.torch.engine import init, shutdown
@@ -18,10 +18,10 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     Before each start the state is synchronized from rank 0. Alone, `func` simply runs.
     """
-    wrapped: Callable[..., Any] = run_fn(func, _reset)
-    return wrapped
+    return run_fn(func, reset)
 
 
-def _reset() -> None:
+def reset() -> None:
+    """Leave the ranks there were, and meet those there are; all of them call it."""
     shutdown()
     init()

@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 
+from hvdtrain.elastic import ObjectState
 from hvdtrain.torch import engine
-from hvdtrain.torch.elastic.base import ObjectState
 from hvdtrain.torch.elastic.sampler import ElasticSampler
-from hvdtrain.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from hvdtrain.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
 def _rank() -> int:
@@ -25,8 +20,8 @@ def _rank() -> int:
 class TorchState(ObjectState):
     """The state of a training run, to be committed, restored and synchronized.
 
-    Each argument becomes an attribute. Models, optimizers and samplers are kept by their state_dict, and anything else
-    as a Python object.
+    Each argument becomes an attribute. What has a state_dict, such as a model, an optimizer, a sampler, a learning-rate
+    scheduler or a GradScaler, is kept by that, and anything else as a Python object.
 
     Args:
         model: a torch model, or None.
@@ -88,11 +83,12 @@ class StateHandler:
 
     def restore(self) -> None:
         """Go back to the copy."""
-        self.value.load_state_dict(self._saved)
+        # A copy again: an optimizer goes on with the tensors that it is given, and changes them.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Give every rank the root's state."""
-        raise NotImplementedError
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
 
     def reset(self) -> None:
         """Prepare for other ranks."""
@@ -127,14 +123,11 @@ class SamplerStateHandler(StateHandler):
         self._saved = self.value.state_dict()  # a fresh list of numbers: deepcopy would take seconds over a million
 
     def sync(self) -> None:
-        """Load the root's epoch, and all indices that any rank has processed in it."""
-        epoch = broadcast_object(self.value.epoch, 0)
-        states = allgather_object(self.value.state_dict())
-        processed: set[int] = set()
-        for state in states:
-            if state["epoch"] == epoch:  # a rank that has just come knows nothing of it
-                processed.update(state["processed_indices"])
-        self.value.load_state_dict({"epoch": epoch, "processed_indices": processed})
+        """Load the root's epoch and the indices processed in it: those that the root's weights have learned from.
+
+        Another rank may have committed one step more before a rank died.
+        """
+        super().sync()
 
     def reset(self) -> None:
         """Share what is left among the ranks there are now."""
@@ -163,4 +156,6 @@ def _handler(value: Any) -> StateHandler | None:
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return StateHandler(value)
     return None

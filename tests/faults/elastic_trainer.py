@@ -1,0 +1,102 @@
+"""`Trainer.fit` in an elastic job, and alone with the same global batches: FOLDER SCENARIO FRAMEWORK."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from elastic_job import FOLDER, HOST, SCENARIO, add_host, dies, say
+
+import hvdtrain
+from hvdtrain.callbacks import Callback, Checkpoint
+
+FRAMEWORK = sys.argv[3]
+SAMPLES, BATCH, EPOCHS, COMMIT_EVERY, FAULT_STEP = 96, 4, 3, 3, 7
+# Global batches before and after what happens, and the step from which the run goes on.
+BEFORE, AFTER, GOES_ON_AT = (BATCH, 2 * BATCH, 7) if SCENARIO == "grow" else (2 * BATCH, BATCH, 6)
+
+world = hvdtrain.init(FRAMEWORK)
+generator = np.random.default_rng(0)
+x = generator.normal(size=(SAMPLES, 6)).astype(np.float32)
+y = (x.sum(1) > 0).astype(np.int64)
+
+
+def make() -> hvdtrain.Trainer:
+    if FRAMEWORK == "torch":
+        import torch
+
+        torch.manual_seed(5 + (world.rank if HOST != "alone" else 0))
+        net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+        optimizer, loss = torch.optim.Adam(net.parameters(), lr=0.01), torch.nn.CrossEntropyLoss()
+        return hvdtrain.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    import keras
+
+    keras.utils.set_random_seed(5 + (world.rank if HOST != "alone" else 0))
+    layers = keras.layers
+    net = keras.Sequential([keras.Input((6,)), layers.Dense(16, activation="tanh"), layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return hvdtrain.Trainer(net, optimizer=keras.optimizers.Adam(0.01), loss=loss, metrics=["accuracy"])
+
+
+def place(trainer: hvdtrain.Trainer) -> dict[str, Any]:
+    arrays = trainer.state().arrays
+    found = hashlib.sha256(b"".join(name.encode() + arrays[name].tobytes() for name in sorted(arrays)))
+    return {"rank": world.rank, "size": world.size, "step": trainer.global_step, "digest": found.hexdigest()}
+
+
+class Script(Callback):
+    """Says where each round begins, and brings the scenario about."""
+
+    def on_fit_begin(self, trainer: hvdtrain.Trainer) -> None:
+        say("begin", **place(trainer))
+
+    def on_step_begin(self, trainer: hvdtrain.Trainer, step: int) -> None:
+        if trainer.global_step == FAULT_STEP:
+            dies(rank=world.rank, size=world.size)
+
+    def on_step_end(self, trainer: hvdtrain.Trainer, step: int) -> None:
+        if SCENARIO == "grow" and world.size == 1 and trainer.global_step == FAULT_STEP:
+            add_host()
+            while not trainer.kept.hosts_have_changed:
+                time.sleep(0.05)
+
+
+class PartEndedError(Exception):
+    """The end of what one process does with the global batch of before."""
+
+
+class Part(Callback):
+    """Ends a run when it comes to a step."""
+
+    def on_step_begin(self, trainer: hvdtrain.Trainer, step: int) -> None:
+        if trainer.global_step == GOES_ON_AT:
+            raise PartEndedError
+
+
+def fit(*callbacks: Callback, batch_size: int = BATCH) -> hvdtrain.Trainer:
+    trainer = make()
+    trainer.fit(
+        (x, y), validation=(x[:30], y[:30]), epochs=EPOCHS, batch_size=batch_size, callbacks=callbacks, progress=False
+    )
+    return trainer
+
+
+def fit_alone() -> hvdtrain.Trainer:
+    """Go on from a checkpoint of the step from which the elastic job goes on."""
+    checkpoint = Checkpoint(FOLDER / "alone", every_steps=GOES_ON_AT, background=False)
+    with suppress(PartEndedError):
+        fit(Part(), checkpoint, batch_size=BEFORE)
+    return fit(checkpoint, batch_size=AFTER)
+
+
+if HOST == "alone":
+    trainer = fit_alone()
+else:
+    trainer = fit(Script(), Checkpoint(FOLDER / f"checkpoints-{HOST}", every_steps=COMMIT_EVERY))
+history = {name: values for name, values in trainer.history.items() if name not in ("seconds", "samples_per_s")}
+weights = {name: array.ravel().tolist() for name, array in trainer.state().arrays.items() if "model." in name}
+say("end", **place(trainer), history=history, weights=weights)

@@ -1,0 +1,165 @@
+"""An elastic job loses at most the steps since its last commit when a host's rank dies, and takes new hosts in.
+
+Hosts are names that Horovod takes for this machine, so that no ssh is needed. Whatever happens in a job is brought
+about by its own steps, and nothing here looks at the time but for limits.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain import start
+from hvdtrain.run import loopback
+
+HERE = Path(__file__).parent
+HOSTS = ("localhost", "127.0.0.1")
+LIMIT_S = 150
+# In this time a new host's rank must have started, TensorFlow included: Horovod's 30 s are few on a busy machine.
+START_S = 120
+
+
+class Job:
+    """What the ranks of a job wrote down, in the order of each host's own facts."""
+
+    def __init__(self, folder: Path, output: str) -> None:
+        self.output = output
+        self.facts: list[dict[str, Any]] = []
+        for log in sorted(folder.glob("log-*")):
+            self.facts += [json.loads(line) for line in log.read_text().splitlines()]
+
+    def of(self, fact: str, **what: Any) -> list[dict[str, Any]]:
+        """Return the facts of a kind, with these values."""
+        return [each for each in self.facts if each["fact"] == fact and what.items() <= each.items()]
+
+    def one(self, fact: str, **what: Any) -> dict[str, Any]:
+        """Return the only one."""
+        (found,) = self.of(fact, **what)
+        return found
+
+    def together(self, fact: str, **what: Any) -> dict[str, Any]:
+        """Return the fact of rank 0 of two, which hold the same bits."""
+        first, second = self.one(fact, rank=0, size=2, **what), self.one(fact, rank=1, size=2, **what)
+        assert first["digest"] == second["digest"]
+        assert first["step"] == second["step"]
+        return first
+
+
+def environment(backend: str) -> dict[str, str]:
+    return start.rank_environment({
+        "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(START_S),
+    })  # fmt: skip
+
+
+def run(folder: Path, script: str, scenario: str, *more: str, backend: str = "tensorflow") -> Job:
+    hosts = HOSTS[:1] if scenario == "grow" else HOSTS
+    (folder / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
+    discovery = folder / "discover"
+    discovery.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+    discovery.chmod(0o755)
+    found = ["--host-discovery-script", str(discovery)]
+    size = ["-np", str(len(hosts)), "--min-np", "1", "--max-np", "2"]
+    launcher = [*start.horovodrun(Path(sys.executable)), *size, *found, *loopback.elastic_flags(found)]
+    command = [*launcher, sys.executable, str(HERE / script), str(folder), scenario, *more]
+    # A file: a pipe would keep us waiting for whoever still holds it.
+    with (folder / "output").open("w+") as output:
+        process = subprocess.Popen(
+            command, env=environment(backend), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = None
+            start.end_family(process)
+    job = Job(folder, (folder / "output").read_text())
+    assert status == 0, f"status {status} (None: no end within {LIMIT_S} s)\n{job.output[-6000:]}\n{job.facts}"
+    return job
+
+
+def alone(folder: Path, script: str, scenario: str, *more: str, backend: str = "tensorflow") -> dict[str, Any]:
+    """Return how one process ends that does the same in two parts."""
+    command = [sys.executable, str(HERE / script), str(folder), scenario, *more]
+    done = subprocess.run(
+        command, env=environment(backend) | {"HVDTRAIN_SOLO": "1"}, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return Job(folder, "").one("end", host="alone")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torch_goes_on_from_its_last_commit_when_a_host_dies(victim: int, tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_torch.py", f"kill-{victim}")
+    assert len(job.of("killed")) == 1
+    assert job.together("begin")["step"] == 0
+    left = job.one("begin", size=1)
+    assert left["rank"] == 0
+    assert left["step"] == 6, "the last commit: the step under way and the one before it are lost"
+    assert left["processed"] == 6 * 2 * 2
+    end = job.one("end")
+    assert end["counts"] == [2.0] * 48, "each sample is learned from once in each of two epochs"
+    assert end["taken"] == list(range(1, 6 + 12 + 24 + 1))
+
+
+@pytest.mark.timeout(200)
+def test_torch_takes_a_new_host_in_with_the_same_bits(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_torch.py", "grow")
+    assert job.one("begin", size=1)["step"] == 0
+    begin = job.together("begin")
+    assert (begin["step"], begin["processed"]) == (7, 7 * 2), "nothing is lost"
+    end = job.together("end")
+    assert end["counts"] == [2.0] * 48
+    assert end["taken"] == list(range(1, 7 + 9 + 12 + 1))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("backend", "victim"), [("tensorflow", 0), ("torch", 1)])
+def test_keras_goes_on_from_its_last_commit_when_a_host_dies(backend: str, victim: int, tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_keras.py", f"kill-{victim}", backend=backend)
+    assert len(job.of("killed")) == 1
+    assert job.together("begin")["step"] == 0
+    left = job.one("begin", size=1)
+    assert (left["step"], left["updates"]) == (6, 6), "the last commit"
+    end = job.one("end")
+    assert (end["step"], end["updates"]) == (20, 20), "two epochs of ten steps"
+    assert end["taken"] == list(range(1, 21))
+
+
+@pytest.mark.timeout(200)
+def test_keras_takes_a_new_host_in_with_the_same_bits(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_keras.py", "grow")
+    begin = job.together("begin")
+    assert (begin["step"], begin["updates"]) == (8, 8), "nothing is lost"
+    end = job.together("end")
+    assert (end["step"], end["updates"]) == (20, 20)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("framework", "scenario"),
+    [("torch", "kill-0"), ("torch", "grow"), ("keras", "kill-1")],
+)
+def test_the_trainer_goes_on_as_one_process_with_the_same_global_batches(
+    framework: str, scenario: str, tmp_path: Path
+) -> None:
+    job = run(tmp_path, "elastic_trainer.py", scenario, framework)
+    if scenario == "grow":
+        assert job.together("begin")["step"] == 7, "nothing is lost"
+        end = job.together("end")
+    else:
+        assert job.together("begin")["step"] == 0
+        assert job.one("begin", size=1)["step"] == 6, "the last checkpoint within the epoch, from memory"
+        end = job.one("end")
+    straight = alone(tmp_path, "elastic_trainer.py", scenario, framework)
+    assert end["step"] == straight["step"]
+    for name, values in straight["history"].items():
+        np.testing.assert_allclose(end["history"][name], values, atol=1e-4, err_msg=name)
+    for name, values in straight["weights"].items():
+        np.testing.assert_allclose(end["weights"][name], values, atol=1e-4, err_msg=name)
