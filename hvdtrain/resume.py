@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdtrain import agreement, checkpoint, learning_rate, rank_state
 from hvdtrain.adapter import Adapter, State
+from hvdtrain.callbacks.base import with_arrays, without_arrays
 from hvdtrain.checkpoint import Contents
 from hvdtrain.checkpoint.store import Store
 from hvdtrain.checkpoint.writer import Writer
@@ -24,6 +25,8 @@ log = logging.getLogger("hvdtrain")
 
 # What `State.arrays` begin with, and the files that they go to.
 _FILES = ("model", "optimizer")
+# Where callbacks' arrays are; and, on their way to the ranks, what their names begin with: equal on all of them.
+_CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
 
 
 class Keeper:
@@ -196,10 +199,18 @@ def _restore(
             adapter.learning_rates = [rate * lr_factor / before for rate in rates]
             log.info("lr %s -> %s (written on %d ranks)", rates, adapter.learning_rates, meta["world_size"])
         kept.update(contents.arrays.get("ranks", {}))
+        kept.update({f"0/{_OF_CALLBACKS}{name}": a for name, a in contents.arrays.get(_CALLBACKS, {}).items()})
         return meta
 
     meta: dict[str, Any] | None = agreement.together(read, world=world, name="restore")
-    return None if meta is None else (meta, rank_state.deal(kept, world=world))
+    if meta is None:
+        return None
+    mine = rank_state.deal(kept, world=world)
+    names = [name for name in mine if name.startswith(_OF_CALLBACKS)]
+    meta["callbacks"] = with_arrays(
+        meta["callbacks"], {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
+    )
+    return meta, mine
 
 
 def _state(contents: Contents) -> State:
@@ -213,6 +224,9 @@ def _contents(state: State, kept: Arrays, meta: dict[str, Any], *, world: World,
     for name, array in state.arrays.items():
         file, _, key = name.partition(".")
         files[file][key] = np.array(array) if copy else np.asarray(array)
-    meta = {**meta, "adapter": state.meta, "world_size": world.size}
+    callbacks, arrays = without_arrays(meta["callbacks"])
+    meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": world.size}
     # History is among it, and grows.
-    return Contents({**files, "ranks": kept}, deepcopy(meta) if copy else meta)
+    return Contents(
+        {**files, "ranks": kept} | ({_CALLBACKS: arrays} if arrays else {}), deepcopy(meta) if copy else meta
+    )

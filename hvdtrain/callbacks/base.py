@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
 
@@ -43,11 +46,33 @@ class Callback:
         """Run once, after the last epoch."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint should keep of this callback, as JSON; rank 0's is kept."""
+        """Return what a checkpoint should keep of this callback, as JSON and arrays; rank 0's is kept.
+
+        An array is a value of the dict itself, which later steps do not change.
+        """
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take on what `state` returned, on every rank; called after on_fit_begin of a run that goes on."""
+
+
+def without_arrays(states: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
+    """Return what `CallbackList.states` returned without its arrays, and those under names of their own."""
+    plain, arrays = [], {}
+    for index, (name, state) in enumerate(states):
+        own = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
+        arrays.update({f"{index}.{key}": array for key, array in own.items()})
+        plain.append([name, {key: value for key, value in state.items() if key not in own}])
+    return plain, arrays
+
+
+def with_arrays(plain: Sequence[Sequence[Any]], arrays: dict[str, NDArray[Any]]) -> list[list[Any]]:
+    """Return what `without_arrays` was given."""
+    states = [[name, dict(state)] for name, state in plain]
+    for name, array in arrays.items():
+        index, _, key = name.partition(".")
+        states[int(index)][1][key] = array
+    return states
 
 
 class CallbackList(Callback):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.improvement import Mode, improves, sign
 
 if TYPE_CHECKING:
-    from hvdtrain.adapter import State
     from hvdtrain.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
@@ -26,7 +28,8 @@ class EarlyStopping(Callback):
         patience: epochs without improvement that are borne; 0 stops at the first.
         min_delta: a smaller change is no improvement.
         mode: whether less or more is better; "auto" takes "min" for a loss or an error, else "max".
-        restore_best: go back to the weights of the best epoch when the run ends early.
+        restore_best: go back to the weights of the best epoch when the run ends early. Checkpoints then hold two
+            states, the present and the best.
 
     Raises:
         ValueError: negative patience or min_delta, or an unknown mode.
@@ -62,7 +65,7 @@ class EarlyStopping(Callback):
         self._reset()
         for epoch, value in enumerate(trainer.history.get(self._monitor, [])):
             if self._improves(value, epoch):
-                self._best_state = None  # its weights are gone
+                self._best_state = None  # unless the checkpoint has it
             elif epoch - self._best_epoch > self._patience:
                 trainer.stop()
 
@@ -79,6 +82,17 @@ class EarlyStopping(Callback):
             trainer.stop()
             if self._best_state is not None:
                 trainer.load_state(self._best_state)
+
+    def state(self) -> dict[str, Any]:
+        """Return the best epoch's weights and optimizer state."""
+        best = self._best_state
+        return {} if best is None else {"epoch": self._best_epoch, "meta": best.meta, **best.arrays}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take them on, if that epoch is the best for this run's options, too."""
+        if self._restore_best and state["epoch"] == self._best_epoch:
+            arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+            self._best_state = State(arrays, state["meta"])
 
     def _improves(self, value: float, epoch: int) -> bool:
         """Return whether this is the best epoch so far, and remember it."""

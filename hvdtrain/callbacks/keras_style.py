@@ -30,13 +30,32 @@ class KerasStyle(Callback):
         return type(self._callback).__name__
 
     def state(self) -> dict[str, Any]:
-        """Return the numbers that the callback has changed, such as `best` and `wait`; options stay the user's."""
-        return {name: value for name, value in self._numbers().items() if self._given.get(name) != value}
+        """Return what the callback has changed: numbers such as `best` and `wait`, weights such as `best_weights`.
+
+        Options stay the user's.
+        """
+        numbers = {name: value for name, value in self._numbers().items() if self._given.get(name) != value}
+        return numbers | {
+            f"{name}.{index}": array
+            for name, value in vars(self._callback).items()
+            if not name.startswith("_") and isinstance(value, list)
+            if all(isinstance(array, np.ndarray) for array in value)
+            for index, array in enumerate(value)
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Set those numbers again."""
-        for name in state.keys() & vars(self._callback).keys():
-            setattr(self._callback, name, state[name])
+        """Set them again."""
+        lists: dict[str, dict[int, Any]] = {}
+        for name, value in state.items():
+            attribute, _, index = name.partition(".")
+            if attribute not in vars(self._callback):
+                continue
+            if index:
+                lists.setdefault(attribute, {})[int(index)] = value
+            else:
+                setattr(self._callback, attribute, value)
+        for attribute, arrays in lists.items():
+            setattr(self._callback, attribute, [arrays[index] for index in sorted(arrays)])
 
     def _numbers(self) -> dict[str, Any]:
         return {

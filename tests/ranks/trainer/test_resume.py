@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping
 from hvdtrain.errors import HvdTrainError
 
 BATCH = 4
@@ -61,6 +61,30 @@ def test_a_run_that_was_stopped_ends_as_if_it_never_was(kit, world, shared_tmp_p
             callbacks=[Checkpoint(shared_tmp_path, every_steps=1), StopAt(stop)],
         )
     resumed = train(kit, world, seed=99, accumulate=accumulate, callbacks=[Checkpoint(shared_tmp_path, every_steps=1)])
+    assert_same(resumed, straight)
+
+
+class Scores(Callback):
+    """A metric that is best after the second epoch."""
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        logs["score"] = (1.0, 2.0, 1.5, 1.0, 1.0)[epoch]
+        trainer.history.setdefault("score", []).append(logs["score"])
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("step", [1, 6])
+def test_the_best_weights_outlive_a_stop(kit, world, shared_tmp_path, step):
+    def stopping():
+        return [Scores(), EarlyStopping("score", patience=1, restore_best=True)]
+
+    straight = train(kit, world, seed=7, epochs=5, callbacks=stopping())
+    steps = -(-50 // (BATCH * world.size))
+    keep = Checkpoint(shared_tmp_path, every_steps=5)
+    with pytest.raises(StoppedError):
+        train(kit, world, seed=7, epochs=5, callbacks=[*stopping(), keep, StopAt(2 * steps + step)])
+    resumed = train(kit, world, seed=99, epochs=5, callbacks=[*stopping(), Checkpoint(shared_tmp_path)])
+    assert resumed[2]["score"] == [1.0, 2.0, 1.5, 1.0]
     assert_same(resumed, straight)
 
 
