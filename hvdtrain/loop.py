@@ -68,9 +68,8 @@ class Loop:
         self._accumulate: int = config["accumulate"]
         self._hooks = CallbackList([])
         self._facts: dict[str, Any] = {}
-        # A checkpoint to go on from: its meta data, and what this rank takes on of its own.
-        self._loaded: tuple[dict[str, Any], rank_state.Arrays] | None = None
-        self._held: rank_state.Arrays = {}  # of it, what is taken on when steps begin
+        self._loaded: dict[str, Any] | None = None  # the meta data of a checkpoint to go on from
+        self._held: rank_state.Arrays = {}  # of it, what this rank takes on when steps begin
         self._random_at_begin: rank_state.Arrays = {}  # of the epoch, whose order may have been drawn from it
         self._ahead = 0  # steps of this run that the epoch's would have been, less those that it took
         self._began = 0.0
@@ -80,8 +79,12 @@ class Loop:
     # Checkpoints
 
     def load(self, found: tuple[dict[str, Any], rank_state.Arrays] | None) -> None:
-        """Go on, when the loop begins, from what `hvdtrain.resume` has found; None changes nothing."""
-        self._loaded = found or self._loaded
+        """Be where the run was that `hvdtrain.resume` has found, and go on there; None changes nothing."""
+        if found is not None:
+            self._loaded, self._held = found
+            self._facts = self._loaded["data"]
+            self.position = Position.from_json(self._loaded["position"])
+            self.history = History(self._loaded["history"])
 
     def begin(self, source: Source, hooks: CallbackList) -> list[Any]:
         """Take the place that a checkpoint has, or the beginning; return the states of its callbacks.
@@ -92,11 +95,10 @@ class Loop:
         """
         self._hooks, self._facts, self._pulse = hooks, source.facts, Pulse(self._world)
         self.stopped, self._ahead = False, 0
-        if self._loaded is None:
+        meta, self._loaded = self._loaded, None
+        if meta is None:
             self.position, self.history, self._held = Position(), History(), {}
             return []
-        (meta, self._held), self._loaded = self._loaded, None
-        self.position, self.history = Position.from_json(meta["position"]), History(meta["history"])
         if self.position.step:
             check_data(meta["data"], self._facts)
             # Steps are counted on, since checkpoints are in that order; on the way through the epoch these are as many.
@@ -106,7 +108,7 @@ class Loop:
 
     def progress(self) -> dict[str, Any]:
         """Return what a checkpoint says of the run, as JSON."""
-        seconds = time.perf_counter() - self._began if self.in_epoch else 0.0
+        seconds = time.perf_counter() - self._began if self.in_epoch else self.position.seconds
         last = {} if self.position.step else {name: values[-1] for name, values in self.history.items()}
         return {
             "config": self._config,
@@ -114,7 +116,7 @@ class Loop:
             "history": self.history,
             "metrics": last,
             "data": self._facts,
-            "callbacks": self._hooks.states(),
+            "callbacks": self._hooks.states() if self._loaded is None else self._loaded["callbacks"],
         }
 
     def own(self) -> rank_state.Arrays:

@@ -101,6 +101,27 @@ def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes(ma
     assert torch.equal(before, model[0].weight)
 
 
+def test_what_is_loaded_and_saved_again_is_the_run_as_it_was(make, net, tmp_path):
+    def load(name):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return hvdtrain.Trainer.load(str(tmp_path / name), model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss())
+
+    model = net()
+    first = make(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    stopping = EarlyStopping("loss", patience=5, restore_best=True)
+    history = first.fit((X, Y), epochs=2, callbacks=[stopping], progress=False)
+    best = stopping.state()
+    first.save(str(tmp_path / "a"))
+    load("a").save(str(tmp_path / "b"))
+    again = load("b")
+    assert again.history == history
+    assert again.global_step == first.global_step
+    goes_on = EarlyStopping("loss", patience=5, restore_best=True)
+    assert len(again.fit((X, Y), epochs=2, callbacks=[goes_on], progress=False)["loss"]) == 2
+    assert goes_on.state().keys() == best.keys()
+
+
 def test_early_stopping_knows_the_epochs_before_a_resume(make, tmp_path):
     class Worse(Callback):
         def on_epoch_end(self, trainer, epoch, logs):

@@ -120,18 +120,26 @@ def test_a_run_that_is_stopped_again_and_again_comes_to_the_same_end(kit, world,
 
 
 @pytest.mark.world_size(2)
-def test_a_trainer_loaded_within_an_epoch_goes_on_there(kit, world, shared_tmp_path):
+@pytest.mark.parametrize("copies", [0, 2])
+def test_a_trainer_loaded_within_an_epoch_goes_on_there(kit, world, shared_tmp_path, copies):
     class SaveAt5(Callback):
         def on_step_end(self, trainer, step):
             if trainer.global_step == 5:
                 trainer.save(str(shared_tmp_path / "five"))
 
+    def load(path):
+        kit.seed(99)
+        net = kit.random_model()
+        return hvdtrain.Trainer.load(
+            str(path), net, optimizer=kit.optimizer_of(net), loss=kit.loss(), metrics=["accuracy"]
+        )
+
     straight = train(kit, world, seed=7, callbacks=[SaveAt5()])
-    kit.seed(99)
-    net = kit.random_model()
-    trainer = hvdtrain.Trainer.load(
-        str(shared_tmp_path / "five"), net, optimizer=kit.optimizer_of(net), loss=kit.loss(), metrics=["accuracy"]
-    )
+    trainer = load(shared_tmp_path / "five")
+    for copy in range(copies):
+        trainer.save(str(shared_tmp_path / f"copy-{copy}"))
+        trainer = load(shared_tmp_path / f"copy-{copy}")
+    assert trainer.global_step == 5
     history = trainer.fit(data(), validation=data(10), epochs=3, batch_size=BATCH, progress=False)
     state = trainer.state()
     assert_same(
