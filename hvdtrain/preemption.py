@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.run.family import hears
 
-EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, the checkpoint is written, start it again
+EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, start it again
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

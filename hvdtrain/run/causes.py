@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-STOPPED = 75  # EX_TEMPFAIL: stopped on request, the checkpoint is written
+STOPPED = 75  # EX_TEMPFAIL: stopped on request, to be started again
 
 # What mpirun and horovodrun over Gloo say of the rank that ended first.
 _SAID = re.compile(

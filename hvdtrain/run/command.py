@@ -51,8 +51,8 @@ def run(
 ) -> None:
     """Run a script on several ranks, and start it anew from its checkpoint when a process dies.
 
-    Exit status: 0, every rank ended well; 75, stopped on request with a checkpoint, run it again to go on; 2, a wrong
-    command line; else that of the rank that failed first, 128 + n for signal n.
+    Exit status: 0, every rank ended well; 75, stopped on request, run it again to go on; 2, a wrong command
+    line; else that of the rank that failed first, 128 + n for signal n.
 
     Example: hvdtrain run -np 4 train.py --epochs 90
     """

@@ -95,7 +95,7 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
         if ending.cause.code == 0:
             return 0
         if ending.cause.code == STOPPED:
-            say("stopped on request: the checkpoint is written; run the same command again to go on")
+            say("stopped on request; the same command goes on from the script's checkpoint, if it wrote one")
             return STOPPED
         if ending.requested is not None:
             return _stopped_hard(ending, run_dir, job, host)
@@ -105,13 +105,11 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
         verdict = restarts.judge(attempts, max_restarts=options.max_restarts)
         if verdict.pause_s is None:
             return _give_up(attempts, verdict)
-        going_on = (
-            "going on from the last checkpoint" if any(a.step is not None for a in attempts) else "starting it anew"
-        )
         say(
             f"restart {len(attempts)} of {options.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
+            + (f", at step {step}" if step is not None else "")
             + (f" ({error.last_line})" if error else "")
-            + f"; {going_on}"
+            + "; starting it again"
             + (f" in {_time(verdict.pause_s)}" if verdict.pause_s else "")
         )
         _empty(run_dir)

@@ -260,6 +260,7 @@ def test_asked_to_stop_all_ranks_end_in_order(command: str, number: int, start: 
     assert not folder.exists()
     assert run.log(0, "stopped") or run.log(1, "stopped")  # the first to end may end the other one
     assert "stopped on request" in run.said()[-1]
+    assert "if it wrote one" in run.said()[-1]  # nobody has told of a checkpoint
     assert "restart" not in run.output()
 
 
