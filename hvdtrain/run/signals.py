@@ -7,13 +7,15 @@ import select
 import signal
 import time
 from types import FrameType, TracebackType
-from typing import Any
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Signals:
-    """While it is entered, requests to stop are collected instead of obeyed, and ended children end a wait."""
+    """While it is entered, requests to stop are collected instead of obeyed, and ended children end a wait.
+
+    Afterwards requests are ignored: how the job ended is settled, and only this process's exit status tells it.
+    """
 
     def __init__(self) -> None:
         self.requests: list[signal.Signals] = []
@@ -24,19 +26,19 @@ class Signals:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before: dict[signal.Signals, Any] = {}
         for each in REQUESTS:
             if signal.getsignal(each) is not signal.SIG_IGN:  # nohup's choice
-                self._before[each] = signal.signal(each, self._take)
-        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+                signal.signal(each, self._take)
+        self._child_before = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signals back."""
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        """Hear no more."""
+        for each in REQUESTS:
+            signal.signal(each, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, self._child_before)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._read)
         os.close(self._write)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from hvdtrain.run.signals import Signals
 _POLL_S = 0.5
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
 _TERM_S = 5.0  # from SIGTERM to SIGKILL
-_CLOSING_S = 5.0  # for a launcher whose ranks have all ended: their status comes through it
+_CLOSING_S = 5.0  # for a launcher without ranks: where they have ended, their status comes through it
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,14 @@ def run(options: Options, run_dir: Path) -> int:
         run_dir: the job's private folder; removed at the end.
     """
     adopt_orphans()
-    guard = Guard(run_dir)
-    try:
-        with Signals() as signals:
+    with Signals() as signals:
+        guard = Guard(run_dir)
+        try:
             return _run(options, run_dir, guard, signals)
-    finally:
-        family.end(str(run_dir), below=os.getpid(), without=(guard.pid,))
-        shutil.rmtree(run_dir, ignore_errors=True)
-        guard.dismiss()
+        finally:
+            family.end(str(run_dir), below=os.getpid(), without=(guard.pid,))
+            shutil.rmtree(run_dir, ignore_errors=True)
+            guard.dismiss()
 
 
 def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int:
@@ -124,7 +123,7 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
 def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Ending:
     """Wait until the launcher has ended, or the job is beyond hope."""
     asked_at: float | None = None
-    ranks_at = -math.inf  # when there were ranks last
+    ranks_at = 0.0  # when there were ranks last, once it was asked to stop
     terminated_at: float | None = None
     failed_at: float | None = None
     while (status := job.status()) is None:
@@ -135,12 +134,11 @@ def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Endin
             say("second Ctrl-C: ending everything at once")
             break
         if signals.requests and asked_at is None:
-            asked_at = now
+            asked_at = ranks_at = now
             say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(options.grace_s)}")
         if asked_at is not None and terminated_at is None:
-            pids = causes.rank_pids(job.run_dir)
-            ranks = job.ask_to_stop(pids)
-            if ranks or (pids and ranks_at == -math.inf):
+            ranks = job.ask_to_stop(causes.rank_pids(job.run_dir))
+            if ranks:
                 ranks_at = now
             if now - asked_at > options.grace_s if ranks else now - ranks_at > _CLOSING_S:
                 terminated_at = now
