@@ -42,7 +42,7 @@ def start(folder: Path, *, usr1: bool = True) -> subprocess.Popen[bytes]:
     return process
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float = 10) -> None:
+def wait_for(condition: Callable[[], bool], limit_s: float = 30) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
@@ -96,17 +96,24 @@ def guard(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/")
 
 
+def ignores(pid: int, number: int) -> bool:
+    """Return whether a process ignores signal `number`."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def test_the_guard_ends_the_job_when_its_principal_is_gone(folder: Path) -> None:
     mine = folder / "run"
     mine.mkdir()
     shell = start(mine)
     watching = guard(mine)
     assert watching.stdin is not None
-    time.sleep(0.3)
+    wait_for(lambda: ignores(watching.pid, signal.SIGUSR1))  # the last that it sees to
     watching.send_signal(signal.SIGTERM)  # whoever ends everything that has this command's name
     watching.stdin.close()
-    assert watching.wait(timeout=15) == 0
-    shell.wait(timeout=5)
+    assert watching.wait(timeout=30) == 0
+    shell.wait(timeout=30)
     assert family.members(str(mine)) == {}
     assert not mine.exists()
 
@@ -114,7 +121,7 @@ def test_the_guard_ends_the_job_when_its_principal_is_gone(folder: Path) -> None
 def test_a_guard_that_is_dismissed_touches_nothing(folder: Path) -> None:
     shell = start(folder)
     watching = guard(folder)
-    watching.communicate(family.DONE, timeout=10)
+    watching.communicate(family.DONE, timeout=30)
     assert watching.returncode == 0
     assert len(family.members(str(folder))) == 3
     family.end(str(folder))
