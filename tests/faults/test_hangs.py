@@ -20,7 +20,7 @@ import pytest
 from hvdtrain import start, watch
 
 SCRIPT = Path(__file__).with_name("hanging.py")
-STALL_S = 3.0
+STALL_S = 5.0  # on a busy machine ranks that are well wait for each other for a second or two
 # The limit, what the watch gives the ranks to speak and Horovod to let go, and the launcher's own time: horovodrun
 # takes 10 s to end a stopped process.
 ENDS_S = STALL_S + 5 + 20

@@ -95,6 +95,7 @@ def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, bac
     for number in range(1 if scale == 1 else 4):
         folder = tmp_path / f"killed-{number}"
         folder.mkdir()
+        (folder / "hold").touch()
         process = subprocess.Popen(
             command(folder, framework, restarts=times, step_s=0.03),
             env=environment(backend),
@@ -109,6 +110,7 @@ def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, bac
                     break
                 killed = kill_at(folder, int(rng.integers(2)), step, process)
                 again.append(seconds_until_training(folder, killed, process))
+            (folder / "hold").unlink()
             output, _ = process.communicate(timeout=LIMIT_S)
         finally:
             process.kill()
@@ -125,6 +127,7 @@ def test_a_run_goes_on_on_fewer_ranks_with_the_same_global_batch(tmp_path, rng, 
     straight = run(tmp_path / "straight", "torch", fixed=True)
     folder = tmp_path / "killed"
     folder.mkdir()
+    (folder / "hold").touch()
     process = subprocess.Popen(
         command(folder, "torch", step_s=0.03, fixed=True),
         env=environment(),
@@ -134,6 +137,7 @@ def test_a_run_goes_on_on_fewer_ranks_with_the_same_global_batch(tmp_path, rng, 
     )
     kill_at(folder, 1, int(rng.integers(18, 30)), process)
     process.communicate(timeout=LIMIT_S)
+    (folder / "hold").unlink()
     assert process.returncode != 0
     end = run(folder, "torch", ranks=1, fixed=True)
     for name, weights in straight["weights"].items():

@@ -332,8 +332,11 @@ class Launch:
             # mpirun removes its session folder if it may end by itself.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=5)
+        killed = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(TOKEN) == self.token:
                     process.kill()
+                    killed.append(process)
         self.process.wait()
+        psutil.wait_procs(killed, timeout=10)  # they are gone when they get a processor once more
