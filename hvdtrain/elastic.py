@@ -7,6 +7,7 @@ commits from time to time: when a rank dies, the others meet anew, go back to th
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import importlib
 import logging
@@ -18,6 +19,9 @@ from hvdtrain.watch.endings import is_caused_by_others
 log = logging.getLogger("hvdtrain")
 
 Reset = Callable[[], Any]
+
+_TRIES = 20
+_NOT_MET = "Horovod initialization failed"
 
 # An error of the user's own, which would come again however often ranks meet anew.
 _NOT_A_FAILURE = "Mismatched"
@@ -159,12 +163,39 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
                         log.warning("a rank failed (%s): the others go back to their last commit", _first_line(error))
                     else:
                         raise
-                reset()
+                _meet(reset)
                 state.on_reset()
         finally:
             manager.remove_listener(state)
 
     return wrapper if _horovod else alone
+
+
+def _meet(reset: Reset) -> None:
+    """Meet the ranks there are, again and again while some of them die before all have met.
+
+    Raises:
+        SystemExit: this host is no longer part of the job.
+        Exception: the last try's, where none went well; Horovod's driver is gone, for example.
+    """
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            reset()
+        except Exception as error:
+            if _is_removed():
+                log.warning("this host was removed from the job: its rank ends")
+                raise SystemExit(0) from None
+            if not tries_left or not (is_failure_of_others(error) or _NOT_MET in str(error)):
+                raise
+            log.warning("ranks did not meet (%s): they try again", _first_line(error))
+        else:
+            return
+
+
+def _is_removed() -> bool:
+    getenv = ctypes.CDLL(None).getenv  # where Horovod has set it, which Python's own environment does not see
+    getenv.restype = ctypes.c_char_p
+    return bool(getenv(b"HOROVOD_RANK") == b"-1")
 
 
 def is_failure_of_others(error: BaseException) -> bool:

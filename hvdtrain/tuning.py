@@ -31,7 +31,6 @@ PIECES = "HVDTRAIN_MPI_PIECE_BYTES"
 FUSION = "HOROVOD_FUSION_THRESHOLD"
 CYCLE = "HOROVOD_CYCLE_TIME"
 KEEP_MEMORY = "HVDTRAIN_KEEP_MEMORY"
-GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 
 # mallopt's parameters, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -123,9 +122,6 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         wanted[FUSION] = "0"
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
     _set(watch.horovods_limits())
-    if launcher.is_elastic():
-        # So long ranks wait for those of a new host, which have frameworks to import. All of them end when it is over.
-        _set({GLOO_TIMEOUT: "120"})
     if not tuning.nccl:
         tuning.keeps_memory = keep_freed_memory(torch=engine == "torch" and not on_jax)
     tuning.put_off = host.put_off_loading()

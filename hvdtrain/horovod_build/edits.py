@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hvdtrain.horovod_build.edit import Edit
+from hvdtrain.horovod_build.elastic_edits import ELASTIC
 from hvdtrain.horovod_build.errors import EditMismatchError
 from hvdtrain.horovod_build.porting_edits import PORTING
 from hvdtrain.horovod_build.runner_edits import RUNNER
 from hvdtrain.horovod_build.speed_edits import SPEED
 
-EDITS: tuple[Edit, ...] = (*PORTING, *SPEED, *RUNNER)
+EDITS: tuple[Edit, ...] = (*PORTING, *SPEED, *RUNNER, *ELASTIC)
 
 
 def apply(source: Path, edits: Iterable[Edit] = EDITS) -> None:

@@ -1,6 +1,7 @@
 """What the elastic scripts share: SCRIPT FOLDER SCENARIO. They write down what happens, one file a host, a line a fact.
 
-Scenarios: "kill", in which one of two hosts' ranks is killed, and "grow", in which a host comes to the one there is.
+Scenarios: "kill-0" and "kill-1", in which the rank of that number of two is killed; "grow", in which a host comes to
+the one there is; "stillborn", in which its rank ends before it has met the other.
 """
 
 from __future__ import annotations
@@ -30,9 +31,17 @@ def dies(*, rank: int, size: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def add_host() -> None:
-    """Let the discovery script name one host more."""
-    new = FOLDER / "hosts.new"
-    new.write_text((FOLDER / "hosts").read_text() + f"{NEW_HOST}:1\n")
-    new.rename(FOLDER / "hosts")
+def adds_host() -> bool:
+    """Let the discovery script name one host more, in scenarios that have one; return whether this call has done it."""
+    hosts, new = FOLDER / "hosts", FOLDER / "hosts.new"
+    if SCENARIO not in ("grow", "stillborn") or NEW_HOST in hosts.read_text():
+        return False
+    new.write_text(hosts.read_text() + f"{NEW_HOST}:1\n")
+    new.rename(hosts)
     say("host added")
+    return True
+
+
+if SCENARIO == "stillborn" and HOST == NEW_HOST:
+    say("born")
+    sys.exit(3)

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from elastic_job import SCENARIO, add_host, dies, say
+from elastic_job import adds_host, dies, say
 
 import hvdtrain.torch as hvd
 
@@ -60,8 +60,7 @@ def place() -> dict[str, Any]:
 def step(index: int, rows: torch.Tensor) -> None:
     if state.steps == FAULT_STEP:
         dies(rank=hvd.rank(), size=hvd.size())
-        if SCENARIO == "grow" and hvd.size() == 1:
-            add_host()
+        if adds_host():
             while True:  # until the commit ends this, since hosts have changed
                 state.commit()
                 time.sleep(0.05)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from elastic_job import FOLDER, HOST, SCENARIO, add_host, dies, say
+from elastic_job import FOLDER, HOST, SCENARIO, adds_host, dies, say
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint
@@ -59,8 +59,7 @@ class Script(Callback):
             dies(rank=world.rank, size=world.size)
 
     def on_step_end(self, trainer: hvdtrain.Trainer, step: int) -> None:
-        if SCENARIO == "grow" and world.size == 1 and trainer.global_step == FAULT_STEP:
-            add_host()
+        if trainer.global_step == FAULT_STEP and adds_host():
             while not trainer.kept.hosts_have_changed:
                 time.sleep(0.05)
 

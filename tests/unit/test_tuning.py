@@ -34,8 +34,6 @@ def nothing_decided(monkeypatch):
         tuning.PIECES,
         tuning.FUSION,
         tuning.CYCLE,
-        tuning.GLOO_TIMEOUT,
-        "HOROVOD_ELASTIC",
         "OMP_NUM_THREADS",
     ):
         monkeypatch.setenv(name, "")  # so that what the code sets is undone afterwards
@@ -143,13 +141,6 @@ def test_a_second_init_does_not_take_its_own_choices_for_the_users(monkeypatch):
     launched(monkeypatch, ONE_HOST)
     prepare()
     assert prepare().yours == []
-
-
-@pytest.mark.parametrize(("elastic", "users", "in_force"), [("1", None, "120"), ("1", "77", "77"), ("", None, None)])
-def test_ranks_of_an_elastic_job_wait_for_those_of_a_new_host(elastic, users, in_force, monkeypatch):
-    launched(monkeypatch, {**ONE_HOST, "HOROVOD_ELASTIC": elastic} | ({tuning.GLOO_TIMEOUT: users} if users else {}))
-    tuning.prepare("torch", Host(), nccl=False)
-    assert os.environ.get(tuning.GLOO_TIMEOUT) == in_force
 
 
 def test_pieces_that_are_no_number_are_refused(monkeypatch):
