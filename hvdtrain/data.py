@@ -152,22 +152,30 @@ class IteratedSource:
         start: (epoch, shuffle, what is done) -> this rank's batches of the rest.
         world: whose ranks take them.
         steps: per epoch, where that is known.
+        filler: (number of rows) -> any batch, about as large: for a rank that has had none, as in the rest of an epoch
+            that is gone on with. It draws nothing at random; a model may, as many numbers as there are rows.
     """
 
     def __init__(
-        self, start: Callable[[int, bool, Consumed], Iterator[Any]], *, world: World, steps: int | None = None
+        self,
+        start: Callable[[int, bool, Consumed], Iterator[Any]],
+        *,
+        world: World,
+        steps: int | None = None,
+        filler: Callable[[int], Any] | None = None,
     ) -> None:
         self._start = start
         self._world = world
+        self._filler = filler
         self.steps = steps
         self.facts: dict[str, Any] = {"steps": steps}
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches until no rank has any left; a rank that runs out early goes on with empty ones."""
-        return self._in_step(iter(self._start(epoch, shuffle, after)), after.batches)
+        return self._in_step(iter(self._start(epoch, shuffle, after)), after)
 
-    def _in_step(self, batches: Iterator[Any], done: int) -> Iterator[Batch]:
-        batch = Batch()
+    def _in_step(self, batches: Iterator[Any], after: Consumed) -> Iterator[Batch]:
+        batch, done = Batch(), after.batches
         while True:
             item = next(batches, None)
             # An empty batch is still one of this rank's: only None says that there are no more.
@@ -178,6 +186,9 @@ class IteratedSource:
                 return
             done += self._world.size
             if samples:
+                if batch.inputs is None and self._filler is not None:
+                    rows = max(1, after.samples // max(1, after.batches))
+                    batch = replace(as_batch(self._filler(rows)), local_count=0)
                 # Indices of a share are not the whole dataset's.
                 yield replace(batch, global_count=int(samples), indices=None, done=done)
 

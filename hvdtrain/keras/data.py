@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain import sampling
+from hvdtrain import rank_state, sampling
 from hvdtrain.data import Consumed, IteratedSource, Source, tree_map
 from hvdtrain.world import World
 
@@ -50,7 +50,13 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
         )
         return (data[int(index)] for index in order)
 
-    return IteratedSource(batches, world=world, steps=-(-len(data) // world.size))
+    def filler(_: int) -> Any:
+        before = rank_state.random_states()  # data may be changed at random as it is read
+        item = data[0]
+        rank_state.set_random_states(before)
+        return item
+
+    return IteratedSource(batches, world=world, steps=-(-len(data) // world.size), filler=filler)
 
 
 def _tf_dataset(data: Any, world: World) -> Source:
@@ -62,7 +68,6 @@ def _tf_dataset(data: Any, world: World) -> Source:
         raise ValueError(
             "data never ends. Received: an infinite tf.data.Dataset. Bound it with .take(batches an epoch)."
         )
-    to_host = keras.backend.backend() != "tensorflow"
     orders = itertools.count()  # how many the data's own shuffle has drawn
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
@@ -71,12 +76,26 @@ def _tf_dataset(data: Any, world: World) -> Source:
             next(orders)
             iter(data)
         rest = data.skip(after.batches) if after.batches else data
-        items = iter(rest.shard(world.size, world.rank) if world.size > 1 else rest)
-        return (tree_map(np.asarray, item) for item in items) if to_host else items
+        return map(_for_backend, iter(rest.shard(world.size, world.rank) if world.size > 1 else rest))
 
-    source = IteratedSource(batches, world=world, steps=-(-cardinality // world.size) if cardinality > 0 else None)
+    steps = -(-cardinality // world.size) if cardinality > 0 else None
+    source = IteratedSource(batches, world=world, steps=steps, filler=lambda rows: _for_backend(_zeros(data, rows)))
     source.facts["seeds of shuffle (global, own)"] = seeds
     return source
+
+
+def _for_backend(item: Any) -> Any:
+    return item if keras.backend.backend() == "tensorflow" else tree_map(np.asarray, item)
+
+
+def _zeros(data: Any, rows: int) -> Any:
+    """Return a batch of a dataset's shapes; for one of its own its shuffle would draw another order."""
+    import tensorflow as tf
+
+    def zeros(spec: Any) -> Any:
+        return tf.zeros([size or (1 if axis else rows) for axis, size in enumerate(spec.shape)], spec.dtype)
+
+    return tf.nest.map_structure(zeros, data.element_spec)
 
 
 def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:

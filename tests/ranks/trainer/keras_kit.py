@@ -173,6 +173,14 @@ def datasets(num_samples):
     }
 
 
+def streams(x, y):
+    """Data that can only be iterated, in batches of 4."""
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(100, seed=1).batch(4)
+    return {"tf.data": rows, "other": unequal_iterable(x, y, rank=0)}
+
+
 def check_random_orders(seen_by_all, *, num_samples):
     """tf.data's shuffle without a seed is another one on each rank: refused."""
     import pytest

@@ -148,6 +148,25 @@ def test_a_trainer_loaded_within_an_epoch_goes_on_there(kit, world, shared_tmp_p
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["tf.data", "other"])
+def test_ranks_without_a_batch_in_the_rest_of_an_epoch_take_its_steps(kit, world, shared_tmp_path, kind):
+    batches = 2 * world.size + 1  # in the last step all ranks but one are without
+
+    def run(seed, *callbacks):
+        kit.seed(seed + world.rank)
+        trainer = kit.trainer(kit.random_model())
+        stream = kit.streams(*data(4 * batches))[kind]
+        history = trainer.fit(stream, epochs=3, callbacks=callbacks, progress=False)
+        state = trainer.state()
+        return state.arrays, state.meta, {name: values for name, values in history.items() if name not in TIMES}
+
+    straight = run(7)
+    with pytest.raises(StoppedError):
+        run(7, Checkpoint(shared_tmp_path, every_steps=1), StopAt(5))  # the second epoch's last step
+    assert_same(run(99, Checkpoint(shared_tmp_path)), straight)
+
+
+@pytest.mark.world_size(2)
 def test_the_rest_of_an_epoch_is_not_shared_out_of_other_data(kit, world, shared_tmp_path):
     with pytest.raises(StoppedError):
         train(kit, world, seed=7, callbacks=[Checkpoint(shared_tmp_path, every_steps=1), StopAt(2)])

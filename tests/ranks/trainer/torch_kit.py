@@ -191,6 +191,11 @@ def datasets(num_samples):
     }
 
 
+def streams(x, y):
+    """Data that can only be iterated, in batches of 4."""
+    return {"tf.data": unequal_iterable(x, y, rank=0), "other": unequal_iterable(x, y, rank=0)}
+
+
 def check_random_orders(seen_by_all, *, num_samples):
     """A sampler of the user's own draws at random on each rank: rank 0's order is everybody's."""
     from torch.utils.data import DataLoader
