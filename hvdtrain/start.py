@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 # A launcher's mark around this process would make the new ranks think they belong to that launch.
 _MARKS = (
@@ -43,14 +44,25 @@ def rank_environment(chosen: Mapping[str, str], *, without: tuple[str, ...] = ()
 def end_family(process: subprocess.Popen[bytes]) -> None:
     """End the launcher and every process below it; mpirun's ranks have process groups of their own."""
     psutil = importlib.import_module("psutil")
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    for member in family:
+    family = {process.pid: psutil.Process(process.pid)}
+    stopped: set[int] = set()
+    # Stopped first, from the launcher down: one that starts ranks at this moment would leave them behind.
+    while new := [member for pid, member in family.items() if pid not in stopped]:
+        for member in new:
+            _send(member, signal.SIGSTOP)
+            stopped.add(member.pid)
         try:
-            member.send_signal(signal.SIGKILL)
+            family |= {member.pid: member for member in family[process.pid].children(recursive=True)}
         except psutil.NoSuchProcess:
-            continue
+            break
+    for member in family.values():
+        _send(member, signal.SIGKILL)
     process.kill()
     process.wait()
+
+
+def _send(member: Any, number: int) -> None:
+    try:
+        member.send_signal(number)
+    except importlib.import_module("psutil").NoSuchProcess:
+        pass
