@@ -1,10 +1,11 @@
-"""Stop in order: SIGTERM or SIGUSR1 asks for the end of the step under way, a second one ends the process at once."""
+"""Stop in order: SIGTERM or SIGUSR1 asks for the end of the step under way, a later one ends the process at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -15,7 +16,11 @@ EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, start it again
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
+# A scheduler that signals every process of a job also signals the launcher, which passes it on: that is one request.
+_ONE_REQUEST_S = 2.0
+
 _requested: signal.Signals | None = None
+_at = 0.0
 
 
 def requested() -> signal.Signals | None:
@@ -51,7 +56,8 @@ def install() -> Callable[[], None]:
 
 
 def _ask(number: int, frame: FrameType | None) -> None:
-    global _requested
-    if _requested is not None:
+    global _requested, _at
+    if _requested is None:
+        _requested, _at = signal.Signals(number), time.monotonic()
+    elif time.monotonic() - _at > _ONE_REQUEST_S:
         os._exit(128 + number)
-    _requested = signal.Signals(number)

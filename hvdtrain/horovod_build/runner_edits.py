@@ -208,7 +208,9 @@ _STOP = (
         _SHELL,
         "def terminate_executor_shell_and_children(pid):\n",
         "# From a request to stop to the end of patience.\n"
-        "STOP_GRACE_S = 30\n\n\n"
+        "STOP_GRACE_S = 30\n"
+        "# Who signals a whole group or a whole job means it once, though each process hears of it twice.\n"
+        "ONE_REQUEST_S = 2\n\n\n"
         "def local_ranks():\n"
         '    """Return this host\'s ranks among the processes below this one, without what the ranks started."""\n'
         "    ranks = {}\n"
@@ -274,10 +276,12 @@ _STOP = (
         "    def set_event_on_signal(signum, frame):\n"
         "        event.set()\n\n"
         "    def ask_ranks_to_stop(signum, frame):\n"
+        "        if asked and time.monotonic() - asked[0] < safe_shell_exec.ONE_REQUEST_S:\n"
+        "            return\n"
         "        if asked or not safe_shell_exec.signal_ranks(signum):\n"
         "            event.set()\n"
         "        else:\n"
-        "            asked.append(signum)\n"
+        "            asked.append(time.monotonic())\n"
         "            safe_shell_exec.after_grace(event.set)\n\n"
         "    def pass_on(signum, frame):\n"
         "        safe_shell_exec.signal_ranks(signum)\n\n"
@@ -303,10 +307,12 @@ _STOP = (
         "    def pass_on(signum, frame):\n"
         "        process.send_signal(signum)\n\n"
         "    def ask_ranks_to_stop(signum, frame):\n"
+        "        if asked and time.monotonic() - asked[0] < safe_shell_exec.ONE_REQUEST_S:\n"
+        "            return\n"
         "        if asked or not safe_shell_exec.signal_ranks(signum):\n"
         "            process.terminate()\n"
         "        else:\n"
-        "            asked.append(signum)\n"
+        "            asked.append(time.monotonic())\n"
         "            safe_shell_exec.after_grace(process.terminate)\n\n"
         "    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):\n"
         "        if signal.getsignal(each) is not signal.SIG_IGN:\n"
@@ -319,7 +325,7 @@ _STOP = (
     Edit(
         _MPI,
         "import copy\nimport os\nimport sys\n",
-        "import copy\nimport ctypes\nimport os\nimport signal\nimport subprocess\nimport sys\n",
+        "import copy\nimport ctypes\nimport os\nimport signal\nimport subprocess\nimport sys\nimport time\n",
         "for the edit before",
     ),
 )
@@ -363,4 +369,26 @@ _STATUS = (
     ),
 )
 
-RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *_LIBRARY, *_STOP, *_STATUS)
+# What a job of this host inherits need not be written on its command line.
+_SECRETS = (
+    Edit(
+        _GLOO,
+        "            env=' '.join(['%s=%s' % (key, quote(value)) for key, value in env.items()\n"
+        "                          if env_util.is_exportable(key)]),\n",
+        "            env=' '.join(['%s=%s' % (key, quote(value)) for key, value in env.items()\n"
+        "                          if env_util.is_exportable(key)\n"
+        "                          and not (is_local and os.environ.get(key) == value)]),\n",
+        "over Gloo the whole environment, tokens and passwords too, could be read by every user of the host with ps",
+    ),
+    Edit(
+        _GLOO,
+        "        env_vars = create_slot_env_vars(slot_info)\n        horovod_rendez_env",
+        "        env_vars = create_slot_env_vars(slot_info)\n"
+        "        address = network.resolve_host_address(slot_info.hostname)\n"
+        "        is_local = address in network.get_local_host_addresses()\n"
+        "        horovod_rendez_env",
+        "for the edit before",
+    ),
+)
+
+RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *_LIBRARY, *_STOP, *_STATUS, *_SECRETS)

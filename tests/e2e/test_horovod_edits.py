@@ -15,7 +15,9 @@ from hvdtrain.horovod_build.install import installed_record
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
 
-def run(script: str, tmp_path: Path, *, ranks: int = 2, timeout_s: float = 100, **env: str) -> list[dict]:
+def run(
+    script: str, tmp_path: Path, *, ranks: int = 2, plane: str = "--mpi", timeout_s: float = 100, **env: str
+) -> list[dict]:
     """Run `script` on ranks that each write one JSON object to `answer(...)`; return those, by rank."""
     path = tmp_path / "script.py"
     prologue = (
@@ -26,7 +28,7 @@ def run(script: str, tmp_path: Path, *, ranks: int = 2, timeout_s: float = 100, 
     path.write_text(prologue + script)
     settings = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "OMPI_MCA_mpi_yield_when_idle": "1"}
     done = subprocess.run(
-        [HOROVODRUN, "-np", str(ranks), sys.executable, path, tmp_path],
+        [HOROVODRUN, "-np", str(ranks), plane, sys.executable, path, tmp_path],
         env=os.environ | settings | env,
         capture_output=True,
         text=True,
@@ -34,6 +36,24 @@ def run(script: str, tmp_path: Path, *, ranks: int = 2, timeout_s: float = 100, 
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+TOKEN = """
+seen = []
+for command in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        seen += [command.parent.name] * (os.environ["TEST_TOKEN"].encode() in command.read_bytes())
+    except OSError:
+        continue
+answer(int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK"))), seen=seen)
+"""
+
+
+@pytest.mark.parametrize("plane", ["--mpi", "--gloo"])
+def test_no_value_of_the_environment_stands_on_a_command_line(plane, tmp_path):
+    """Every user of a host may read those."""
+    answers = run(TOKEN, tmp_path, plane=plane, TEST_TOKEN=f"hunter2-{tmp_path.name}")
+    assert answers == [{"seen": []}] * 2
 
 
 PIECES = """
