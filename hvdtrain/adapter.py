@@ -88,11 +88,12 @@ class Adapter(Protocol):
         """Return the model's outputs for a batch: (local_batch, ...)."""
         ...
 
-    def metrics(self, reduce: Reduce) -> dict[str, float]:
-        """Return the metrics since the last call, exact over all ranks, and start them anew.
+    def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
+        """Return the metrics since they were started, exact over all ranks, and start them anew.
 
         Args:
             reduce: sums a float64 vector over ranks; to be called exactly once, with all that the metrics need.
+            keep: go on with them instead: an epoch is under way.
         """
         ...
 

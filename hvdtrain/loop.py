@@ -19,9 +19,10 @@ from hvdtrain.bad_numbers import BadNumbers
 from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.data import Batch, Source
+from hvdtrain.interval import Interval
 from hvdtrain.learning_rate import LearningRate
 from hvdtrain.position import Position, check_data, steps_done
-from hvdtrain.pulse import Pulse
+from hvdtrain.pulse import Beat, Pulse
 
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
@@ -73,6 +74,7 @@ class Loop:
         self._random_at_begin: rank_state.Arrays = {}  # of the epoch, whose order may have been drawn from it
         self._ahead = 0  # steps of this run that the epoch's would have been, less those that it took
         self._began = 0.0
+        self._earlier_samples = self._told_samples = 0  # of this run's epochs before, and of what intervals told
         self._pulse = Pulse(trainer.world)
         self._numbers = BadNumbers(config["nan_policy"], trainer.world)
 
@@ -95,6 +97,7 @@ class Loop:
         """
         self._hooks, self._facts, self._pulse = hooks, source.facts, Pulse(self._world)
         self.stopped, self._ahead = False, 0
+        self._earlier_samples = self._told_samples = 0
         meta, self._loaded = self._loaded, None
         if meta is None:
             self.position, self.history, self._held = Position(), History(), {}
@@ -104,6 +107,7 @@ class Loop:
             # Steps are counted on, since checkpoints are in that order; on the way through the epoch these are as many.
             here = steps_done(self.position.consumed, self._facts, size=self._world.size, accumulate=self._accumulate)
             self._ahead = here - self.position.step
+            self._told_samples = self.position.consumed.samples
         return list(meta["callbacks"])
 
     def progress(self) -> dict[str, Any]:
@@ -163,11 +167,15 @@ class Loop:
         return self._results()
 
     def _train(self, source: Source) -> None:
-        position, hooks, trainer = self.position, self._hooks, self._trainer
-        for step, batches in enumerate(_groups(self._data(source), self._accumulate), start=position.step):
+        position, hooks, trainer, pulse = self.position, self._hooks, self._trainer, self._pulse
+        pulse.go_on()
+        groups = pulse.data(_groups(self._data(source), self._accumulate))
+        for step, batches in enumerate(groups, start=position.step):
             hooks.on_step_begin(trainer, step)
             self._set_learning_rate(step)
+            began = time.perf_counter()
             self._adapter.train_step(batches)
+            train_s = time.perf_counter() - began
             fault = self._adapter.fault
             if fault is None:
                 self._numbers.step_taken()
@@ -180,10 +188,32 @@ class Loop:
             hooks.on_step_end(trainer, step)
             asked = preemption.requested() is not None
             kept = trainer.kept
-            if self._pulse.beat(asked or (kept is not None and kept.hosts_have_changed)):
-                if kept is not None:
-                    kept.meet_anew_unless(asked, self)
-                self.leave()
+            beat = pulse.beat(asked or (kept is not None and kept.hosts_have_changed), train_s=train_s)
+            if beat is not None:
+                if beat.asked:
+                    if kept is not None:
+                        kept.meet_anew_unless(asked, self)
+                    self.leave()
+                self._tell(beat)
+                pulse.go_on()
+
+    def _tell(self, beat: Beat) -> None:
+        """Let callbacks know how the steps since the last beat went."""
+        position = self.position
+        samples = self._earlier_samples + position.consumed.samples
+        interval = Interval(
+            epoch=position.epoch,
+            step=position.step,
+            global_step=position.global_step,
+            steps=beat.steps,
+            samples=samples - self._told_samples,
+            seconds=beat.seconds,
+            times=beat.times,
+            learning_rate=self._adapter.learning_rates[0],
+            metrics=self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="running"), keep=True),
+        )
+        self._told_samples = samples
+        self._hooks.on_interval(self._trainer, interval)
 
     def _keep(self) -> bool:
         """Have the present state written, and wait for it; return whether there is a place for it."""
@@ -252,6 +282,7 @@ class Loop:
         logs = self._adapter.metrics(reduce)
         seconds = float(times.max())
         self._adapter.settle()
+        self._earlier_samples += self.position.consumed.samples
         return logs | {"samples_per_s": self.position.consumed.samples / seconds, "seconds": seconds}
 
 

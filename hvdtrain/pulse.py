@@ -1,20 +1,45 @@
-"""Let every rank learn, soon and in the same step, that one of them was asked to stop."""
+"""About once a second, let every rank learn in the same step what the others have to tell."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hvdtrain import waited
+from hvdtrain.interval import RankTimes
 from hvdtrain.world import World
 
 _MOST_STEPS = 1000
 
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What ranks told each other, equal on all of them.
+
+    Attributes:
+        asked: whether one of them was asked to stop.
+        steps: since the last beat.
+        seconds: that these took, on the slowest rank.
+        times: of each rank.
+    """
+
+    asked: bool
+    steps: int
+    seconds: float
+    times: RankTimes
+
 
 class Pulse:
-    """Exchanges a flag about once a second: after a number of steps that all ranks agree on, by how long steps take.
+    """Exchanges a flag and times about once a second: after a number of steps that all ranks agree on.
 
-    A flag in every step would cost a round of its own in each.
+    That number follows from how long steps take. A flag in every step would cost a round of its own in each.
 
     Args:
         world: the ranks.
@@ -24,22 +49,60 @@ class Pulse:
     def __init__(self, world: World, *, interval_s: float = 1.0) -> None:
         self._world = world
         self._interval_s = interval_s
-        self._left = self._every = 1
-        self._since = time.perf_counter()
+        self._left = 1
+        self._steps = 0
+        self._seconds = self._data_s = self._train_s = 0.0
+        self._waited_s = waited.total()
+        self.go_on()
 
-    def beat(self, asked: bool) -> bool:
-        """Count a step; return whether a rank was asked to stop, the same on all of them.
+    def go_on(self) -> None:
+        """Let steps begin now: what was done since the last one, such as validation, is none."""
+        self._last = time.perf_counter()
+
+    def data(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """Return `batches`, with the wait for each counted."""
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self._data_s += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    def beat(self, asked: bool, *, train_s: float) -> Beat | None:
+        """Count a step; return what ranks told each other if it was time to, the same on all of them.
 
         Args:
-            asked: whether this one was.
+            asked: whether this rank was asked to stop.
+            train_s: seconds that the step took, without its data.
         """
-        if self._world.size == 1:
-            return asked
+        now = time.perf_counter()
+        self._seconds, self._last = self._seconds + now - self._last, now
+        self._train_s += train_s
+        self._steps += 1
         self._left -= 1
-        if self._left:
-            return False
-        step_s = (time.perf_counter() - self._since) / self._every
-        asked_anywhere, slowest_s = self._world.allreduce(np.array([asked, step_s]), "max", name="pulse")
-        self._left = self._every = int(np.clip(self._interval_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
-        self._since = time.perf_counter()
-        return bool(asked_anywhere)
+        if self._left and not (asked and self._world.size == 1):
+            return None
+        mine = np.array([self._seconds, self._data_s, self._train_s, waited.total() - self._waited_s]) / self._steps
+        rows, asked_anywhere = self._exchange(mine, asked)
+        times = RankTimes(*rows.T)
+        slowest_s = float(times.step.max())
+        found = Beat(asked_anywhere, self._steps, slowest_s * self._steps, times)
+        self._left = int(np.clip(self._interval_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
+        self._start_over()
+        return found
+
+    def _exchange(self, mine: NDArray[np.float64], asked: bool) -> tuple[NDArray[np.float64], bool]:
+        size, rank = self._world.size, self._world.rank
+        if size == 1:
+            return mine[np.newaxis], asked
+        vector = np.zeros(1 + size * len(mine))
+        vector[0] = asked
+        vector[1:].reshape(size, -1)[rank] = mine
+        vector = self._world.allreduce(vector, "max", name="pulse")  # each has its own places: no time is below 0
+        return vector[1:].reshape(size, -1), bool(vector[0])
+
+    def _start_over(self) -> None:
+        self._steps = 0
+        self._seconds = self._data_s = self._train_s = 0.0
+        self._waited_s = waited.total()

@@ -8,6 +8,7 @@ which framework it has.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,9 @@ from hvdtrain.bad_numbers import POLICIES
 from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.keras_style import as_callback
-from hvdtrain.callbacks.progress import ProgressLine
+from hvdtrain.callbacks.progress import Progress
+from hvdtrain.callbacks.run_folder import RunFolder
+from hvdtrain.callbacks.stragglers import Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck
 from hvdtrain.checks import check_choice, check_positive
 from hvdtrain.data import Source, as_source
@@ -70,6 +73,7 @@ class Trainer:
         model: as given.
         world: the ranks.
         epochs: how many epochs the current fit has.
+        hosts: each rank's, by rank; known once fit has begun.
         steps_per_epoch: optimizer steps, where known beforehand.
         kept: the last commit, in an elastic job while `fit` runs.
 
@@ -106,6 +110,7 @@ class Trainer:
         self.model = model
         self.world: World = init(framework_of(model))
         self.epochs = 0
+        self.hosts: list[str] = []
         self.steps_per_epoch: int | None = None
         seed = int((self.world.seed or 0) if seed is None else seed)
         if seed < 0:
@@ -133,6 +138,8 @@ class Trainer:
         )
         self._loop = Loop(self, self._adapter, self._lr, self._config)
         self._stop = False
+        self._fit_config: dict[str, Any] = {}
+        self._run_folder = RunFolder()
         self.kept: FitState | None = None
         if not self._elastic:
             self._adapter.start()  # so that evaluate and predict, too, run one model and not each rank's own
@@ -147,6 +154,7 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         checkpoint_dir: str | None = None,
         resume: str = "auto",
+        run_dir: str | None = "auto",
         progress: bool = True,
     ) -> History:
         """Train, and return the metrics of each epoch.
@@ -163,7 +171,9 @@ class Trainer:
             checkpoint_dir: where a checkpoint is written after each epoch.
             resume: "auto" goes on from the newest whole checkpoint in checkpoint_dir; "never" starts anew, and moves
                 those that are there into a folder "old-1", "old-2", ... beside the new ones.
-            progress: print a line an epoch on rank 0.
+            run_dir: where `callbacks.RunFolder` keeps configuration, environment and metrics: "auto" for a folder of
+                this Trainer's in runs/, None for nowhere.
+            progress: show on rank 0 how it goes; `callbacks.Progress` has the choices.
 
         A SIGTERM or SIGUSR1 to any rank ends the run in order: about a second later, or once validation is done, all
         ranks end after the same step, with a checkpoint where there is a checkpoint_dir, and exit with
@@ -183,7 +193,7 @@ class Trainer:
         check_choice("resume", resume, ("auto", "never"))
 
         def once() -> None:
-            hooks = self._hooks(callbacks, checkpoint_dir, progress)
+            hooks = self._hooks(callbacks, checkpoint_dir, run_dir, progress)
             self._fit(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
 
         if self._elastic:
@@ -203,9 +213,11 @@ class Trainer:
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         source = self._source(train, batch_size)
         batch_size = int(batch_size)
+        self._fit_config = {"epochs": epochs, "batch_size": batch_size, "data": source.facts}
         held_out = None if validation is None else self._source(validation, batch_size)
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
+        self.hosts = [str(host) for host in self.world.allgather_object(socket.gethostname(), name="hosts")]
         checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
         self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
         keepers = [each.open(self) for each in checkpoints]
@@ -220,6 +232,7 @@ class Trainer:
             self._run(source, held_out, hooks, states)
         finally:
             give_back()
+            hooks.close()
             for keeper in keepers:
                 keeper.finish()
 
@@ -315,6 +328,11 @@ class Trainer:
         return self._loop.history
 
     @property
+    def config(self) -> dict[str, Any]:
+        """What this Trainer, and the current or last `fit`, were given, as JSON."""
+        return {"model": type(self.model).__name__, **self._config, **self._fit_config}
+
+    @property
     def global_step(self) -> int:
         """Optimizer steps taken since training began, those before a resumed checkpoint included."""
         return self._loop.position.global_step
@@ -363,10 +381,16 @@ class Trainer:
                 "Use warmup_epochs=0, or data with a length."
             )
 
-    def _hooks(self, callbacks: Sequence[Any], checkpoint_dir: str | None, progress: bool) -> CallbackList:
-        hooks = [as_callback(each) for each in callbacks] + [ProgressLine()] * progress
-        if not any(isinstance(hook, SyncCheck) for hook in hooks):
-            hooks.append(SyncCheck())
+    def _hooks(
+        self, callbacks: Sequence[Any], checkpoint_dir: str | None, run_dir: str | None, progress: bool
+    ) -> CallbackList:
+        hooks = [as_callback(each) for each in callbacks]
+        for default in (*[Progress] * progress, Stragglers, SyncCheck):
+            if not any(isinstance(hook, default) for hook in hooks):
+                hooks.append(default())
+        if run_dir is not None and not any(isinstance(hook, RunFolder) for hook in hooks):
+            self._run_folder = self._run_folder if run_dir == "auto" else RunFolder(run_dir)
+            hooks.append(self._run_folder)
         if checkpoint_dir:
             hooks.append(Checkpoint(checkpoint_dir))
         # Last: what the others do to the model or to themselves is then part of it, and found equal on all ranks.

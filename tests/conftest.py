@@ -15,6 +15,7 @@ GPU_SWITCH = "HVDTRAIN_TEST_GPU"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("HVDTRAIN_RUNS", "")  # hundreds of trainings, none of which anybody wants to keep
     config.addinivalue_line(
         "markers", f"gpu: needs a GPU; skipped unless {GPU_SWITCH}=1, and then a skip of any kind is a failure"
     )

@@ -3,8 +3,10 @@
 from hvdtrain.callbacks.base import Callback as Callback
 from hvdtrain.callbacks.checkpoint import Checkpoint as Checkpoint
 from hvdtrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
-from hvdtrain.callbacks.progress import ProgressLine as ProgressLine
+from hvdtrain.callbacks.progress import Progress as Progress
+from hvdtrain.callbacks.run_folder import RunFolder as RunFolder
 from hvdtrain.callbacks.schedule import Schedule as Schedule
+from hvdtrain.callbacks.stragglers import Stragglers as Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck as SyncCheck
 
-__all__ = ["Callback", "Checkpoint", "EarlyStopping", "ProgressLine", "Schedule", "SyncCheck"]
+__all__ = ["Callback", "Checkpoint", "EarlyStopping", "Progress", "RunFolder", "Schedule", "Stragglers", "SyncCheck"]

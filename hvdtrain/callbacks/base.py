@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.interval import Interval
+
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
 
@@ -39,11 +41,17 @@ class Callback:
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         """Run after an optimizer step."""
 
+    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+        """Run about once a second, after the same step on all ranks: `interval` says how the last steps went."""
+
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Run after training and validation of an epoch; `logs` is what History keeps of it."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Run once, after the last epoch."""
+
+    def close(self) -> None:
+        """Give back what was opened; run on each rank when fit ends in any way, an error included."""
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint should keep of this callback, as JSON and arrays; rank 0's is kept.
@@ -118,6 +126,11 @@ class CallbackList(Callback):
         for callback in self._callbacks:
             callback.on_step_end(trainer, step)
 
+    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+        """Call each."""
+        for callback in self._callbacks:
+            callback.on_interval(trainer, interval)
+
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Call each."""
         for callback in self._callbacks:
@@ -127,3 +140,8 @@ class CallbackList(Callback):
         """Call each."""
         for callback in self._callbacks:
             callback.on_fit_end(trainer)
+
+    def close(self) -> None:
+        """Call each."""
+        for callback in self._callbacks:
+            callback.close()

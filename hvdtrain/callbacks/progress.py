@@ -1,28 +1,181 @@
-"""One line an epoch, from rank 0."""
+"""What a person sees on rank 0 while training runs: a live display in a terminal, lines anywhere else."""
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.interval import Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
+
+VARIABLE = "HVDTRAIN_PROGRESS"
+STYLES = ("auto", "live", "lines", "epochs", "off")
 
 # What History keeps besides metrics, with how to print it.
 _UNITS = {"samples_per_s": "{:,.0f} samples/s", "seconds": "{:.1f} s"}
 
 
-class ProgressLine(Callback):
-    """Print "epoch 1/3  loss 0.4012  accuracy 0.8811  ... 12,345 samples/s  1.2 s" on rank 0 after each epoch."""
+class Progress(Callback):
+    """Show epoch, step, loss, metrics, samples a second over all ranks, learning rate and the time that is left.
+
+    Only rank 0 prints, and each line in one piece, so that a launcher's prefixes do not garble it.
+
+    Args:
+        style: "live" for a display that is drawn anew, "lines" for a line every so often and one an epoch, "epochs" for
+            the latter alone, "off"; "auto" is live where standard output is a terminal, which under a launcher it is
+            not, and lines elsewhere. The environment variable HVDTRAIN_PROGRESS wins over "auto".
+        every_s: seconds between two lines within an epoch.
+
+    Raises:
+        ValueError: another style, or every_s is below 0.
+    """
+
+    def __init__(self, style: str = "auto", *, every_s: float = 10.0) -> None:
+        source = "style"
+        if style == "auto" and os.environ.get(VARIABLE):
+            style, source = os.environ[VARIABLE], VARIABLE
+        if style not in STYLES:
+            raise ValueError(f"{source} must be one of {', '.join(STYLES)}. Received: {source}={style!r}")
+        if not every_s >= 0:
+            raise ValueError(f"every_s must be >= 0. Received: every_s={every_s!r}")
+        self._style, self._every_s = style, every_s
+        self._live: Any = None
+        self._bar: Any = None
+        self._lines = False
+        self._printed = self._began = 0.0
+        self._sum = _Sum()
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Open the display."""
+        self._began = self._printed = time.monotonic()
+        self._sum, self._lines = _Sum(), False
+        if not trainer.world.is_root or self._style in ("off", "epochs"):
+            return
+        if self._style == "live" or (self._style == "auto" and sys.stdout.isatty()):
+            self._open(trainer)
+        else:
+            self._lines = True
+
+    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+        """Show how the latest steps went."""
+        self._sum.add(interval)
+        if not trainer.world.is_root:
+            return
+        words = [*_metrics(interval.metrics), _UNITS["samples_per_s"].format(interval.samples_per_s)]
+        words.append(f"lr {interval.learning_rate:.3g}")
+        left_s = _seconds_left(trainer, interval)
+        if self._live is not None:
+            total = trainer.steps_per_epoch
+            place = f"epoch {interval.epoch + 1}/{trainer.epochs}"
+            left = "" if left_s is None else f"{_clock(left_s)} left"
+            self._live.update(
+                self._bar, completed=interval.step, total=total, place=place, words="  ".join(words), left=left
+            )
+        elif self._lines and time.monotonic() - self._printed >= self._every_s:
+            self._printed = time.monotonic()
+            steps = f"/{trainer.steps_per_epoch}" if trainer.steps_per_epoch else ""
+            words += [] if left_s is None else [f"{_clock(left_s)} left"]
+            self._print(trainer, interval.epoch, [f"step {interval.step}{steps}", *words])
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Print the epoch's metrics, then its speed over all ranks."""
-        if not trainer.world.is_root:
+        if not trainer.world.is_root or self._style == "off":
             return
-        metrics = [f"{name} {value:.4f}" for name, value in logs.items() if name not in _UNITS]
         speed = [template.format(logs[name]) for name, template in _UNITS.items() if name in logs]
+        self._print(trainer, epoch, [*_metrics(logs), *speed])
+        self._printed = time.monotonic()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Close the display, and say where the time went."""
+        self._close()
+        if trainer.world.is_root and self._style not in ("off", "epochs") and self._sum.steps:
+            self._write(self._sum.describe(trainer, time.monotonic() - self._began))
+
+    def close(self) -> None:
+        """Close the display where training ends early."""
+        self._close()
+
+    def _print(self, trainer: Trainer, epoch: int, words: list[str]) -> None:
+        self._write("  ".join([f"epoch {epoch + 1}/{trainer.epochs}", *words]))
+
+    def _write(self, line: str) -> None:
+        if self._live is not None:
+            self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            return
         # One write: launchers prefix what they read, and print() would send the line's end separately.
-        sys.stdout.write(f"epoch {epoch + 1}/{trainer.epochs}  " + "  ".join(metrics + speed) + "\n")
+        sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+    def _open(self, trainer: Trainer) -> None:
+        from rich import progress
+
+        columns = ("{task.fields[place]}", progress.BarColumn(), progress.MofNCompleteColumn())
+        self._live = progress.Progress(*columns, "{task.fields[words]}", "{task.fields[left]}", transient=True)
+        self._bar = self._live.add_task("", total=trainer.steps_per_epoch, place="", words="", left="")
+        self._live.start()
+
+    def _close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class _Sum:
+    """The times of all intervals: of each rank, a step's mean."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._intervals = 0
+        self._rows: Any = 0.0
+
+    def add(self, interval: Interval) -> None:
+        """Count an interval in; the first, whose step compiles and connects, only as long as there is no other."""
+        times = interval.times
+        rows = np.stack([times.step, times.data, times.train, times.reduction]) * interval.steps
+        if self._intervals == 1:
+            self.steps, self._rows = 0, 0.0
+        self._intervals += 1
+        self.steps += interval.steps
+        self._rows = self._rows + rows
+
+    def describe(self, trainer: Trainer, seconds: float) -> str:
+        """Return one line: how long a step takes, and of what it consists on the slowest rank."""
+        times = RankTimes(*(self._rows / self.steps))
+        slowest, size = int(times.own.argmax()), trainer.world.size
+        step = float(times.step[slowest])
+        parts = {"compute": times.compute, "data": times.data} | ({"reduction": times.reduction} if size > 1 else {})
+        shares = ", ".join(f"{name} {100 * part[slowest] / step:.0f} %" for name, part in parts.items())
+        line = f"trained for {_clock(seconds)}: a step {1000 * step:,.1f} ms, {shares}"
+        if size > 1:
+            above = times.own[slowest] / max(lower_median(times.own), 1e-9) - 1
+            whose = f"rank {slowest} on host {trainer.hosts[slowest]}"
+            line += f" ({whose}, the slowest: {100 * above:.0f} % above the median)"
+        return line
+
+
+def _metrics(logs: dict[str, float]) -> list[str]:
+    return [f"{name} {value:.4f}" for name, value in logs.items() if name not in _UNITS]
+
+
+def _seconds_left(trainer: Trainer, interval: Interval) -> float | None:
+    """Return how long the steps that are left take at the present pace; None where nobody knows how many there are."""
+    if not trainer.steps_per_epoch:
+        return None
+    left = (trainer.epochs - interval.epoch) * trainer.steps_per_epoch - interval.step
+    return left * interval.seconds / interval.steps
+
+
+def _clock(seconds: float) -> str:
+    """Return "7 s", "3:07" or "2:03:07"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

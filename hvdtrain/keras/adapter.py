@@ -164,14 +164,19 @@ class KerasAdapter:
         """Return the outputs on the host."""
         return self._model.predict_on_batch(inputs)
 
-    def metrics(self, reduce: Reduce) -> dict[str, float]:
+    def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
         """Sum the metrics' own variables over ranks, and let the metrics make their results of them."""
         self._go_on_counting()  # of an epoch whose last step was taken before
         variables = [v for metric in self._model.metrics for v in metric.variables]
+        mine = [np.array(keras.ops.convert_to_numpy(v)) for v in variables] if keep else []
         for variable, total in zip(variables, _reduced(variables, reduce), strict=True):
             # Counts and sums add up, which is what nearly every metric keeps; the others say so.
             variable.assign(total if variable.aggregation == "sum" else total / self._world.size)
         results = _scalars(self._model.get_metrics_result())
+        if keep:
+            for variable, value in zip(variables, mine, strict=True):
+                variable.assign(value)
+            return results
         self._model.reset_metrics()
         self._fresh, self._training = True, False
         return results

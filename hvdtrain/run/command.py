@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import shutil
 import sys
@@ -102,6 +103,9 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
         supervise.say(crowded)
     run_dir = supervise.make_run_dir()
     environment = start.rank_environment({})
+    # All starts of a job are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder.
+    script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
+    environment.setdefault("HVDTRAIN_RUN_NAME", f"{script}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     # A rank that failed has failed the others too: none of them has anything to wait for.
     environment.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if launcher == arguments.MPIRUN:  # as horovodrun allows it: containers run as root

@@ -184,10 +184,13 @@ class TorchAdapter:
             outputs = self._model(self._to_device(inputs))
         return tree_map(training_state.to_host, outputs)
 
-    def metrics(self, reduce: Reduce) -> dict[str, float]:
-        """Return means over all samples since the last call."""
-        self._training = False
-        return self._totals.results(reduce)
+    def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
+        """Return means over all samples since they were started."""
+        means = self._totals.means(reduce)
+        if not keep:
+            self._training = False
+            self._totals.clear()
+        return means
 
     def settle(self) -> None:
         """Average running statistics over ranks; of counters the largest counts."""

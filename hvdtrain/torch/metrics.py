@@ -124,10 +124,9 @@ class Totals:
         self._sums.zero_()
         self._counts = [0.0] * len(self._cells)
 
-    def results(self, reduce: Reduce) -> dict[str, float]:
-        """Return each mean over all ranks, and start anew."""
+    def means(self, reduce: Reduce) -> dict[str, float]:
+        """Return each mean over all ranks."""
         sums, counts = reduce(self.numbers).reshape(2, -1)
-        self.clear()
         names = ["loss", *self._metrics]
         return {
             name: float(total / count) if count else float("nan")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
+from hvdtrain import waited
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import bucket, engine, presence, units
 from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor
@@ -298,7 +299,8 @@ class Reducer:
         self._renew()
         self._watch()
         try:
-            total = self._synchronize(weight, expected)
+            with waited.counted():
+                total = self._synchronize(weight, expected)
         except BaseException:
             self._abandon()
             raise

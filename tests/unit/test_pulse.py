@@ -1,27 +1,31 @@
-"""How often ranks ask each other whether to stop, and that they find out in the same step."""
+"""How often ranks tell each other how it goes, and that they find out in the same step."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
 
-from hvdtrain import pulse
+from hvdtrain import pulse, waited
 from hvdtrain.world import SoloWorld
 
 
 class TwoRanks(SoloWorld):
-    """Rank 0 of two; the other says what it was told to."""
+    """Rank 0 of two; the other says what it was told to: asked, then its step, data, train and reduction seconds."""
 
     size = 2
 
     def __init__(self):
         super().__init__()
-        self.others = np.zeros(2)
+        self.asked = 0.0
+        self.other = [0.0] * 4
         self.exchanges = 0
 
     def allreduce(self, array, op="sum", *, name="host"):
+        assert op == "max"
         self.exchanges += 1
-        return np.maximum(array, self.others)
+        return np.maximum(array, [self.asked, *[0.0] * 4, *self.other])
 
 
 @pytest.fixture
@@ -31,36 +35,83 @@ def clock(monkeypatch):
     return now
 
 
+def take(beats, clock, seconds, *, asked=False):
+    clock[0] += seconds
+    return beats.beat(asked, train_s=seconds)
+
+
 def test_exchanges_are_about_a_second_apart(clock):
     world = TwoRanks()
     beats = pulse.Pulse(world)
     for _ in range(1000):
-        clock[0] += 0.01
-        assert not beats.beat(False)
+        take(beats, clock, 0.01)
     assert 9 <= world.exchanges <= 12
 
 
 def test_the_slowest_rank_decides_how_often(clock):
     world = TwoRanks()
-    world.others = np.array([0.0, 0.5])  # the other takes half a second a step
+    world.other[0] = 0.5  # seconds a step
     beats = pulse.Pulse(world)
     for _ in range(100):
-        clock[0] += 0.01
-        beats.beat(False)
+        take(beats, clock, 0.01)
     assert 49 <= world.exchanges <= 51
 
 
 def test_one_rank_that_was_asked_stops_all(clock):
     world = TwoRanks()
     beats = pulse.Pulse(world)
-    clock[0] += 1.0
-    assert beats.beat(True)
-    clock[0] += 1.0
-    world.others = np.array([1.0, 0.0])
-    assert beats.beat(False)
+    assert take(beats, clock, 1.0, asked=True).asked
+    world.asked = 1.0
+    assert take(beats, clock, 1.0).asked
 
 
-def test_one_process_needs_no_exchange():
+def test_one_process_needs_no_exchange_and_stops_at_once(clock):
     beats = pulse.Pulse(SoloWorld())
-    assert not beats.beat(False)
-    assert beats.beat(True)
+    assert not take(beats, clock, 0.01).asked
+    assert take(beats, clock, 0.01) is None
+    assert take(beats, clock, 0.01, asked=True).asked
+
+
+def test_every_rank_learns_where_each_ones_time_went(clock, monkeypatch):
+    """A step of rank 0 takes 0.2 s for data, 0.4 to train, of which it waits 0.1, and 0.1 for callbacks."""
+    seconds = [0.0]
+    monkeypatch.setattr(waited, "total", lambda: seconds[0])
+    world = TwoRanks()
+    beats = pulse.Pulse(world)
+    take(beats, clock, 0.1)  # ten steps an exchange from here on
+    world.other = [0.9, 0.5, 0.3, 0.25]
+
+    def slow():
+        for _ in range(10):
+            clock[0] += 0.2
+            yield "batch"
+
+    clock[0] += 100.0
+    beats.go_on()  # after a validation of 100 s
+    found = None
+    for _ in beats.data(slow()):
+        assert found is None
+        clock[0] += 0.4
+        seconds[0] += 0.1
+        clock[0] += 0.1
+        found = beats.beat(False, train_s=0.4)
+    assert (found.steps, found.seconds) == (10, pytest.approx(9.0))  # on the slowest
+    times = found.times
+    np.testing.assert_allclose(times.step, [0.7, 0.9])
+    np.testing.assert_allclose(times.data, [0.2, 0.5])
+    np.testing.assert_allclose(times.compute, [0.3, 0.05])
+    np.testing.assert_allclose(times.reduction, [0.1, 0.25])
+    np.testing.assert_allclose(times.own, [0.5, 0.55])
+
+
+def test_waits_add_up_and_a_cleared_graph_counts_no_more(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(waited.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(waited, "_graphs", [])
+    before = waited.total()
+    with waited.counted():
+        pass
+    assert waited.total() - before == 1.0
+    waited.note_graph(lambda: 0.25)
+    waited.note_graph(lambda: 1 / 0)
+    assert waited.total() - before == 1.25

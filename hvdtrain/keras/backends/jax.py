@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
 
+from hvdtrain import waited
 from hvdtrain.keras import basics, host
 from hvdtrain.keras.reduction import Reduction, small_together
 
@@ -147,6 +148,7 @@ def _native(op: int) -> Any:
     return getattr(basics.running(), names[op])
 
 
+@waited.counted()
 def _reduce_on_host(names: list[str], buckets: list[list[int]], how: Reduction, *wires: Any) -> list[Any]:
     arrays = [np.asarray(w) for w in wires]
     sent: list[tuple[list[int], Callable[[], Any]]] = []

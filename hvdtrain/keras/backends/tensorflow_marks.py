@@ -1,4 +1,7 @@
-"""Two counters around a step's reductions in a TensorFlow graph, by which `hvdtrain.watch` sees a rank wait there."""
+"""Marks around a step's reductions in a TensorFlow graph.
+
+By two counters `hvdtrain.watch` sees a rank wait there; a sum of seconds tells `hvdtrain.waited` for how long.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,45 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain import waited
 from hvdtrain.watch import waits
 
-_counters: dict[str, tuple[Any, Any]] = {}
+_variables: dict[str, tuple[Any, Any, Any]] = {}
 
 
 def begin(gradients: Sequence[Any], names: Sequence[str]) -> Any:
     """Count a reduction as begun once the first gradient is there; return what `end` needs, None outside of graphs."""
     if tf.executing_eagerly():  # a thread that waits there can be seen from outside
         return None
-    began, ended = _counters_of(names)
-    first = gradients[-1]  # backward makes the last layer's first
-    with tf.control_dependencies([first.values if isinstance(first, tf.IndexedSlices) else first]):
-        return began.assign_add(1, read_value=False), began, ended
+    began, ended, seconds = _variables_of(names)
+    with tf.control_dependencies(_dense(gradients[-1:])):  # backward makes the last layer's first
+        counted = began.assign_add(1, read_value=False)
+    with tf.control_dependencies(_dense(gradients)):
+        ready = tf.timestamp()
+    return counted, ready, began, ended, seconds
 
 
 def end(reduced: Sequence[Any], mark: Any) -> None:
-    """Count the reduction as ended once all of `reduced` are there."""
+    """Count the reduction as ended once all of `reduced` are there, and the time since all gradients were."""
     if mark is None:
         return
-    counted, began, ended = mark
-    with tf.control_dependencies([counted, *(r.values if isinstance(r, tf.IndexedSlices) else r for r in reduced)]):
+    counted, ready, began, ended, seconds = mark
+    with tf.control_dependencies([counted, ready, *_dense(reduced)]):
         ended.assign(began.read_value(), read_value=False)
+        seconds.assign_add(tf.timestamp() - ready, read_value=False)
 
 
-def _counters_of(names: Sequence[str]) -> tuple[Any, Any]:
-    """Return the counters of the reduction that begins with names[0], the same for every trace of it."""
-    if names[0] not in _counters:
+def _variables_of(names: Sequence[str]) -> tuple[Any, Any, Any]:
+    """Return the variables of the reduction that begins with names[0], the same for every trace of it."""
+    if names[0] not in _variables:
         with tf.init_scope(), tf.device("/CPU:0"):
             began, ended = (tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2))
-        _counters[names[0]] = began, ended
+            seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+        _variables[names[0]] = began, ended, seconds
         waits.note_graph(names, lambda: (int(began.numpy()), int(ended.numpy())))
-    return _counters[names[0]]
+        waited.note_graph(lambda: float(seconds.numpy()))
+    return _variables[names[0]]
+
+
+def _dense(tensors: Sequence[Any]) -> list[Any]:
+    return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]

@@ -9,6 +9,7 @@ import keras
 import torch
 from packaging.version import Version
 
+from hvdtrain import waited
 from hvdtrain.keras import basics
 from hvdtrain.keras.reduction import Reduction, small_together
 
@@ -139,6 +140,7 @@ def everywhere(flag: Any, name: str, how: Reduction) -> Tensor:
 
 
 @torch.no_grad()
+@waited.counted()
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: Reduction
 ) -> list[Tensor]:

@@ -51,7 +51,7 @@ def test_accuracy_leaves_out_what_the_loss_ignores():
     weights, totals = LossWeights(loss, SoloWorld()), Totals({"accuracy": Accuracy(loss)}, torch.device("cpu"))
     for labels in (targets, torch.tensor([0, 2, 1, 0, 1])):
         totals.add(outputs, labels, loss(outputs, labels), weights.count(batch(labels)))
-    results = totals.results(lambda vector: vector)
+    results = totals.means(lambda vector: vector)
     assert results["accuracy"] == 6 / 8
     assert results["loss"] == pytest.approx(
         float(loss(torch.cat([outputs, outputs]), torch.cat([targets, torch.tensor([0, 2, 1, 0, 1])]))), abs=1e-6
@@ -63,4 +63,4 @@ def test_sums_keep_the_digits_of_many_small_losses():
     loss = torch.tensor(0.1)
     for _ in range(2000):
         totals.add(None, None, loss, LossWeights(torch.nn.MSELoss(), SoloWorld()).count(batch(None, 10_000)))
-    assert totals.results(lambda vector: vector)["loss"] == pytest.approx(float(loss), rel=1e-12)
+    assert totals.means(lambda vector: vector)["loss"] == pytest.approx(float(loss), rel=1e-12)

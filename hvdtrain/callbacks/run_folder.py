@@ -1,0 +1,204 @@
+"""Keep what a run was and how it went, in files that other tools can read."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.interval import Interval
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer import Trainer
+
+log = logging.getLogger("hvdtrain")
+
+RUNS = "HVDTRAIN_RUNS"
+NAME = "HVDTRAIN_RUN_NAME"
+CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
+
+_PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy")
+_VARIABLES = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "HVDTRAIN_", "OMP_NUM_THREADS", "KERAS_BACKEND", "CUDA_VISIBLE_DEVICES")
+_SECRET = re.compile(r"secret|token|passw|api[-_]?key|credential|_key$", re.IGNORECASE)
+_HIDDEN = "(hidden)"
+
+
+class RunFolder(Callback):
+    """Write a folder for this run: config.json, environment.json, and metrics.jsonl, a line at a time.
+
+    metrics.jsonl holds one JSON object a line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
+    over all ranks, "learning_rate", "metrics" of the epoch so far, and "rank_s", each rank's mean seconds of a step:
+    {"step": [...], "data": [...], "compute": [...], "reduction": [...]}. `"kind": "epoch"` has what History keeps.
+    Numbers that JSON does not know, such as NaN, are null. A run that goes on appends. Rank 0 writes; a disk that does
+    not take it costs a warning, not the training.
+
+    Args:
+        folder: the run's. None for runs/<name>: HVDTRAIN_RUNS names another folder than runs, and no name keeps
+            nothing; <name> is HVDTRAIN_RUN_NAME, or the script's and the time.
+        every_s: seconds between two intervals that are kept.
+        options: more to keep in config.json, as JSON: a script's own.
+
+    Raises:
+        ValueError: every_s is below 0.
+        TypeError: options are not JSON.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        every_s: float = 5.0,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        if not every_s >= 0:
+            raise ValueError(f"every_s must be >= 0. Received: every_s={every_s!r}")
+        json.dumps(options)
+        self.folder = None if folder is None else Path(folder)
+        self._every_s = every_s
+        self._options = options or {}
+        self._file: IO[str] | None = None
+        self._written = -math.inf
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Make the folder and say what the run is."""
+        if not trainer.world.is_root or (self.folder is None and os.environ.get(RUNS) == ""):
+            return
+        try:
+            self.folder = make_folder() if self.folder is None else self.folder
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write(self.folder / CONFIG, {**trainer.config, "options": self._options})
+            _write(self.folder / ENVIRONMENT, describe_environment(trainer))
+            self._file = (self.folder / METRICS).open("a", encoding="utf-8")
+        except OSError as problem:
+            log.warning("nothing of this run is kept in %s: %s", self.folder or "a folder of its own", problem)
+
+    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+        """Keep an interval, if it is time."""
+        if self._file is None or time.monotonic() - self._written < self._every_s:
+            return
+        self._written = time.monotonic()
+        times = interval.times
+        parts = {"step": times.step, "data": times.data, "compute": times.compute, "reduction": times.reduction}
+        self._line({
+            "kind": "interval", "epoch": interval.epoch, "step": interval.step, "global_step": interval.global_step,
+            "samples_per_s": interval.samples_per_s, "learning_rate": interval.learning_rate,
+            "metrics": interval.metrics,
+            "rank_s": {name: [float(f"{value:.6g}") for value in part] for name, part in parts.items()},
+        })  # fmt: skip
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+        """Keep the epoch's metrics."""
+        self._line({"kind": "epoch", "epoch": epoch, "global_step": trainer.global_step, "metrics": logs})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.close()
+            except OSError as problem:
+                log.warning("the end of what %s keeps may be missing: %s", self.folder, problem)
+
+    def _line(self, facts: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            # One write and a flush: whoever reads along, or after a kill, finds whole lines.
+            self._file.write(json.dumps(_finite({"time": time.time(), **facts})) + "\n")
+            self._file.flush()
+        except OSError as problem:
+            log.warning("nothing more of this run is kept in %s: %s", self.folder, problem)
+            self._file = None
+
+
+def make_folder() -> Path:
+    """Make runs/<name> and return it: a new one, unless HVDTRAIN_RUN_NAME tells that several starts are one run.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    runs = Path(os.environ.get(RUNS, "runs"))
+    if os.environ.get(NAME):
+        return runs / os.environ[NAME]
+    for number in itertools.count(1):
+        folder = runs / (default_name() + f"-{number}" * (number > 1))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError
+
+
+def default_name() -> str:
+    """Return the script's name and the time."""
+    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-", "-c", "-m") else "run"
+    return f"{script}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+def describe_environment(trainer: Trainer) -> dict[str, Any]:
+    """Return where and with what this runs; values that look like secrets are left out."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {
+        "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": without_secrets(sys.argv),
+        "folder": os.getcwd(),
+        "ranks": trainer.world.size,
+        "hosts": list(trainer.hosts),
+        "device": trainer.world.device,
+        "engine": trainer.world.engine,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "variables": {name: _HIDDEN if _SECRET.search(name) else value for name, value in chosen.items()},
+    }
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return a command line with the values of options such as --token and --api-key hidden."""
+    shown, hide = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_secret = bool(_SECRET.search(name))
+        if hide and not word.startswith("-"):
+            shown.append(_HIDDEN)
+        elif is_secret and equals:
+            shown.append(f"{name}={_HIDDEN}")
+        else:
+            shown.append(word)
+        hide = is_secret and not equals and word.startswith("-")
+    return shown
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(_finite(value), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

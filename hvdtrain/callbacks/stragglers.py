@@ -1,0 +1,92 @@
+"""Name the rank that makes the others wait."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.interval import Interval, RankTimes, lower_median
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer import Trainer
+
+log = logging.getLogger("hvdtrain")
+
+_IN_A_ROW = 3  # intervals: one slow second is nobody's fault
+_LEAST_SHARE = 0.1  # of a step that the others lose: less is not worth a word
+
+
+class Stragglers(Callback):
+    """Warn, on rank 0, of ranks that are slower than the others: which, on what host, and whether data is the reason.
+
+    A step is as fast as its slowest rank. What counts is a rank's own time, waiting for data and computing; the others
+    spend the difference in the reduction. The Trainer adds one to callbacks that hold none; its cost is part of the
+    exchange by which ranks hear of requests to stop.
+
+    Args:
+        factor: how many times the median rank's own time is too slow; 0 switches the warning off.
+
+    Attributes:
+        slow: {rank: what was said of it}, those that are slow now.
+
+    Raises:
+        ValueError: factor is neither 0 nor above 1.
+    """
+
+    def __init__(self, factor: float = 1.3) -> None:
+        if factor != 0 and not factor > 1:
+            raise ValueError(f"factor must be above 1, or 0 for no warnings. Received: factor={factor!r}")
+        self._factor = factor
+        self._times: dict[int, int] = {}  # rank -> intervals in a row
+        self._first = True
+        self.slow: dict[int, str] = {}
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Begin anew."""
+        self._times, self.slow, self._first = {}, {}, True
+
+    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+        """Look at the latest steps; the first one compiles and connects, and does not count."""
+        if self._first or not self._factor or trainer.world.size == 1:
+            self._first = False
+            return
+        late = _late(interval.times, self._factor)
+        self._times = {rank: self._times.get(rank, 0) + 1 for rank in late}
+        for rank in [rank for rank, times in self._times.items() if times >= _IN_A_ROW and rank not in self.slow]:
+            self.slow[rank] = describe(rank, trainer.hosts[rank], interval.times)
+            if trainer.world.is_root:
+                log.warning("%s", self.slow[rank])
+        for rank in [rank for rank in self.slow if rank not in late]:
+            del self.slow[rank]
+            if trainer.world.is_root:
+                log.warning("rank %d on host %s is as fast as the others again", rank, trainer.hosts[rank])
+
+
+def _late(times: RankTimes, factor: float) -> list[int]:
+    """Return the ranks whose own time is `factor` times the median one's, and which cost the others much of a step."""
+    own, median = times.own, lower_median(times.own)
+    lost = own - median
+    return [int(rank) for rank in np.flatnonzero((own > factor * median) & (lost > _LEAST_SHARE * times.step.max()))]
+
+
+def describe(rank: int, host: str, times: RankTimes) -> str:
+    """Return what to say of a slow rank: by how much it is slow, and what it is slow at."""
+    own, median = times.own[rank], lower_median(times.own)
+    data, compute = times.data[rank] - lower_median(times.data), times.compute[rank] - lower_median(times.compute)
+    if data > compute:
+        what, mine, others = "waiting for data", times.data[rank], lower_median(times.data)
+        advice = "Look at what feeds it: its disk or network file system, DataLoader workers, other jobs' I/O."
+    else:
+        what, mine, others = "computing", times.compute[rank], lower_median(times.compute)
+        advice = "Look at its host: other processes, clocks and heat, a GPU or core shared with another rank."
+    return (
+        f"rank {rank} on host {host} is slow, and all ranks wait for it: a step takes it {_ms(own)} by itself, the "
+        f"median rank {_ms(median)}; {what} takes it {_ms(mine)}, the median {_ms(others)}. {advice}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"

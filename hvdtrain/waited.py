@@ -1,0 +1,41 @@
+"""How long this rank has waited for reduced gradients, and in that for slower ranks.
+
+Whoever reduces gradients adds to it: PyTorch and Keras's torch and JAX backends as they wait, TensorFlow's graphs
+through a variable of theirs, which is read only when somebody asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_seconds = 0.0
+_graphs: list[Callable[[], float]] = []
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Count the time within as waited."""
+    global _seconds
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _seconds += time.perf_counter() - began
+
+
+def note_graph(seconds: Callable[[], float]) -> None:
+    """Let `seconds` tell how long a graph has waited so far."""
+    _graphs.append(seconds)
+
+
+def total() -> float:
+    """Return the seconds since this process began."""
+    found = _seconds
+    for seconds in _graphs:
+        try:
+            found += seconds()
+        except Exception:  # noqa: BLE001 - the variable of a session that was cleared
+            continue
+    return found

@@ -1,0 +1,111 @@
+"""What is kept of a run, and what never is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import numpy as np
+import pytest
+
+from hvdtrain.callbacks import Callback, RunFolder, run_folder
+
+X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+Y = np.arange(12) % 3
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_keeps_what_it_was_and_how_it_went(make, tmp_path):
+    folder = tmp_path / "runs" / "first"
+    kept = RunFolder(folder, every_s=0, options={"width": 3})
+    history = make(clip_norm=1.0).fit((X, Y), epochs=2, batch_size=4, callbacks=[kept], progress=False)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["clip_norm"], config["epochs"], config["batch_size"], config["options"]) == (1.0, 2, 4, {"width": 3})
+    assert config["data"]["number of samples"] == 12
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["ranks"] == len(environment["hosts"]) == 1
+    assert {"hvdtrain", "torch", "numpy"} <= environment["packages"].keys()
+    told = lines(folder)
+    epochs = [line for line in told if line["kind"] == "epoch"]
+    assert [line["metrics"]["loss"] for line in epochs] == history["loss"]
+    assert [line["global_step"] for line in epochs] == [3, 6]
+    first = told[0]
+    assert (first["kind"], first["epoch"], first["step"], first["global_step"]) == ("interval", 0, 1, 1)
+    assert first["samples_per_s"] > 0
+    assert {name: len(each) for name, each in first["rank_s"].items()} == dict.fromkeys(
+        ("step", "data", "compute", "reduction"), 1
+    )
+
+
+def test_run_dir_is_short_for_it_and_a_second_fit_appends(make, tmp_path):
+    trainer = make()
+    for _ in range(2):
+        trainer.fit((X, Y), epochs=1, run_dir=str(tmp_path / "run"), progress=False)
+    assert [line["kind"] for line in lines(tmp_path / "run")].count("epoch") == 2
+
+
+def test_what_json_does_not_know_is_null(make, tmp_path):
+    class Bad(Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            logs["score"] = float("nan")
+
+    make().fit((X, Y), epochs=1, callbacks=[Bad(), RunFolder(tmp_path)], progress=False)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert json.loads(text.splitlines()[-1])["metrics"]["score"] is None
+
+
+def test_a_disk_that_takes_nothing_costs_a_warning(make, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        history = make().fit((X, Y), epochs=1, run_dir=str(tmp_path / "file" / "run"), progress=False)
+    assert len(history["loss"]) == 1
+    assert [f"nothing of this run is kept in {tmp_path}" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_secrets_are_not_kept(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_API_KEY", "hunter2")
+    monkeypatch.setenv("OTHER_VARIABLE", "hunter2")
+    monkeypatch.setattr("sys.argv", ["train.py", "--token", "hunter2", "--api-key=hunter2", "--epochs", "3"])
+    make().fit((X, Y), epochs=1, run_dir=str(tmp_path), progress=False)
+    text = (tmp_path / "environment.json").read_text()
+    assert "hunter2" not in text
+    assert json.loads(text)["command"] == ["train.py", "--token", "(hidden)", "--api-key=(hidden)", "--epochs", "3"]
+
+
+def test_a_run_has_a_folder_of_its_own_unless_the_job_names_one_or_wants_none(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(run_folder.RUNS)
+    monkeypatch.setattr("sys.argv", ["some/where/train.py"])
+    monkeypatch.setattr(run_folder, "default_name", lambda: "train-20261121-100000")
+    trainer = make()
+    for _ in range(2):
+        trainer.fit((X, Y), epochs=1, progress=False)
+    make().fit((X, Y), epochs=1, progress=False)
+    first, second = sorted((tmp_path / "runs").iterdir())
+    assert (first.name, second.name) == ("train-20261121-100000", "train-20261121-100000-2")
+    assert [line["kind"] for line in lines(first)].count("epoch") == 2
+    monkeypatch.setenv(run_folder.NAME, "mine")
+    for _ in range(2):
+        make().fit((X, Y), epochs=1, progress=False)
+    assert [line["kind"] for line in lines(tmp_path / "runs" / "mine")].count("epoch") == 2
+    monkeypatch.setenv(run_folder.RUNS, "")
+    make().fit((X, Y), epochs=1, progress=False)
+    make().fit((X, Y), epochs=1, run_dir=None, progress=False)
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def test_the_name_is_the_scripts_and_the_time(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["some/where/train.py"])
+    assert re.fullmatch(r"train-20\d{6}-\d{6}", run_folder.default_name())
+
+
+def test_what_is_not_json_is_refused_before_training():
+    with pytest.raises(TypeError):
+        RunFolder("x", options={"model": object()})
+    with pytest.raises(ValueError, match="every_s must be >= 0"):
+        RunFolder("x", every_s=-1)
