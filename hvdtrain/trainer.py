@@ -21,11 +21,8 @@ from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.bad_numbers import POLICIES
 from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.checkpoint import Checkpoint
-from hvdtrain.callbacks.keras_style import as_callback
-from hvdtrain.callbacks.progress import Progress
+from hvdtrain.callbacks.defaults import with_defaults
 from hvdtrain.callbacks.run_folder import RunFolder
-from hvdtrain.callbacks.stragglers import Stragglers
-from hvdtrain.callbacks.sync_check import SyncCheck
 from hvdtrain.checks import check_choice, check_positive
 from hvdtrain.data import Source, as_source
 from hvdtrain.errors import HvdTrainError
@@ -192,8 +189,10 @@ class Trainer:
         check_positive("epochs", epochs, int)
         check_choice("resume", resume, ("auto", "never"))
 
+        run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)
+
         def once() -> None:
-            hooks = self._hooks(callbacks, checkpoint_dir, run_dir, progress)
+            hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
             self._fit(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
 
         if self._elastic:
@@ -380,21 +379,6 @@ class Trainer:
                 "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
                 "Use warmup_epochs=0, or data with a length."
             )
-
-    def _hooks(
-        self, callbacks: Sequence[Any], checkpoint_dir: str | None, run_dir: str | None, progress: bool
-    ) -> CallbackList:
-        hooks = [as_callback(each) for each in callbacks]
-        for default in (*[Progress] * progress, Stragglers, SyncCheck):
-            if not any(isinstance(hook, default) for hook in hooks):
-                hooks.append(default())
-        if run_dir is not None and not any(isinstance(hook, RunFolder) for hook in hooks):
-            self._run_folder = self._run_folder if run_dir == "auto" else RunFolder(run_dir)
-            hooks.append(self._run_folder)
-        if checkpoint_dir:
-            hooks.append(Checkpoint(checkpoint_dir))
-        # Last: what the others do to the model or to themselves is then part of it, and found equal on all ranks.
-        return CallbackList(sorted(hooks, key=lambda hook: isinstance(hook, Checkpoint)))
 
     def _find_progress(self, keepers: Sequence[resuming.Keeper], resume: str) -> None:
         if self.kept is not None:

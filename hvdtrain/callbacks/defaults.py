@@ -1,0 +1,37 @@
+"""The callbacks of a fit: those that were given, and those that every run has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback, CallbackList
+from hvdtrain.callbacks.checkpoint import Checkpoint
+from hvdtrain.callbacks.keras_style import as_callback
+from hvdtrain.callbacks.progress import Progress
+from hvdtrain.callbacks.run_folder import RunFolder
+from hvdtrain.callbacks.stragglers import Stragglers
+from hvdtrain.callbacks.sync_check import SyncCheck
+
+
+def with_defaults(
+    given: Sequence[Any], run_folder: RunFolder | None, checkpoint_dir: str | None, progress: bool
+) -> CallbackList:
+    """Return the callbacks of a fit; of the kinds that every run has, one is added where none was given.
+
+    Args:
+        given: ours, and Keras's own.
+        run_folder: where the run is kept, None for nowhere.
+        checkpoint_dir: where a checkpoint is written after each epoch, None for nowhere.
+        progress: whether rank 0 shows how it goes.
+    """
+    hooks: list[Callback] = [as_callback(each) for each in given]
+    for kind in (*[Progress] * progress, Stragglers, SyncCheck):
+        if not any(isinstance(hook, kind) for hook in hooks):
+            hooks.append(kind())
+    if run_folder is not None and not any(isinstance(hook, RunFolder) for hook in hooks):
+        hooks.append(run_folder)
+    if checkpoint_dir:
+        hooks.append(Checkpoint(checkpoint_dir))
+    # Last: what the others do to the model or to themselves is then part of it, and found equal on all ranks.
+    return CallbackList(sorted(hooks, key=lambda hook: isinstance(hook, Checkpoint)))
