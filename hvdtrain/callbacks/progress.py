@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvdtrain import launcher
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.interval import Interval, RankTimes, lower_median
 
@@ -29,8 +30,8 @@ class Progress(Callback):
 
     Args:
         style: "live" for a display that is drawn anew, "lines" for a line every so often and one an epoch, "epochs" for
-            the latter alone, "off"; "auto" is live where standard output is a terminal, which under a launcher it is
-            not, and lines elsewhere. The environment variable HVDTRAIN_PROGRESS wins over "auto".
+            the latter alone, "off"; "auto" is live where standard output is a terminal and no launcher has started
+            this rank, and lines elsewhere. The environment variable HVDTRAIN_PROGRESS wins over "auto".
         every_s: seconds between two lines within an epoch.
 
     Raises:
@@ -58,7 +59,8 @@ class Progress(Callback):
         self._sum, self._lines = _Sum(), False
         if not trainer.world.is_root or self._style in ("off", "epochs"):
             return
-        if self._style == "live" or (self._style == "auto" and sys.stdout.isatty()):
+        # mpirun gives each rank a terminal of its own, and prefixes what is written there.
+        if self._style == "live" or (self._style == "auto" and sys.stdout.isatty() and launcher.detect() is None):
             self._open(trainer)
         else:
             self._lines = True

@@ -94,6 +94,17 @@ def test_a_terminal_gets_a_display_that_is_gone_at_the_end(monkeypatch, clock):
     assert "epoch 2/3  loss 0.5000  3,200 samples/s  2.0 s\n" in text
 
 
+def test_a_launchers_terminal_gets_lines(monkeypatch, clock):
+    """Under mpirun each rank has one, whose output comes out with a prefix before each line."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    watch(Progress(every_s=0), clock, interval(10))
+    assert "\x1b" not in screen.getvalue()
+    assert len(screen.getvalue().splitlines()) == 3
+
+
 def test_an_error_in_training_leaves_the_terminal_as_it_was(monkeypatch, clock):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
