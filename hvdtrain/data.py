@@ -78,6 +78,13 @@ class Source(Protocol):
         """
         ...
 
+    def example(self, epoch: int) -> Batch | None:
+        """Return a batch of the data's shapes, without a step in the orders that later epochs have; None for no data.
+
+        A collective call. Random states may change.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Sharded:
@@ -112,6 +119,10 @@ class IndexedSource:
         left = self._num_samples - after.samples
         steps = sampling.steps_per_epoch(left, batch_size=self._batch_size, size=self._world.size)
         return (self.batch(epoch, step, shuffle=shuffle, start=after.samples) for step in range(steps))
+
+    def example(self, epoch: int) -> Batch | None:
+        """Return the epoch's first batch."""
+        return self.batch(epoch, 0, shuffle=True)
 
     def batch(self, epoch: int, step: int, *, shuffle: bool, start: int = 0) -> Batch:
         """Return this rank's batch of one step, of those after the epoch's first `start` samples.
@@ -173,6 +184,12 @@ class IteratedSource:
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches until no rank has any left; a rank that runs out early goes on with empty ones."""
         return self._in_step(iter(self._start(epoch, shuffle, after)), after)
+
+    def example(self, epoch: int) -> Batch | None:
+        """Return a batch that is made up, if that is known how: to iterate anew may draw an order of the data's own."""
+        if self._filler is not None:
+            return as_batch(self._filler(1))
+        return next(self.epoch(epoch, shuffle=True), None)
 
     def _in_step(self, batches: Iterator[Any], after: Consumed) -> Iterator[Batch]:
         batch, done = Batch(), after.batches

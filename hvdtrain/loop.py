@@ -256,7 +256,7 @@ class Loop:
         first = next(batches, None)
         if first is not None:
             return chain([first], batches)
-        shown = next(source.epoch(self.position.epoch, shuffle=True), None)
+        shown = source.example(self.position.epoch)
         if shown is not None:
             self._adapter.eval_step(replace(shown, local_count=0, global_count=0))
         self._take_on(held)

@@ -182,6 +182,10 @@ class LoaderSource:
         items = self.items(epoch, after)
         return self._as_batches(items, self._sampler.shard(), after)
 
+    def example(self, epoch: int) -> Batch | None:
+        """Return the epoch's first batch: the sampler knows epochs by their number."""
+        return next(self.epoch(epoch, shuffle=True), None)
+
     def _as_batches(
         self, items: Iterator[tuple[Any, int, int]], mine: sampling.Shard, after: Consumed
     ) -> Iterator[Batch]:

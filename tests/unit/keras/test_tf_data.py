@@ -7,6 +7,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("keras")
 
+from hvdtrain.data import Consumed  # noqa: E402
 from hvdtrain.keras.data import as_source  # noqa: E402
 from hvdtrain.position import check_data  # noqa: E402
 from hvdtrain.world import SoloWorld  # noqa: E402
@@ -34,3 +35,18 @@ def test_one_rank_takes_a_shuffle_without_a_seed():
     assert as_source(rows, batch_size=2, world=SoloWorld(), seed=0).steps == 4
     with pytest.raises(ValueError, match="needs a seed"):
         as_source(rows, batch_size=2, world=OfTwo(), seed=0)
+
+
+def test_a_run_that_goes_on_after_an_epochs_last_step_draws_the_next_order_next():
+    def source():
+        return as_source(tf.data.Dataset.range(8).shuffle(8, seed=3).batch(2), batch_size=2, world=SoloWorld(), seed=0)
+
+    def rows(epoch):
+        return [int(row) for batch in epoch for row in batch.inputs]
+
+    straight, resumed = source(), source()
+    orders = [rows(straight.epoch(number, shuffle=True)) for number in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert rows(resumed.epoch(0, shuffle=True, after=Consumed(8, 4, 1))) == []
+    assert resumed.example(0).inputs.shape == (1,)  # by which metrics learn what they are made of
+    assert [rows(resumed.epoch(number, shuffle=True)) for number in (1, 2)] == orders[1:]
