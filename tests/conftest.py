@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -15,6 +16,8 @@ GPU_SWITCH = "HVDTRAIN_TEST_GPU"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, and all that it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("HVDTRAIN_RUNS", "")  # hundreds of trainings, none of which anybody wants to keep
     config.addinivalue_line(
         "markers", f"gpu: needs a GPU; skipped unless {GPU_SWITCH}=1, and then a skip of any kind is a failure"
