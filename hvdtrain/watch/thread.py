@@ -21,6 +21,7 @@ from hvdtrain.watch.endings import STALLED, Endings, say
 log = logging.getLogger("hvdtrain")
 
 _TICK_S = 1.0
+_FIRST_TICK_S = 0.1  # until `hvdtrain run` knows of a step: one that dies soon after has got somewhere
 _END_S = 30.0  # at most, for Horovod's shutdown at the end of a script: all ranks answer at once, or are dead
 _LET_GO_S = 5.0  # at most, for a reported wait to end with an error, once Horovod was shut down
 
@@ -85,13 +86,17 @@ class Watch:
         self._idle_s, self._told = 0.0, False
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._tick_s):
+        while not self._stopped.wait(self._next_tick_s()):
             if os.getpid() != self._pid:
                 return
             try:
                 self._look()
             except Exception:
                 log.debug("the watch failed to look", exc_info=True)
+
+    def _next_tick_s(self) -> float:
+        first = RUN_DIR in os.environ and self._written <= 0
+        return min(self._tick_s, _FIRST_TICK_S) if first else self._tick_s
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import watch
-from hvdtrain.watch import board, endings, steps, waits
+from hvdtrain.watch import board, endings, steps, thread, waits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -353,3 +353,16 @@ def test_a_rank_that_waits_too_long_says_so_and_ends_by_an_error_or_else_with_it
     assert ("Horovod itself is stuck" in run.stderr) is (how == "stuck")
     assert json.loads((tmp_path / "progress-0.json").read_text())["step"] == 1
     assert (tmp_path / "pid-0").read_text().isdecimal()
+
+
+def test_a_job_that_may_be_started_anew_hears_of_the_first_step_at_once(tmp_path, monkeypatch):
+    """Killed a second later, it has got somewhere, and is worth another start."""
+    watching = thread.Watch(600)
+    watching.stop()
+    assert watching._next_tick_s() == 1.0
+    monkeypatch.setenv(board.RUN_DIR, str(tmp_path))
+    assert watching._next_tick_s() == 0.1
+    watching._written = 0  # it has joined
+    assert watching._next_tick_s() == 0.1
+    watching._written = 1
+    assert watching._next_tick_s() == 1.0
