@@ -1,4 +1,4 @@
-"""The command line: `hvdtrain build`, `doctor`, `run`, `bench` and `plan`."""
+"""The command line: `hvdtrain build`, `doctor`, `run`, `bench`, `plan` and `report`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from hvdtrain.bench.command import bench
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.plan.command import plan
+from hvdtrain.report.command import report
 from hvdtrain.run.command import RunCommand, run
 
 app = typer.Typer(
@@ -82,6 +83,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 
 app.command()(bench)
 app.command()(plan)
+app.command()(report)
 app.command(cls=RunCommand)(run)
 
 
