@@ -44,7 +44,8 @@ class Summary:
     Attributes:
         starts: how often the run began.
         metrics: of the last epoch; of the last interval, where no epoch has ended.
-        samples_per_s: over all ranks; the median over intervals.
+    settled: whether times are of more than the first step, which also compiles and connects.
+        samples_per_s: over all ranks; the median over intervals, of epochs where only the first interval was kept.
         step_s: seconds of a step, the mean over ranks; the median over intervals.
         parts_s: the same of "compute", "data" and "reduction".
         allreduce_floor_s: what reducing the gradients takes at least, where a measurement was given.
@@ -57,6 +58,7 @@ class Summary:
     epochs: int
     global_step: int
     metrics: dict[str, float]
+    settled: bool
     samples_per_s: float | None
     step_s: float | None
     parts_s: dict[str, float]
@@ -72,6 +74,7 @@ def summarize(run: Run) -> Summary:
     """Return a run's numbers; a start's first interval, whose step compiles and connects, counts only in need."""
     intervals, settled = run.intervals, settled_intervals(run.intervals)
     times = {part: intervals.rank_s[part][settled] for part in PARTS}
+    is_settled = bool(_not_first(intervals).any())
     hosts = run.environment.get("hosts")
     known = [str(host) for host in hosts] if isinstance(hosts, list) else []
     ends = [each.step[-1] for each in (intervals, run.epochs) if len(each.step)]
@@ -86,7 +89,8 @@ def summarize(run: Run) -> Summary:
         epochs=len(run.epochs.step),
         global_step=int(max(ends)),
         metrics=_final_metrics(run),
-        samples_per_s=_median(intervals.samples_per_s[settled]),
+        settled=is_settled,
+        samples_per_s=_samples_per_s(run, settled if is_settled else None),
         step_s=_median(mean_over_ranks(times["step"])),
         parts_s={part: value for part, value in parts.items() if value is not None},
         slowest=_slowest(times, known),
@@ -95,7 +99,7 @@ def summarize(run: Run) -> Summary:
 
 def settled_intervals(intervals: Intervals) -> NDArray[np.bool_]:
     """Return which intervals are not a start's first; all, where there are no others."""
-    settled = np.diff(intervals.start, prepend=-1) == 0
+    settled = _not_first(intervals)
     return settled if settled.any() else np.ones(len(settled), np.bool_)
 
 
@@ -176,6 +180,20 @@ def _final_metrics(run: Run) -> dict[str, float]:
     series = run.epochs if len(run.epochs.step) else run.intervals
     last = {name: float(values[-1]) for name, values in series.metrics.items() if name not in SPEEDS}
     return {name: value for name, value in last.items() if math.isfinite(value)}
+
+
+def _not_first(intervals: Intervals) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = np.diff(intervals.start, prepend=-1) == 0
+    return found
+
+
+def _samples_per_s(run: Run, settled: NDArray[np.bool_] | None) -> float | None:
+    intervals = run.intervals.samples_per_s
+    if settled is not None:
+        return _median(intervals[settled])
+    epochs = run.epochs.metrics.get("samples_per_s", np.empty(0))
+    found = _median(epochs[1:] if len(epochs) > 1 else epochs)  # the first has the first step in it
+    return _median(intervals) if found is None else found
 
 
 def _slowest(times: dict[str, Floats], hosts: list[str]) -> Slowest | None:

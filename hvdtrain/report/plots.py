@@ -22,7 +22,7 @@ try:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 except ImportError as missing:
     raise ReportError(
-        f"the plots need matplotlib, and it does not import ({missing}). Type: pip install 'hvdtrain[report]'"
+        f"the plots need matplotlib, which does not import ({missing}). Type: pip install matplotlib"
     ) from missing
 
 # Okabe and Ito's colours, which colour-blind people tell apart, without those too pale for lines on white.
@@ -110,18 +110,20 @@ def _learning_rate(runs: Sequence[Run]) -> Plot | None:
         )
         for index, run in enumerate(runs)
     ]
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
     return _plot("Learning rate", figure, _whose(runs), "") if any(drawn) else None
 
 
 def _throughput(runs: Sequence[Run]) -> Plot | None:
     figure, axis = _axes("samples/s")
-    drawn = [
-        _line(axis, run.intervals.step, run.intervals.samples_per_s, color=RUN_COLOURS[index])
-        for index, run in enumerate(runs)
-    ]
-    axis.set_ylim(bottom=0)
-    return _plot("Throughput, all ranks", figure, _whose(runs), _thinned(runs)) if any(drawn) else None
+    drawn, epochs = [], False
+    for index, run in enumerate(runs):
+        drawn.append(_line(axis, run.intervals.step, run.intervals.samples_per_s, color=RUN_COLOURS[index]))
+        each = run.epochs.metrics.get("samples_per_s")
+        epochs |= _line(axis, run.epochs.step, each, color=RUN_COLOURS[index], marker="o", markersize=4, linestyle=":")
+    _from_zero(axis)
+    note = "Circles: epochs as a whole. " * epochs + _thinned(runs)
+    return _plot("Throughput, all ranks", figure, _whose(runs), note.strip()) if any(drawn) or epochs else None
 
 
 def _step_times(runs: Sequence[Run]) -> Plot | None:
@@ -130,7 +132,7 @@ def _step_times(runs: Sequence[Run]) -> Plot | None:
         _line(axis, run.intervals.step, 1e3 * mean_over_ranks(run.intervals.rank_s["step"]), color=RUN_COLOURS[index])
         for index, run in enumerate(runs)
     ]
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
     return _plot("Step time, mean of the ranks", figure, _whose(runs), _thinned(runs)) if any(drawn) else None
 
 
@@ -154,7 +156,7 @@ def _own_times(run: Run) -> Plot | None:
         axis.plot(x, rows[:, worst], color=RED)
         legend += [(f"{BLUE}40", f"fastest to slowest of {ranks} ranks"), (BLUE, "the median rank")]
         legend.append((RED, f"rank {worst}, the slowest"))
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
     note = "What a rank takes for a step by itself, data and compute: a slow rank makes the others wait for it."
     return _plot("Step time by rank", figure, legend, note)
 
@@ -177,7 +179,7 @@ def _split(run: Run, floor_s: float | None) -> Plot | None:
         axis.axhline(1e3 * floor_s, color="#000000", linestyle="--", linewidth=1.2)
         legend.append(("#000000", "allreduce floor (dashed)"))
         note += " The floor: reducing the gradients takes at least this; backward may hide it, so that less is waited."
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
     return _plot("Where a step's time goes", figure, legend, note)
 
 
@@ -239,11 +241,16 @@ def _axes(unit: str = "", *, size: tuple[float, float] = (6.0, 3.0)) -> tuple[Fi
     return figure, axis
 
 
+def _from_zero(axis: Any) -> None:
+    axis.set_ylim(0, 1.05 * max(axis.get_ylim()[1], 1e-12))
+
+
 def _line(axis: Any, x: Floats, y: Floats | None, **options: Any) -> bool:
     """Draw a thinned line; return whether there was one. Where values are missing it has a gap."""
     if y is None or not np.isfinite(y).any():
         return False
     x, y = thin(x, MOST_POINTS), thin(y, MOST_POINTS)
+    axis.set_xlim(0, max(axis.get_xlim()[1] if axis.lines else 0, 1.02 * float(x[-1]), 1))
     if np.isfinite(y).sum() == 1 and "marker" not in options:
         options["marker"] = "o"
     axis.plot(x, y, **options)

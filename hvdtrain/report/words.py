@@ -19,7 +19,7 @@ def sentences(summary: Summary) -> list[str]:
         said.append(f"Median throughput: {three_digits(summary.samples_per_s)} samples/s over all ranks.")
     if summary.step_s is not None:
         said.append(_step(summary))
-    if summary.slowest is not None:
+    if summary.slowest is not None and summary.settled:
         said.append(_slowest(summary))
     if summary.allreduce_floor_s is not None:
         floor = format_time(summary.allreduce_floor_s)
@@ -47,7 +47,10 @@ def _step(summary: Summary) -> str:
         "data": " Most of it is waiting for data: more DataLoader workers or faster storage would help.",
         "reduction": " Most of it is waiting for reduced gradients: for the network, or for a slower rank.",
     }.get(largest if summary.parts_s.get(largest, 0) > step / 2 else "", "")
-    return f"A typical step takes {format_time(step)}: {', '.join(shares)}.{verdict}"
+    parts = ", ".join(shares)
+    if not summary.settled:
+        return f"Of steps only the first was kept, which also compiles and connects: {format_time(step)}: {parts}."
+    return f"A typical step takes {format_time(step)}: {parts}.{verdict}"
 
 
 def _slowest(summary: Summary) -> str:

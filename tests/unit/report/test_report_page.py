@@ -9,8 +9,6 @@ import warnings
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib", reason="the plots need the extra `report`")
-
 from hvdtrain.callbacks import RunFolder
 from hvdtrain.report.numbers import summarize
 from hvdtrain.report.page import page
