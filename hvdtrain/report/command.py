@@ -18,7 +18,9 @@ _USAGE = 2
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]", help="A run's folder, or two to compare.")],
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN [RUN]", help="A run's folder, or two to compare.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The page; default: report.html in RUN, for two runs in this folder.")
     ] = None,
@@ -40,7 +42,7 @@ def report(
     from hvdtrain.report.reading import ReportError
 
     try:
-        path = _report(runs, out=out, measured=measured, link=link, as_json=json)
+        path = _report(runs or [], out=out, measured=measured, link=link, as_json=json)
     except (ReportError, ValueError) as error:
         typer.echo(f"hvdtrain report: {error}", err=True)
         raise typer.Exit(_USAGE) from None
@@ -55,6 +57,10 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
     from hvdtrain.report.numbers import summarize
     from hvdtrain.report.reading import ReportError, read_run
 
+    if not folders:
+        raise ReportError("name a run, or two to compare. Type: hvdtrain report runs/NAME (to see them: ls runs)")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ReportError(f"--out: there is no folder {out.parent}. Type: mkdir -p {out.parent}")
     if len(folders) > 2:
         raise ReportError(f"one run or two can be shown. Received: {len(folders)}. Type: hvdtrain report A B")
     if measured is not None and len(folders) == 2:

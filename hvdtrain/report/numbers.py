@@ -74,7 +74,7 @@ def summarize(run: Run) -> Summary:
     """Return a run's numbers; a start's first interval, whose step compiles and connects, counts only in need."""
     intervals, settled = run.intervals, settled_intervals(run.intervals)
     times = {part: intervals.rank_s[part][settled] for part in PARTS}
-    is_settled = bool(_not_first(intervals).any())
+    is_settled = bool(not_first(intervals).any())
     hosts = run.environment.get("hosts")
     known = [str(host) for host in hosts] if isinstance(hosts, list) else []
     ends = [each.step[-1] for each in (intervals, run.epochs) if len(each.step)]
@@ -99,8 +99,14 @@ def summarize(run: Run) -> Summary:
 
 def settled_intervals(intervals: Intervals) -> NDArray[np.bool_]:
     """Return which intervals are not a start's first; all, where there are no others."""
-    settled = _not_first(intervals)
+    settled = not_first(intervals)
     return settled if settled.any() else np.ones(len(settled), np.bool_)
+
+
+def not_first(intervals: Intervals) -> NDArray[np.bool_]:
+    """Return which intervals are not a start's first, whose step also compiles and connects."""
+    found: NDArray[np.bool_] = np.diff(intervals.start, prepend=-1) == 0
+    return found
 
 
 def own_time(times: dict[str, Floats]) -> Floats:
@@ -180,11 +186,6 @@ def _final_metrics(run: Run) -> dict[str, float]:
     series = run.epochs if len(run.epochs.step) else run.intervals
     last = {name: float(values[-1]) for name, values in series.metrics.items() if name not in SPEEDS}
     return {name: value for name, value in last.items() if math.isfinite(value)}
-
-
-def _not_first(intervals: Intervals) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = np.diff(intervals.start, prepend=-1) == 0
-    return found
 
 
 def _samples_per_s(run: Run, settled: NDArray[np.bool_] | None) -> float | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.report.numbers import SPEEDS, mean_over_ranks, own_time, relative_own_time, settled_intervals, thin
+from hvdtrain.report.numbers import SPEEDS, mean_over_ranks, not_first, own_time, relative_own_time, thin
 from hvdtrain.report.reading import Floats, ReportError, Run
 
 try:
@@ -57,18 +57,20 @@ class Plot:
 
 
 def draw(runs: Sequence[Run], *, floor_s: float | None = None) -> list[Plot]:
-    """Return the plots of one run, or of two runs over each other.
+    """Return the plots of one run, or of two runs over each other; of times, without each start's first interval.
 
     Args:
         runs: one or two.
         floor_s: seconds that reducing the gradients takes at least; only drawn for one run.
     """
     with style.context(["default", _STYLE]):
-        plots = [*_metrics(runs), _learning_rate(runs), _throughput(runs)]
+        # A first step that compiles takes a hundred times as long as others: beside it, nothing else would be seen.
+        timed = [replace(run, intervals=run.intervals.only(not_first(run.intervals))) for run in runs]
+        plots = [*_metrics(runs), _learning_rate(runs), _throughput(timed)]
         if len(runs) == 1:
-            plots += [_own_times(runs[0]), _split(runs[0], floor_s), _heat_map(runs[0])]
+            plots += [_own_times(timed[0]), _split(timed[0], floor_s), _heat_map(timed[0])]
         else:
-            plots += [_step_times(runs)]
+            plots += [_step_times(timed)]
         return [plot for plot in plots if plot is not None]
 
 
@@ -152,7 +154,7 @@ def _own_times(run: Run) -> Plot | None:
         x, rows = thin(step, MOST_POINTS), np.ma.masked_invalid(thin(own, MOST_POINTS))
         axis.fill_between(x, rows.min(axis=1), rows.max(axis=1), color=BLUE, alpha=0.25, linewidth=0)
         axis.plot(x, np.ma.median(rows, axis=1), color=BLUE)
-        worst = int(np.ma.median(np.ma.masked_invalid(own[settled_intervals(run.intervals)]), axis=0).argmax())
+        worst = int(np.ma.median(np.ma.masked_invalid(own), axis=0).argmax())
         axis.plot(x, rows[:, worst], color=RED)
         legend += [(f"{BLUE}40", f"fastest to slowest of {ranks} ranks"), (BLUE, "the median rank")]
         legend.append((RED, f"rank {worst}, the slowest"))

@@ -57,6 +57,17 @@ class Intervals(Series):
         """The largest number of ranks there was."""
         return int(self.rank_s["step"].shape[1])
 
+    def only(self, which: NDArray[np.bool_]) -> Intervals:
+        """Return those that `which`, shape (n,), marks."""
+        return Intervals(
+            step=self.step[which],
+            metrics={name: values[which] for name, values in self.metrics.items()},
+            samples_per_s=self.samples_per_s[which],
+            learning_rate=self.learning_rate[which],
+            start=self.start[which],
+            rank_s={part: rows[which] for part, rows in self.rank_s.items()},
+        )
+
 
 @dataclass(frozen=True)
 class Run:

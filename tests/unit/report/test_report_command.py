@@ -77,6 +77,8 @@ def test_the_floor_is_what_the_measured_bytes_take_at_least(report, made, interv
     [
         (["{run}x"], "there is no folder"),
         (["{run}/config.json"], "is a file"),
+        ([], "name a run, or two to compare. Type: hvdtrain report runs/NAME"),
+        (["{run}", "--out", "{run}/no/page.html"], "--out: there is no folder"),
         (["{run}", "{run}", "{run}"], "one run or two can be shown. Received: 3. Type: hvdtrain report A B"),
         (["{run}", "--link", "1Gb/s"], "--link needs --measured"),
         (["{run}", "{run}", "--measured", "x"], "--measured is for one run"),

@@ -85,7 +85,8 @@ def titles(plots):
     return [plot.title for plot in plots]
 
 
-def test_a_real_run_is_shown_whole(make, tmp_path):
+def test_a_real_run_is_shown_whole(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.pulse._MOST_STEPS", 1)  # an interval a step
     x, y = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32), np.arange(12) % 3
     kept = RunFolder(tmp_path / "real", every_s=0)
     make(metrics=["accuracy"]).fit(
@@ -179,6 +180,17 @@ def test_two_runs_are_over_each_other_with_what_differs(made, interval, epoch):
     ]  # fmt: skip
 
 
+def test_a_first_step_that_compiles_does_not_flatten_the_plots_of_times(made, interval):
+    slow_start = [interval(1, data=(9, 9), compute=(9, 9)), *(interval(s, data=(1, 1), compute=(2, 2)) for s in (5, 9))]
+    even = [interval(1, data=(1, 1), compute=(2, 2)), *(interval(s, data=(1, 1), compute=(2, 2)) for s in (5, 9))]
+    timed = [
+        {plot.title: plot.svg for plot in shown(made(lines, name=name))[1]}
+        for lines, name in ((slow_start, "slow"), (even, "even"))
+    ]
+    for title in ("Step time by rank", "Where a step's time goes", "Stragglers"):
+        assert timed[0][title] == timed[1][title]
+
+
 def test_a_start_over_is_said_and_so_is_what_could_not_be_read(made, interval):
     reader, _ = shown(made([interval(1), interval(9), interval(4)], tail='{"half'))
     text = "".join(reader.text)
@@ -191,4 +203,5 @@ def test_the_floor_is_drawn_only_where_it_is_known(made, interval):
     for floor_s in (None, 0.01):
         _, plots = shown(folder, floor_s=floor_s)
         names = [name for plot in plots if plot.title == "Where a step's time goes" for _, name in plot.legend]
+        assert len(names) == 4 + (floor_s is not None)
         assert ("allreduce floor (dashed)" in names) == (floor_s is not None)
