@@ -47,7 +47,7 @@ class RunFolder(Callback):
     Args:
         folder: the run's. None for runs/<name>: HVDTRAIN_RUNS names another folder than runs, and no name keeps
             nothing; <name> is HVDTRAIN_RUN_NAME, or the script's and the time.
-        every_s: seconds between two intervals that are kept.
+        every_s: seconds between two intervals that are kept; an epoch's last one always is.
         options: more to keep in config.json, as JSON: a script's own.
 
     Raises:
@@ -70,6 +70,7 @@ class RunFolder(Callback):
         self._options = options or {}
         self._file: IO[str] | None = None
         self._written = -math.inf
+        self._newest: Interval | None = None  # not kept yet
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Make the folder and say what the run is."""
@@ -86,7 +87,13 @@ class RunFolder(Callback):
 
     def on_interval(self, trainer: Trainer, interval: Interval) -> None:
         """Keep an interval, if it is time."""
-        if self._file is None or time.monotonic() - self._written < self._every_s:
+        self._newest = interval
+        if time.monotonic() - self._written >= self._every_s:
+            self._keep_newest()
+
+    def _keep_newest(self) -> None:
+        interval, self._newest = self._newest, None
+        if interval is None or self._file is None:
             return
         self._written = time.monotonic()
         times = interval.times
@@ -99,7 +106,8 @@ class RunFolder(Callback):
         })  # fmt: skip
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        """Keep the epoch's metrics."""
+        """Keep the epoch's metrics, and its last interval: an epoch may be shorter than what lies between two."""
+        self._keep_newest()
         self._line({"kind": "epoch", "epoch": epoch, "global_step": trainer.global_step, "metrics": logs})
 
     def close(self) -> None:

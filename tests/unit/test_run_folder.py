@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -9,6 +10,7 @@ import re
 import numpy as np
 import pytest
 
+from hvdtrain import loop, pulse
 from hvdtrain.callbacks import Callback, RunFolder, run_folder
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
@@ -39,6 +41,13 @@ def test_a_run_keeps_what_it_was_and_how_it_went(make, tmp_path):
     assert {name: len(each) for name, each in first["rank_s"].items()} == dict.fromkeys(
         ("step", "data", "compute", "reduction"), 1
     )
+
+
+def test_an_epochs_last_interval_is_kept_however_short_the_epoch(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "Pulse", functools.partial(pulse.Pulse, interval_s=0))
+    make().fit((X, Y), epochs=2, batch_size=4, callbacks=[RunFolder(tmp_path, every_s=1000)], progress=False)
+    told = [(line["kind"], line["global_step"]) for line in lines(tmp_path)]
+    assert told == [("interval", 1), ("interval", 3), ("epoch", 3), ("interval", 6), ("epoch", 6)]
 
 
 def test_run_dir_is_short_for_it_and_a_second_fit_appends(make, tmp_path):
