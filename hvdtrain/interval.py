@@ -16,8 +16,8 @@ class RankTimes:
         step: whole steps, from the end of one to the end of the next.
         data: waiting for the next batches.
         train: forward, backward, reduction, update.
-        reduction: in that, waiting for reduced gradients, and so for slower ranks too. 0 where the framework does not
-            tell, as it does not on one rank.
+        reduction: in that, waiting for reduced gradients, and so for slower ranks too. 0 on one rank. On a GPU, whose
+            work goes on behind Python's, it holds the wait for this rank's own backward pass as well.
     """
 
     step: NDArray[np.float64]

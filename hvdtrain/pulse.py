@@ -60,13 +60,15 @@ class Pulse:
         self._last = time.perf_counter()
 
     def data(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Return `batches`, with the wait for each counted."""
+        """Return `batches`, with the wait for each counted, but for that for other ranks'."""
         while True:
-            began = time.perf_counter()
+            began, before = time.perf_counter(), waited.outside_graphs()
             batch = next(batches, None)
-            self._data_s += time.perf_counter() - began
+            others_s = waited.outside_graphs() - before
+            self._waited_s += others_s  # which is no wait for gradients
             if batch is None:
                 return
+            self._data_s += time.perf_counter() - began - others_s
             yield batch
 
     def beat(self, asked: bool, *, train_s: float) -> Beat | None:

@@ -1,4 +1,4 @@
-"""How long this rank has waited for reduced gradients, and in that for slower ranks.
+"""How long this rank has waited for others: for reduced gradients, and to be in step with their data.
 
 Whoever reduces gradients adds to it: PyTorch and Keras's torch and JAX backends as they wait, TensorFlow's graphs
 through a variable of theirs, which is read only when somebody asks.
@@ -28,6 +28,11 @@ def counted() -> Iterator[None]:
 def note_graph(seconds: Callable[[], float]) -> None:
     """Let `seconds` tell how long a graph has waited so far."""
     _graphs.append(seconds)
+
+
+def outside_graphs() -> float:
+    """Return the seconds since this process began that no graph has waited; costs nothing to ask."""
+    return _seconds
 
 
 def total() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -15,6 +16,8 @@ from hvdtrain.interval import Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
+
+log = logging.getLogger("hvdtrain")
 
 VARIABLE = "HVDTRAIN_PROGRESS"
 STYLES = ("auto", "live", "lines", "epochs", "off")
@@ -57,6 +60,8 @@ class Progress(Callback):
         """Open the display."""
         self._began = self._printed = time.monotonic()
         self._sum, self._lines = _Sum(), False
+        if sys.stdout is None:  # closed by whoever started this process
+            self._style = "off"
         if not trainer.world.is_root or self._style in ("off", "epochs"):
             return
         # mpirun gives each rank a terminal of its own, and prefixes what is written there.
@@ -111,9 +116,13 @@ class Progress(Callback):
         if self._live is not None:
             self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
             return
-        # One write: launchers prefix what they read, and print() would send the line's end separately.
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        try:
+            # One write: launchers prefix what they read, and print() would send the line's end separately.
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+        except (OSError, ValueError) as problem:  # nobody reads any more, or the disk is full: training goes on
+            self._style, self._lines = "off", False
+            log.warning("progress is shown no more: %s", problem)
 
     def _open(self, trainer: Trainer) -> None:
         from rich import progress

@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.interval import Interval
 
@@ -31,8 +33,10 @@ CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl
 
 _PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy")
 _VARIABLES = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "HVDTRAIN_", "OMP_NUM_THREADS", "KERAS_BACKEND", "CUDA_VISIBLE_DEVICES")
-_SECRET = re.compile(r"secret|token|passw|api[-_]?key|credential|_key$", re.IGNORECASE)
+_SECRET = re.compile(r"secret|token|passw|pwd|credential|auth(?!or)|(^|[-_.]|api)key$", re.IGNORECASE)
 _HIDDEN = "(hidden)"
+
+_runs_here = itertools.count(1)  # of a job with a name
 
 
 class RunFolder(Callback):
@@ -124,7 +128,7 @@ class RunFolder(Callback):
             return
         try:
             # One write and a flush: whoever reads along, or after a kill, finds whole lines.
-            self._file.write(json.dumps(_finite({"time": time.time(), **facts})) + "\n")
+            self._file.write(json.dumps(_plain({"time": time.time(), **facts})) + "\n")
             self._file.flush()
         except OSError as problem:
             log.warning("nothing more of this run is kept in %s: %s", self.folder, problem)
@@ -134,20 +138,27 @@ class RunFolder(Callback):
 def make_folder() -> Path:
     """Make runs/<name> and return it: a new one, unless HVDTRAIN_RUN_NAME tells that several starts are one run.
 
+    A script's second run, of another Trainer, is <name>-2, in every start.
+
     Raises:
         OSError: it cannot be made.
     """
     runs = Path(os.environ.get(RUNS, "runs"))
+    runs.mkdir(parents=True, exist_ok=True)
     if os.environ.get(NAME):
-        return runs / os.environ[NAME]
+        return runs / _numbered(os.environ[NAME], next(_runs_here))
     for number in itertools.count(1):
-        folder = runs / (default_name() + f"-{number}" * (number > 1))
+        folder = runs / _numbered(default_name(), number)
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         except FileExistsError:
             continue
         return folder
     raise AssertionError
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
 
 
 def default_name() -> str:
@@ -198,15 +209,18 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(_finite(value), indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(_plain(value), indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it; what callbacks put into logs may be of NumPy's types."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, dict):
-        return {str(name): _finite(each) for name, each in value.items()}
+        return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -105,7 +105,7 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
     environment = start.rank_environment({})
     # All starts of a job are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder.
     script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
-    environment.setdefault("HVDTRAIN_RUN_NAME", f"{script}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    environment.setdefault("HVDTRAIN_RUN_NAME", f"{script}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{run_dir.name[-4:]}")
     # A rank that failed has failed the others too: none of them has anything to wait for.
     environment.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if launcher == arguments.MPIRUN:  # as horovodrun allows it: containers run as root

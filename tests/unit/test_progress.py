@@ -115,6 +115,19 @@ def test_an_error_in_training_leaves_the_terminal_as_it_was(monkeypatch, clock):
     assert "\x1b[?25h" in screen.getvalue()
 
 
+def test_nobody_who_reads_is_no_reason_to_stop(monkeypatch, clock, caplog):
+    monkeypatch.setattr(sys, "stdout", None)
+    watch(Progress(), clock, interval(10))
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError("nobody reads")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    watch(Progress("lines", every_s=0), clock, interval(10), interval(20))
+    assert [record.getMessage() for record in caplog.records] == ["progress is shown no more: nobody reads"]
+
+
 def test_the_environment_chooses_for_scripts_that_do_not(monkeypatch, capsys, clock):
     monkeypatch.setenv(progress.VARIABLE, "off")
     watch(Progress(), clock, interval(10))

@@ -104,6 +104,27 @@ def test_every_rank_learns_where_each_ones_time_went(clock, monkeypatch):
     np.testing.assert_allclose(times.own, [0.5, 0.55])
 
 
+def test_waiting_for_the_others_data_is_not_a_ranks_own(clock, monkeypatch):
+    monkeypatch.setattr(waited, "_graphs", [])
+
+    def in_step():
+        for _ in range(3):
+            clock[0] += 0.2
+            with waited.counted():  # for the slowest rank's batch
+                clock[0] += 0.7
+            yield "batch"
+        with waited.counted():  # for all to be done
+            clock[0] += 5.0
+
+    beats = pulse.Pulse(SoloWorld())
+    for _ in beats.data(in_step()):
+        clock[0] += 0.1
+        found = beats.beat(False, train_s=0.1)
+        assert (found.times.data[0], found.times.reduction[0]) == (pytest.approx(0.2), pytest.approx(0.0))
+    clock[0] += 0.1
+    assert beats.beat(False, train_s=0.1).times.reduction[0] == pytest.approx(0.0)
+
+
 def test_waits_add_up_and_a_cleared_graph_counts_no_more(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(waited.time, "perf_counter", lambda: float(next(ticks)))

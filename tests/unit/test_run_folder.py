@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import re
@@ -57,19 +58,26 @@ def test_run_dir_is_short_for_it_and_a_second_fit_appends(make, tmp_path):
     assert [line["kind"] for line in lines(tmp_path / "run")].count("epoch") == 2
 
 
-def test_what_json_does_not_know_is_null(make, tmp_path):
+def test_what_json_does_not_know_is_null_and_numpys_numbers_are_numbers(make, tmp_path):
     class Bad(Callback):
         def on_epoch_end(self, trainer, epoch, logs):
-            logs["score"] = float("nan")
+            logs |= {"score": float("nan"), "lr": np.float32(0.5), "each": np.ones(2), "odd": object}
 
     make().fit((X, Y), epochs=1, callbacks=[Bad(), RunFolder(tmp_path)], progress=False)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text
-    assert json.loads(text.splitlines()[-1])["metrics"]["score"] is None
+    metrics = json.loads(text.splitlines()[-1])["metrics"]
+    assert (metrics["score"], metrics["lr"], metrics["each"]) == (None, 0.5, [1.0, 1.0])
 
 
-def test_a_disk_that_takes_nothing_costs_a_warning(make, tmp_path, caplog):
+def test_a_disk_that_takes_nothing_costs_a_warning(make, tmp_path, caplog, monkeypatch):
     (tmp_path / "file").write_text("")
+    (tmp_path / "gone").symlink_to(tmp_path / "not" / "mounted")
+    monkeypatch.setenv(run_folder.RUNS, str(tmp_path / "gone"))
+    make().fit((X, Y), epochs=1, progress=False)
+    monkeypatch.setenv(run_folder.RUNS, "")
+    assert "nothing of this run is kept in a folder of its own" in caplog.text
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "hvdtrain"):
         history = make().fit((X, Y), epochs=1, run_dir=str(tmp_path / "file" / "run"), progress=False)
     assert len(history["loss"]) == 1
@@ -79,11 +87,15 @@ def test_a_disk_that_takes_nothing_costs_a_warning(make, tmp_path, caplog):
 def test_secrets_are_not_kept(make, tmp_path, monkeypatch):
     monkeypatch.setenv("HVDTRAIN_API_KEY", "hunter2")
     monkeypatch.setenv("OTHER_VARIABLE", "hunter2")
-    monkeypatch.setattr("sys.argv", ["train.py", "--token", "hunter2", "--api-key=hunter2", "--epochs", "3"])
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "--token", "hunter2", "--api-key=hunter2", "--wandb-key", "hunter2", "--author", "me"]
+    )
     make().fit((X, Y), epochs=1, run_dir=str(tmp_path), progress=False)
     text = (tmp_path / "environment.json").read_text()
     assert "hunter2" not in text
-    assert json.loads(text)["command"] == ["train.py", "--token", "(hidden)", "--api-key=(hidden)", "--epochs", "3"]
+    assert json.loads(text)["command"] == [
+        "train.py", "--token", "(hidden)", "--api-key=(hidden)", "--wandb-key", "(hidden)", "--author", "me"
+    ]  # fmt: skip
 
 
 def test_a_run_has_a_folder_of_its_own_unless_the_job_names_one_or_wants_none(make, tmp_path, monkeypatch):
@@ -99,13 +111,16 @@ def test_a_run_has_a_folder_of_its_own_unless_the_job_names_one_or_wants_none(ma
     assert (first.name, second.name) == ("train-20261121-100000", "train-20261121-100000-2")
     assert [line["kind"] for line in lines(first)].count("epoch") == 2
     monkeypatch.setenv(run_folder.NAME, "mine")
-    for _ in range(2):
-        make().fit((X, Y), epochs=1, progress=False)
-    assert [line["kind"] for line in lines(tmp_path / "runs" / "mine")].count("epoch") == 2
+    for _ in range(2):  # starts of a job whose script makes two Trainers
+        monkeypatch.setattr(run_folder, "_runs_here", itertools.count(1))
+        for _ in range(2):
+            make().fit((X, Y), epochs=1, progress=False)
+    for name in ("mine", "mine-2"):
+        assert [line["kind"] for line in lines(tmp_path / "runs" / name)].count("epoch") == 2
     monkeypatch.setenv(run_folder.RUNS, "")
     make().fit((X, Y), epochs=1, progress=False)
     make().fit((X, Y), epochs=1, run_dir=None, progress=False)
-    assert len(list((tmp_path / "runs").iterdir())) == 3
+    assert len(list((tmp_path / "runs").iterdir())) == 4
 
 
 def test_the_name_is_the_scripts_and_the_time(monkeypatch):
