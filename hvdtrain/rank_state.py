@@ -105,7 +105,7 @@ def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
     for name in before[0]:
         rule = rules.get(name.partition(".")[0])
         if rule is not None:
-            mine[name] = rule([each[name] for each in before])
+            mine[name] = np.asarray(rule([each[name] for each in before]))  # NumPy makes scalars of 0-d arrays
         elif rank < len(before):
             mine[name] = before[rank][name]
     return mine

@@ -44,6 +44,18 @@ def test_what_ranks_held_together_is_neither_lost_nor_doubled(size):
         assert after == BEFORE
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+@pytest.mark.parametrize("rule", ["sum", "mean", "max"])
+def test_arrays_without_axes_stay_arrays_on_another_number_of_ranks(rule, dtype, size):
+    before = [{f"{rule}.x": np.array(value, dtype)} for value in (2, 4)]
+    for rank in range(size):
+        after = rank_state.combine(before, rank=rank, size=size)[f"{rule}.x"]
+        assert isinstance(after, np.ndarray)
+        assert (after.shape, after.dtype) == ((), dtype)
+        assert after == {"sum": 0 if rank else 6, "mean": 3, "max": 4}[rule]
+
+
 def test_what_is_gathered_is_dealt_out_again():
     mine = {"random.x": np.arange(5, dtype=np.uint8), "mean.buffer": np.ones((2, 3), np.float32)}
     kept = rank_state.gather(mine, world=SoloWorld())
