@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.callbacks.base import Callback, Logs
 
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
+
+
+class _Given(NamedTuple):
+    """What a callback held when it was first seen: the user's own, which no checkpoint needs."""
+
+    numbers: dict[str, Any]
+    lists: dict[str, list[NDArray[Any]]]
+
+
+# By callback, since one may be wrapped again after it has trained: by each elastic round, and by another fit.
+_given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
 
 
 class KerasStyle(Callback):
@@ -22,7 +35,12 @@ class KerasStyle(Callback):
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
-        self._given = self._numbers()
+        # A copy of each list: one that is filled in place is no longer what was given.
+        self._given = _Given(self._numbers(), {name: list(arrays) for name, arrays in self._lists().items()})
+        try:
+            self._given = _given.setdefault(callback, self._given)
+        except TypeError:
+            pass  # neither weak references nor hashes: known by this wrapper only
 
     @property
     def name(self) -> str:
@@ -32,15 +50,15 @@ class KerasStyle(Callback):
     def state(self) -> dict[str, Any]:
         """Return what the callback has changed: numbers such as `best` and `wait`, weights such as `best_weights`.
 
-        Options stay the user's.
+        Options stay the user's, and so do arrays that the user gave it, such as validation data.
         """
-        numbers = {name: value for name, value in self._numbers().items() if self._given.get(name) != value}
+        given = self._given
+        numbers = {name: value for name, value in self._numbers().items() if given.numbers.get(name) != value}
         return numbers | {
             f"{name}.{index}": array
-            for name, value in vars(self._callback).items()
-            if not name.startswith("_") and isinstance(value, list)
-            if all(isinstance(array, np.ndarray) for array in value)
-            for index, array in enumerate(value)
+            for name, arrays in self._lists().items()
+            if [id(array) for array in arrays] != [id(array) for array in given.lists.get(name, [])]
+            for index, array in enumerate(arrays)
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -62,6 +80,14 @@ class KerasStyle(Callback):
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in vars(self._callback).items()
             if not name.startswith("_") and isinstance(value, bool | int | float | np.generic)
+        }
+
+    def _lists(self) -> dict[str, list[NDArray[Any]]]:
+        return {
+            name: value
+            for name, value in vars(self._callback).items()
+            if not name.startswith("_") and isinstance(value, list)
+            if value and all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in value)
         }
 
     def on_fit_begin(self, trainer: Trainer) -> None:
