@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import logging
+import queue
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,7 +84,17 @@ try:
     _horovod = importlib.import_module("horovod.common.elastic")
 except ImportError:
     pass
-State: Any = _horovod.State if _horovod else SoloState
+_State: Any = _horovod.State if _horovod else SoloState
+
+
+class State(_State):
+    """State that can be committed and restored, and hears of hosts that come and go; see `run_fn`."""
+
+    def on_reset(self) -> None:
+        """Call the callbacks. Horovod's also forgets the hosts that it heard of while ranks met."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
 
 
 class ObjectState(State):
@@ -163,6 +174,8 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
                         log.warning("a rank failed (%s): the others go back to their last commit", _first_line(error))
                     else:
                         raise
+                # Before they meet: of a host that comes meanwhile this is all that ranks hear, and perhaps too late.
+                state._host_messages = queue.Queue()
                 _meet(reset)
                 state.on_reset()
         finally:

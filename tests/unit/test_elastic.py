@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hvdtrain import elastic
 
 HorovodInternalError = type("HorovodInternalError", (RuntimeError,), {})
+HostsUpdatedInterrupt = type("HostsUpdatedInterrupt", (Exception,), {})
 UnknownError = type("UnknownError", (Exception,), {})
 
 
@@ -95,3 +98,33 @@ def test_a_rank_whose_host_was_removed_ends_in_order(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         elastic._meet(reset)
     assert ended.value.code == 0
+
+
+@pytest.mark.skipif(elastic._horovod is None, reason="only Horovod's driver tells of hosts")
+def test_a_host_that_comes_while_ranks_meet_is_heard_of_in_the_next_round(monkeypatch):
+    listeners = set()
+    manager = SimpleNamespace(init=lambda: None, register_listener=listeners.add, remove_listener=listeners.remove)
+    monkeypatch.setattr(elastic, "_horovod", SimpleNamespace(notification_manager=manager))
+    told, resets = [], []
+
+    def tell(timestamp):
+        for each in listeners:
+            each.on_hosts_updated(timestamp, 2)
+
+    def one_round(state):
+        told.append(state._host_messages.qsize())
+        if len(told) == 1:
+            tell(1)
+            raise HostsUpdatedInterrupt
+        if len(told) == 2:
+            raise HorovodInternalError("gone")
+
+    def reset():
+        if len(told) == 1:
+            tell(2)
+
+    state = one_state()
+    state.register_reset_callbacks([lambda: resets.append(len(told))])
+    elastic.run_fn(one_round, reset)(state)
+    assert told == [0, 1, 0], "in the second round of the host that came in between, and of no earlier one"
+    assert resets == [1, 2]
