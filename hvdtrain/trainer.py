@@ -195,12 +195,16 @@ class Trainer:
             hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
             self._fit(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
 
-        if self._elastic:
-            from hvdtrain import elastic_fit
+        give_back = preemption.install()  # once for all rounds: what one of them was asked, the next one hears
+        try:
+            if self._elastic:
+                from hvdtrain import elastic_fit
 
-            elastic_fit.run(self, once, self._adapter)
-        else:
-            once()
+                elastic_fit.run(self, once, self._adapter)
+            else:
+                once()
+        finally:
+            give_back()
         return self.history
 
     def _fit(
@@ -226,11 +230,9 @@ class Trainer:
         self._adapter.start()
         if self.world.is_root:
             self._lr.announce(batch_size=batch_size, accumulate=self._accumulate)
-        give_back = preemption.install()
         try:
             self._run(source, held_out, hooks, states)
         finally:
-            give_back()
             hooks.close()
             for keeper in keepers:
                 keeper.finish()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import hvdtrain
-from hvdtrain import world
+from hvdtrain import elastic, preemption, world
 from hvdtrain.callbacks import Callback, EarlyStopping
+from hvdtrain.checkpoint.store import Store
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
+
+HorovodInternalError = type("HorovodInternalError", (RuntimeError,), {})
 
 
 def test_early_stopping_bears_its_patience_and_restores_the_best_weights(make, net):
@@ -167,3 +173,52 @@ def test_an_epoch_takes_two_exchanges_whatever_its_length(make):
         history = make().fit((X[:rows], Y[:rows]), epochs=3, batch_size=2, progress=False)
         assert exchanged == ["stop", *["metrics", "stop"] * 3]
         assert all(seconds > 0 for seconds in history["seconds"])
+
+
+@pytest.mark.skipif(elastic._horovod is None, reason="only Horovod's driver makes a job elastic")
+@pytest.mark.parametrize("moment", ["as a round ends", "between rounds", "as a round begins"])
+def test_a_stop_that_is_asked_around_a_rounds_end_comes_after_the_next_ones_first_step(
+    make, monkeypatch, tmp_path, moment
+):
+    import hvdtrain.torch.elastic
+
+    missed, rounds = [], []
+
+    def ask():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    class Fails(Callback):
+        def on_fit_begin(self, trainer):
+            rounds.append("begun")
+
+        def on_step_end(self, trainer, step):
+            if len(rounds) == 1 and step == 2:
+                if moment == "as a round ends":
+                    ask()
+                raise HorovodInternalError("as in a collective, a rank having died")
+
+    class Asking(world.SoloWorld):
+        def allgather_object(self, obj, *, name="object"):
+            if name == "hosts" and rounds and moment == "as a round begins":
+                ask()
+            return super().allgather_object(obj, name=name)
+
+    manager = SimpleNamespace(init=list, register_listener=id, remove_listener=id)
+    monkeypatch.setattr(elastic, "_horovod", SimpleNamespace(notification_manager=manager))
+    reset = ask if moment == "between rounds" else list
+    monkeypatch.setattr(hvdtrain.torch.elastic, "reset", reset)
+    world.use(Asking())
+    trainer = make()
+    trainer._elastic = True
+    before = signal.signal(signal.SIGTERM, lambda number, frame: missed.append(number))
+    try:
+        with pytest.raises(SystemExit) as ending:
+            trainer.fit((X, Y), epochs=2, batch_size=2, callbacks=[Fails()], checkpoint_dir=tmp_path, progress=False)
+    finally:
+        ours = signal.signal(signal.SIGTERM, before)
+    assert ending.value.code == preemption.EXIT_CODE
+    assert not missed
+    assert rounds == ["begun"] * 2
+    assert Store(tmp_path).newest_whole()[1].meta["position"]["global_step"] == 1
+    ours(signal.SIGTERM, None)
+    assert missed, "whose it was before fit has it again"
