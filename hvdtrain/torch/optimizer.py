@@ -7,14 +7,14 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from hvdtrain import watch
-from hvdtrain.torch import engine
+from hvdtrain.torch import engine, fused_update
 from hvdtrain.torch.adasum import AdasumMixin
 from hvdtrain.torch.agreement import check_agreement
 from hvdtrain.torch.compression import Compression
@@ -32,6 +32,7 @@ class DistributedMixin(torch.optim.Optimizer):
     """
 
     _hvd_plain_class: type[torch.optim.Optimizer]
+    _hvd_fuses: bool
     _hvd_reducer: Reducer
     _hvd_names: dict[int, str]
     _hvd_should_synchronize: bool
@@ -44,6 +45,8 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         reducer = self._reducer()
         closure = args[0] if args else kwargs.get("closure")
+        # A closure makes the gradients during the step: what they are like cannot be seen before.
+        fuses = self._hvd_fuses and closure is None and not torch.compiler.is_compiling()
         if not self._hvd_should_synchronize:
             closure = None  # the user does it
         elif closure is None:
@@ -53,7 +56,8 @@ class DistributedMixin(torch.optim.Optimizer):
             reduced = self._reduced(closure)
             args, kwargs = ((reduced, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": reduced})
         reducer.is_synchronized = False
-        result = super().step(*args, **kwargs)
+        with fused_update.chosen(self) if fuses else nullcontext():
+            result = super().step(*args, **kwargs)
         watch.step_done()
         return result
 
@@ -192,8 +196,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Return `optimizer` as one whose `step` first reduces gradients over ranks.
 
     The result is an instance of the user's class and shares everything with the user's object: existing state,
-    parameter groups, defaults, learning-rate schedulers made before. To be called on all ranks alike. On one rank it
-    adds nothing.
+    parameter groups, defaults, learning-rate schedulers made before. To be called on all ranks alike. On one rank there
+    is nothing to reduce.
+
+    On CPUs SGD, Adam and AdamW take their steps by torch's fused kernels where that changes nothing beyond rounding:
+    see `hvdtrain.torch.fused_update`.
 
     Gradients are sent while backward still runs. To clip: `synchronize()`, clip, then `step()` under
     `skip_synchronize()`; with `GradScaler`, call `synchronize()` before `unscale_`.
@@ -244,14 +251,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer._hvd_reducer.detach()
     name = plain.__name__
     described = {"__module__": plain.__module__, "__doc__": plain.__doc__, "__qualname__": plain.__qualname__}
-    cls: Any = type(name, (mixin, plain), {**described, "_hvd_plain_class": plain})
+    ours = {"_hvd_plain_class": plain, "_hvd_fuses": fused_update.applies_to(plain)}
+    cls: Any = type(name, (mixin, plain), {**described, **ours})
     distributed = object.__new__(cls)
     distributed.__dict__ = optimizer.__dict__
     distributed._hvd_names = {id(p): n for n, p in named}
     distributed._hvd_should_synchronize = True
     in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    ours = [(n, p) for n, p in named if id(p) in in_groups]
-    distributed._hvd_reducer = Reducer(ours, options, backward_passes_per_step, hooked=op != Adasum)
+    reduced = [(n, p) for n, p in named if id(p) in in_groups]
+    distributed._hvd_reducer = Reducer(reduced, options, backward_passes_per_step, hooked=op != Adasum)
     _move_scheduler(distributed)
     return distributed
 

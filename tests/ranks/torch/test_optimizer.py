@@ -347,3 +347,29 @@ class OwnCompressor:
     @staticmethod
     def decompress(tensor, ctx):
         return tensor.to(ctx)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_steps_are_fused_and_leave_groups_as_they_were(hvd, task, kind, monkeypatch):
+    name = f"_fused_{kind.__name__.lower()}_"
+    kernel, calls = getattr(torch, name), []
+    monkeypatch.setattr(torch, name, lambda *args, **options: (calls.append(1), kernel(*args, **options))[1])
+    model = task.model()
+    optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01), model.named_parameters())
+    task.train(model, optimizer, 3)
+    assert len(calls) == 3
+    assert optimizer.state_dict()["param_groups"][0]["fused"] is None
+
+
+def test_a_step_with_a_closure_is_the_users(hvd, task, monkeypatch):
+    monkeypatch.setattr(torch, "_fused_sgd_", None)
+    model = task.model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
