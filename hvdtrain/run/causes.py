@@ -135,16 +135,16 @@ def first_error(run_dir: Path, *, printed: str, host: str, cause: Cause) -> Rank
 
 
 def _by_rank(printed: str) -> dict[int, list[str]]:
-    """Return rank -> the lines that it printed; lines without a rank's mark are the launcher's.
+    """Return rank -> the lines that it printed; what stands before a line's first mark is the launcher's.
 
-    A mark stands before every line, and also in the midst of one that reached the launcher in pieces.
+    What reaches the launcher in pieces has a mark before each, and pieces of several ranks may share a line.
     """
-    lines: dict[int, list[str]] = {}
-    for line in printed.replace("\r\n", "\n").split("\n"):
-        mark = _MARK.match(line)
-        if mark:
-            lines.setdefault(int(mark[1]), []).append(_MARK.sub("", line))
-    return lines
+    pieces: dict[int, list[str]] = {}
+    for line in re.findall(r"[^\n]*\n|[^\n]+", printed.replace("\r\n", "\n")):
+        _, *marked = _MARK.split(line)
+        for rank, piece in zip(marked[::2], marked[1::2], strict=True):
+            pieces.setdefault(int(rank), []).append(piece)
+    return {rank: "".join(parts).split("\n") for rank, parts in pieces.items()}
 
 
 def _traceback(lines: list[str]) -> str:

@@ -104,3 +104,24 @@ def test_steps_and_pids_are_read_as_far_as_they_are_whole(tmp_path: Path) -> Non
     assert causes.latest_step(tmp_path, rank=1) == 12
     assert causes.latest_step(tmp_path, rank=2) == 10
     assert causes.rank_pids(tmp_path) == {0: 4711}
+
+
+def test_an_error_is_found_where_two_ranks_printed_theirs_in_pieces_on_the_same_lines(tmp_path: Path) -> None:
+    printed = (
+        "[1,0]<stderr>:Traceback (most recent call last):\n"
+        "[1,1]<stderr>:Traceback (most recent call last):\n"
+        '[1,0]<stderr>:  File "s.py", line 1, in <module>\n'
+        '[1,0]<stderr>:    [1,1]<stderr>:  File "s.py", line 1, in <module>\n'
+        "[1,0]<stderr>:import one[1,1]<stderr>:    [1,0]<stderr>:\n"
+        "[1,0]<stderr>:ModuleNotFoundError[1,0]<stderr>:: [1,0]<stderr>:No module named 'one'[1,0]<stderr>:\n"
+        "[1,1]<stderr>:import two\n"
+        "[1,1]<stderr>:ModuleNotFoundError: No module named 'two'\n"
+        "-----\nPrimary job  terminated normally"
+    )
+    for rank, name in enumerate(("one", "two")):
+        found = first_error(tmp_path, printed=printed, host="h", cause=Cause(f"rank {rank}", 1, rank))
+        assert found is not None
+        assert found.text == (
+            'Traceback (most recent call last):\n  File "s.py", line 1, in <module>\n'
+            f"    import {name}\nModuleNotFoundError: No module named '{name}'"
+        )
