@@ -13,10 +13,10 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
-    from hvdtrain.run.arguments import Split
-    from hvdtrain.run.supervise import Options
+    from hvdtrain.runner.arguments import Split
+    from hvdtrain.runner.supervise import Options
 
-_SPLIT = "hvdtrain.run.split"
+_SPLIT = "hvdtrain.runner.split"
 
 
 class RunCommand(TyperCommand):
@@ -24,7 +24,7 @@ class RunCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the command line apart, and read our options alone."""
-        from hvdtrain.run import arguments
+        from hvdtrain.runner import arguments
 
         try:
             parts = arguments.split(args)
@@ -57,7 +57,7 @@ def run(
 
     Example: hvdtrain run -np 4 train.py --epochs 90
     """
-    from hvdtrain.run import arguments, supervise
+    from hvdtrain.runner import arguments, supervise
 
     parts: Split = ctx.meta[_SPLIT]
     try:
@@ -75,7 +75,7 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
     """
     from hvdtrain import launcher as around
     from hvdtrain import start, tuning
-    from hvdtrain.run import arguments, loopback, supervise
+    from hvdtrain.runner import arguments, loopback, supervise
 
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
         raise arguments.UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")

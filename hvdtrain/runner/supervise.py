@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.run import causes, family, restarts
-from hvdtrain.run.causes import STOPPED, Cause
-from hvdtrain.run.job import Guard, Job, adopt_orphans
-from hvdtrain.run.signals import Signals
+from hvdtrain.runner import causes, family, restarts
+from hvdtrain.runner.causes import STOPPED, Cause
+from hvdtrain.runner.job import Guard, Job, adopt_orphans
+from hvdtrain.runner.signals import Signals
 
 _POLL_S = 0.5
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on

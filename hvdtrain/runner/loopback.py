@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.run.arguments import MPIRUN, UsageError, value
+from hvdtrain.runner.arguments import MPIRUN, UsageError, value
 
 # Built with Horovod, for an mpirun that listens on every interface whatever its settings say.
 _PRELOADED = Path("runner", "libhvdtrain_loopback.so")
