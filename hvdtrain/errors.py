@@ -23,6 +23,18 @@ class LaunchError(HvdTrainError):
     """The launcher announced more ranks than Horovod found: N silent copies, each training alone."""
 
 
+class RankFailedError(HvdTrainError):
+    """A rank of `hvdtrain.run` ended without a result; as the cause of another exception, where that was raised.
+
+    Attributes:
+        rank: which one; None where it was not a rank that ended first.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class DesyncError(HvdTrainError):
     """Ranks that must hold the same thing (model, weights, configuration) do not."""
 

@@ -1,0 +1,201 @@
+"""`hvdtrain.run`: a function on several ranks of this host, from a notebook or a script."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import cloudpickle
+
+from hvdtrain import start, tuning
+from hvdtrain.errors import RankFailedError
+from hvdtrain.runner import arguments, loopback, settings, supervise
+from hvdtrain.runner.arguments import UsageError
+from hvdtrain.runner.call import Call
+from hvdtrain.runner.causes import STOPPED
+from hvdtrain.runner.exchange import Message, each
+from hvdtrain.runner.pickling import pack
+
+T = TypeVar("T")
+
+_GRACE_S = 30.0  # as in `hvdtrain run`
+_WORKER = [sys.executable, "-m", "hvdtrain.runner.rank"]
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int,
+    output: Literal["all", "root"] = "all",
+    options: Sequence[str] = (),
+) -> list[T]:
+    """Call `fn(*args, **kwargs)` on `np` new ranks of this host and return what it returned on each, in rank order.
+
+    A function of a notebook's cell or of the script itself will do, and so will what it uses there. What ranks print
+    appears here as it comes. Interrupted, it asks the ranks to stop, as `hvdtrain run` does, and gives them 30 s to
+    write a checkpoint; interrupted again, it ends them at once. No process is left behind.
+
+    Args:
+        fn: what to call. Its data should be loaded or made in it, on each rank: arguments are copied to all of them.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        np: number of ranks; up to four for each core.
+        output: "all" shows every rank's lines, behind "[rank] "; "root" shows rank 0's as they are.
+        options: further options of horovodrun, such as ("--gloo",).
+
+    Raises:
+        TypeError: `fn` cannot be called, or an argument or a returned value cannot be pickled.
+        ValueError: np or output is out of range.
+        UsageError: no ranks can be started here, for example from within a rank.
+        RankFailedError: a rank was killed or ended without a result. It is also the cause (`__cause__`) of an exception
+            that `fn` raised on a rank, which is raised here as it is, and has the rank and its traceback.
+    """
+    slots, passed, crowded = _check(fn, np, output, options)
+    facts = {"path": sys.path, "cells": _cells()}
+    task = Message(
+        facts, pack({"fn": fn, "args": tuple(args), "kwargs": dict(kwargs or {})}, where="be sent to the ranks")
+    )
+
+    def show(rank: int | None, line: str) -> None:
+        if output == "all" or not rank:
+            sys.stdout.write(line + "\n" if rank is None or output == "root" else f"[{rank}] {line}\n")
+            sys.stdout.flush()
+
+    if crowded:
+        show(None, f"hvdtrain.run: {crowded}")
+    run_dir = supervise.make_run_dir()
+    try:
+        name = re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
+        environment = settings.environment(
+            run_dir, name=name, launcher=arguments.HOROVODRUN, passed=passed, slots=slots
+        )
+        # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
+        environment = {**tuning.without_ours(environment), "PYTHONUNBUFFERED": "1"}
+        line = [*start.horovodrun(Path(sys.executable)), "-np", str(np), *passed, *_WORKER]
+        call = Call(line, environment=environment, run_dir=run_dir, task=task, grace_s=_GRACE_S, show=show)
+        try:
+            _follow(call)
+        finally:
+            call.close()
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    problem = _problem(call, np)
+    if problem is not None:
+        raise problem
+    if call.cause is None or call.cause.code:
+        show(None, f"hvdtrain.run: {call.cause or 'the process between was killed'}, after all ranks had returned")
+    return [_unpack(rank, call.answers[rank]) for rank in range(np)]
+
+
+def _check(
+    fn: Callable[..., Any], np: int, output: str, options: Sequence[str]
+) -> tuple[dict[str, int], Sequence[str], str]:
+    """Check what can be checked before anything is started.
+
+    Returns:
+        {host: slots}, the launcher's options, and what to say of ranks that share cores.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function. Received: {fn!r}")
+    if isinstance(np, bool) or not isinstance(np, int) or np < 1:
+        raise ValueError(f"np, the number of ranks, must be a whole number, at least 1. Received: np={np!r}")
+    if output not in ("all", "root"):
+        raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
+    settings.check_place()
+    parts = arguments.split([*options, "fn"])
+    if parts.ours or parts.program != ["fn"]:
+        raise UsageError(f"options are horovodrun's, each word by itself. Received: options={options!r}")
+    if arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None:
+        raise UsageError("hvdtrain.run has a fixed number of ranks. `hvdtrain run` starts elastic jobs")
+    slots = arguments.hosts(parts.passed)
+    if not loopback.is_here(slots):
+        raise UsageError(f"hvdtrain.run is for this host, and {', '.join(slots)} is not all here. Use `hvdtrain run`")
+    try:
+        crowded = arguments.check_ranks(
+            np, slots=slots, elastic=False, cores=tuning.usable_cores(), name="np=",
+            insist='options=("-H", "localhost:{}")',
+        )  # fmt: skip
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return slots, parts.passed, crowded
+
+
+def _cells() -> dict[str, list[str]]:
+    """Return the sources that have no file: a notebook's cells."""
+    entries = ((name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None)
+    return {name: list(entry[2]) for name, entry in entries}
+
+
+def _follow(call: Call) -> None:
+    """Wait for the end of the job.
+
+    Raises:
+        KeyboardInterrupt: there was one; now the job has ended.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            if interrupt is not None:
+                call.interrupt()
+            call.follow()
+            break
+        except KeyboardInterrupt as again:
+            interrupt = interrupt or again
+    if interrupt is not None:
+        raise interrupt.with_traceback(None)  # not of where this file was
+
+
+def _problem(call: Call, np: int) -> Exception | None:
+    """Return what is to be raised; None where every rank has returned."""
+    failed = dict(each(call.answers, "error"))
+    cause = call.cause
+    # What the peers of a killed rank raise is a consequence, not the reason.
+    if failed and not (cause is not None and cause.killed and cause.rank not in failed):
+        first = min(failed, key=lambda rank: (failed[rank].facts["others"], failed[rank].facts["time"]))
+        return _raised(first, failed[first])
+    if len(dict(each(call.answers, "result"))) < np:
+        return _without_result(call, np)
+    return None
+
+
+def _raised(rank: int, answer: Message) -> Exception:
+    """Return what a rank raised: itself where it can be made again here."""
+    where = RankFailedError(f"rank {rank} on host {answer.facts['host']} raised:\n{answer.facts['text']}", rank=rank)
+    try:
+        error = cloudpickle.loads(answer.pickled)
+    except Exception:  # noqa: BLE001 - its class may do or lack anything
+        return where
+    if not isinstance(error, Exception):  # a rank's KeyboardInterrupt is not this process's
+        return where
+    error.__cause__ = where
+    return error
+
+
+def _without_result(call: Call, np: int) -> RankFailedError:
+    """Return the error for ranks that ended without a word."""
+    if call.cause is None:
+        return RankFailedError(f"the process that ran the ranks ended with status {call.status()}; so did they")
+    rank = call.cause.rank
+    text = f"{call.cause} after {call.seconds:.0f} s"
+    if call.cause.code in (0, STOPPED):
+        missing = [rank for rank in range(np) if rank not in call.answers or call.answers[rank].facts["kind"] == "exit"]
+        rank = missing[0]
+        text = f"rank {rank} ended by itself, with status {call.cause.code}"
+    said = [line for line in call.tail(rank) if line.strip()]
+    end = "; the end of what it printed:\n" + "\n".join(said) if said else ""
+    return RankFailedError(f"{text}, before the function had returned{end}", rank=rank)
+
+
+def _unpack(rank: int, answer: Message) -> Any:
+    try:
+        (value,) = cloudpickle.loads(answer.pickled)
+    except Exception as problem:
+        raise TypeError(f"what rank {rank} returned cannot be read here: {problem}") from problem
+    return value
