@@ -29,8 +29,9 @@ class Call:
         environment: of the launcher and its ranks.
         run_dir: the job's private folder.
         task: the function, for `hvdtrain.runner.rank`.
+        size: number of ranks.
         grace_s: what ranks get to stop in order after an interrupt.
-        show: takes each line that a rank prints, and with rank None those that are said about the job.
+        show: takes lines that ranks print as they come, and with rank None what is said about the job.
 
     Attributes:
         cause: what ended the job; None where nobody can tell.
@@ -44,15 +45,16 @@ class Call:
         environment: Mapping[str, str],
         run_dir: Path,
         task: Message,
+        size: int,
         grace_s: float,
-        show: Callable[[int | None, str], None],
+        show: Callable[[Sequence[Line]], None],
     ) -> None:
         self.cause: Cause | None = None
         self.seconds = 0.0
         self._run_dir, self._show = run_dir, show
         self._output = [Lines(), Lines()]
         self._said = b""
-        self._exchange = Exchange(run_dir, task)
+        self._exchange = Exchange(run_dir, task, size=size)
         report, write_end = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -126,6 +128,7 @@ class Call:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
         if self.cause is None:
             family.end(str(self._run_dir))
             shutil.rmtree(self._run_dir, ignore_errors=True)
@@ -138,10 +141,10 @@ class Call:
                 self.cause = Cause(told["who"], told["code"], told["rank"])
                 self.seconds = told["seconds"]
             else:
-                self._show(None, line.decode(errors="replace"))
+                self._show([(None, line.decode(errors="replace"))])
 
     def _print(self, lines: Sequence[Line]) -> None:
-        for rank, text in lines:
-            # A launcher's own words are told where no rank is to blame.
-            if rank is not None or os.environ.get(DEBUG) == "1":
-                self._show(rank, text)
+        # A launcher's own words are told where no rank is to blame.
+        wanted = [line for line in lines if line[0] is not None or os.environ.get(DEBUG) == "1"]
+        if wanted:
+            self._show(wanted)

@@ -56,12 +56,13 @@ class Exchange:
 
     Args:
         folder: private to this user; the socket is made there.
-        task: what every rank gets.
+        task: what every rank gets; let go once all have it, for it may be large.
+        size: number of ranks. Once so many have come, nobody is let in any more.
     """
 
-    def __init__(self, folder: Path, task: Message) -> None:
+    def __init__(self, folder: Path, task: Message, *, size: int) -> None:
         self.answers: dict[int, Message] = {}
-        self._task = task
+        self._task, self._missing = task, size
         self._key = secrets.token_bytes(32)
         self._address = str(folder / "call")
         self._ranks: dict[Connection, int] = {}
@@ -79,7 +80,7 @@ class Exchange:
 
     def sources(self) -> list[socket.socket | Connection]:
         """Return what to wait for: `take` it once it is ready."""
-        return [] if self._door.fileno() < 0 else [self._door, *self._ranks]
+        return [*([self._door] if self._door.fileno() >= 0 else []), *self._ranks]
 
     def take(self, source: object) -> None:
         """Let a rank in, or read what one says."""
@@ -117,6 +118,10 @@ class Exchange:
             connection.close()
         else:
             self._ranks[connection] = rank
+            self._missing -= 1
+            if not self._missing:
+                self._task = Message({})
+                self._door.close()
 
 
 def ask(rank: int) -> tuple[Message, Connection]:

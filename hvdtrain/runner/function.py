@@ -19,6 +19,7 @@ from hvdtrain.runner.arguments import UsageError
 from hvdtrain.runner.call import Call
 from hvdtrain.runner.causes import STOPPED
 from hvdtrain.runner.exchange import Message, each
+from hvdtrain.runner.lines import Line
 from hvdtrain.runner.pickling import pack
 
 T = TypeVar("T")
@@ -63,13 +64,13 @@ def run(
         facts, pack({"fn": fn, "args": tuple(args), "kwargs": dict(kwargs or {})}, where="be sent to the ranks")
     )
 
-    def show(rank: int | None, line: str) -> None:
-        if output == "all" or not rank:
-            sys.stdout.write(line + "\n" if rank is None or output == "root" else f"[{rank}] {line}\n")
-            sys.stdout.flush()
+    def show(lines: Sequence[Line]) -> None:
+        chosen = [(rank, text) for rank, text in lines if output == "all" or not rank]
+        marked = [text if rank is None or output == "root" else f"[{rank}] {text}" for rank, text in chosen]
+        print("".join(f"{line}\n" for line in marked), end="", flush=True)
 
     if crowded:
-        show(None, f"hvdtrain.run: {crowded}")
+        show([(None, f"hvdtrain.run: {crowded}")])
     run_dir = supervise.make_run_dir()
     try:
         name = re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
@@ -79,8 +80,9 @@ def run(
         # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
         environment = {**tuning.without_ours(environment), "PYTHONUNBUFFERED": "1"}
         line = [*start.horovodrun(Path(sys.executable)), "-np", str(np), *passed, *_WORKER]
-        call = Call(line, environment=environment, run_dir=run_dir, task=task, grace_s=_GRACE_S, show=show)
+        call = Call(line, environment=environment, run_dir=run_dir, task=task, size=np, grace_s=_GRACE_S, show=show)
         try:
+            del task  # which may hold as much as the arguments
             _follow(call)
         finally:
             call.close()
@@ -90,7 +92,8 @@ def run(
     if problem is not None:
         raise problem
     if call.cause is None or call.cause.code:
-        show(None, f"hvdtrain.run: {call.cause or 'the process between was killed'}, after all ranks had returned")
+        how = call.cause or "the process that ran the ranks was killed"
+        show([(None, f"hvdtrain.run: {how}, after the function had returned on every rank")])
     return [_unpack(rank, call.answers[rank]) for rank in range(np)]
 
 
@@ -157,7 +160,8 @@ def _problem(call: Call, np: int) -> Exception | None:
     failed = dict(each(call.answers, "error"))
     cause = call.cause
     # What the peers of a killed rank raise is a consequence, not the reason.
-    if failed and not (cause is not None and cause.killed and cause.rank not in failed):
+    killed = cause is not None and cause.killed and cause.rank is not None and cause.rank not in failed
+    if failed and not killed:
         first = min(failed, key=lambda rank: (failed[rank].facts["others"], failed[rank].facts["time"]))
         return _raised(first, failed[first])
     if len(dict(each(call.answers, "result"))) < np:
@@ -167,7 +171,8 @@ def _problem(call: Call, np: int) -> Exception | None:
 
 def _raised(rank: int, answer: Message) -> Exception:
     """Return what a rank raised: itself where it can be made again here."""
-    where = RankFailedError(f"rank {rank} on host {answer.facts['host']} raised:\n{answer.facts['text']}", rank=rank)
+    facts = answer.facts
+    where = RankFailedError(f"rank {rank} on host {facts['host']} {facts['what']}:\n{facts['text']}", rank=rank)
     try:
         error = cloudpickle.loads(answer.pickled)
     except Exception:  # noqa: BLE001 - its class may do or lack anything

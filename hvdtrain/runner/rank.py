@@ -33,13 +33,16 @@ def main() -> None:
     for name, lines in task.facts["cells"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     exit_request: SystemExit | None = None
+    what = "could not load the function"
     try:
-        answer = _answer(_load(task))
+        call = _load(task)
+        del task  # which may hold as much as the arguments
+        what = "raised"
+        answer = _answer(call)
     except SystemExit as request:
         exit_request, answer = request, Message({"kind": "exit"})
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is to know
-        answer = _failure(rank, error)
-    del task
+        answer = _failure(what, error)
     try:
         answer.send(connection)
         connection.close()
@@ -61,7 +64,7 @@ def _answer(call: Any) -> Message:
     return Message({"kind": "result"}, pack({"what it returned": call()}, where="be sent back"))
 
 
-def _failure(rank: int, error: BaseException) -> Message:
+def _failure(what: str, error: BaseException) -> Message:
     # Without this file's own frames, of which nothing can be learnt.
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, pack.__code__.co_filename):
@@ -70,7 +73,14 @@ def _failure(rank: int, error: BaseException) -> Message:
     others = is_caused_by_others(error)
     if others and os.environ.get(DEBUG) == "1":
         sys.stderr.write(text + "\n")
-    facts = {"kind": "error", "host": socket.gethostname(), "time": time.time(), "text": text, "others": others}
+    facts = {
+        "kind": "error",
+        "what": what,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "text": text,
+        "others": others,
+    }
     try:
         return Message(facts, cloudpickle.dumps(error.with_traceback(None)))
     except Exception:  # noqa: BLE001 - then its text has to do

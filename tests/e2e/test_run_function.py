@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import psutil
 import pytest
 
 import hvdtrain
+from hvdtrain import tuning
 from hvdtrain.errors import RankFailedError
 
 MARK = "HVDTRAIN_TEST_MARK"
@@ -75,8 +78,10 @@ def _make_rank() -> Callable[[], int]:
 rank = _make_rank()
 
 
-@pytest.mark.parametrize("options", [(), ("--gloo",)])
-def test_a_cell_sees_each_rank_live_and_gets_what_it_returns_in_order(options: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "thread"), [((), False), (("--gloo",), True)])
+def test_a_cell_sees_each_rank_live_and_gets_what_it_returns_in_order(
+    options: Any, thread: bool, tmp_path: Path
+) -> None:
     seen = tmp_path / "seen"
 
     def fn(base: int, *, factor: int) -> int:
@@ -93,7 +98,8 @@ def test_a_cell_sees_each_rank_live_and_gets_what_it_returns_in_order(options: A
             seen.touch()
 
     async def cell() -> list[int]:  # in a notebook an event loop runs already
-        return hvdtrain.run(fn, (10,), {"factor": 3}, np=2, options=options)
+        run = functools.partial(hvdtrain.run, fn, (10,), {"factor": 3}, np=2, options=options)
+        return await asyncio.to_thread(run) if thread else run()
 
     shown = Cell(on_line)
     with contextlib.redirect_stdout(shown):
@@ -101,11 +107,14 @@ def test_a_cell_sees_each_rank_live_and_gets_what_it_returns_in_order(options: A
     assert sorted(shown.lines()) == ["[0] and this", "[0] ready 10", "[1] and this", "[1] ready 10"]
 
 
-def test_results_of_a_hundred_megabytes_come_back_whole_and_rank_0_can_be_shown_alone() -> None:
+def test_results_of_a_hundred_megabytes_come_back_whole_and_rank_0_can_be_shown_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fn(given: Any) -> Any:
         print(f"rank {rank()}")
         return {"weights": given + rank(), "history": [rank()]}
 
+    monkeypatch.setattr(tuning, "usable_cores", lambda: 1)
     given = numpy.random.default_rng(0).random(100_000_000 // 8)
     shown = Cell()
     with contextlib.redirect_stdout(shown):
@@ -113,7 +122,7 @@ def test_results_of_a_hundred_megabytes_come_back_whole_and_rank_0_can_be_shown_
     for number, result in enumerate(results):
         assert numpy.array_equal(result["weights"], given + number)
         assert result["history"] == [number]
-    assert shown.lines() == ["rank 0"]
+    assert shown.lines() == ["hvdtrain.run: 2 ranks share 1 core", "rank 0"]
 
 
 def test_the_first_ranks_exception_is_raised_as_it_is_with_its_traceback_once() -> None:
@@ -154,6 +163,17 @@ def test_an_exception_that_cannot_be_made_again_is_told_in_words() -> None:
     with contextlib.redirect_stdout(Cell()), pytest.raises(RankFailedError, match="PickyError: picky") as info:
         hvdtrain.run(fn, np=1)
     assert info.value.rank == 0
+
+
+def test_a_function_of_a_module_that_ranks_cannot_import_is_refused_in_those_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.ModuleType("only_here")
+    exec("def fn(): ...", module.__dict__)  # noqa: S102
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    with contextlib.redirect_stdout(Cell()), pytest.raises(ModuleNotFoundError, match="only_here") as info:
+        hvdtrain.run(module.fn, np=1)
+    assert " could not load the function:\n" in str(info.value.__cause__)
 
 
 def test_a_result_that_cannot_be_sent_back_is_named() -> None:

@@ -20,7 +20,7 @@ TASK = Message({"path": ["/a"]}, b"function")
 
 @pytest.fixture
 def caller(tmp_path: Path) -> Iterator[Exchange]:
-    made = Exchange(tmp_path, TASK)
+    made = Exchange(tmp_path, TASK, size=2)
     yield made
     made.close()
 
@@ -107,6 +107,15 @@ def test_a_rank_that_dies_in_the_midst_of_its_answer_has_given_none(caller: Exch
     serve(caller, rank)
     assert caller.answers == {}
     assert not [source for source in caller.sources() if isinstance(source, Connection)]
+
+
+def test_once_all_ranks_are_there_nobody_else_is_let_in(caller: Exchange) -> None:
+    ranks = [Rank(number, caller.environment(), None) for number in (0, 1, 2)]
+    for rank in ranks:
+        rank.start()
+        serve(caller, rank)
+    assert [rank.task for rank in ranks] == [TASK, TASK, None]
+    assert isinstance(ranks[2].problem, OSError)
 
 
 def test_after_the_end_nobody_is_let_in(caller: Exchange) -> None:
