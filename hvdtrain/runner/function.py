@@ -88,7 +88,7 @@ def run(
             call.close()
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
-    problem = _problem(call, np)
+    problem = _problem(call, np, root_only=output == "root")
     if problem is not None:
         raise problem
     if call.cause is None or call.cause.code:
@@ -155,7 +155,7 @@ def _follow(call: Call) -> None:
         raise interrupt.with_traceback(None)  # not of where this file was
 
 
-def _problem(call: Call, np: int) -> Exception | None:
+def _problem(call: Call, np: int, *, root_only: bool) -> Exception | None:
     """Return what is to be raised; None where every rank has returned."""
     failed = dict(each(call.answers, "error"))
     cause = call.cause
@@ -165,7 +165,7 @@ def _problem(call: Call, np: int) -> Exception | None:
         first = min(failed, key=lambda rank: (failed[rank].facts["others"], failed[rank].facts["time"]))
         return _raised(first, failed[first])
     if len(dict(each(call.answers, "result"))) < np:
-        return _without_result(call, np)
+        return _without_result(call, np, root_only=root_only)
     return None
 
 
@@ -183,7 +183,7 @@ def _raised(rank: int, answer: Message) -> Exception:
     return error
 
 
-def _without_result(call: Call, np: int) -> RankFailedError:
+def _without_result(call: Call, np: int, *, root_only: bool) -> RankFailedError:
     """Return the error for ranks that ended without a word."""
     if call.cause is None:
         return RankFailedError(f"the process that ran the ranks ended with status {call.status()}; so did they")
@@ -193,7 +193,8 @@ def _without_result(call: Call, np: int) -> RankFailedError:
         missing = [rank for rank in range(np) if rank not in call.answers or call.answers[rank].facts["kind"] == "exit"]
         rank = missing[0]
         text = f"rank {rank} ended by itself, with status {call.cause.code}"
-    said = [line for line in call.tail(rank) if line.strip()]
+    # What nobody has seen yet.
+    said = [line for line in call.tail(rank) if line.strip()] if rank is None or (root_only and rank) else []
     end = "; the end of what it printed:\n" + "\n".join(said) if said else ""
     return RankFailedError(f"{text}, before the function had returned{end}", rank=rank)
 

@@ -201,6 +201,7 @@ def test_a_killed_rank_is_named_with_its_signal(options: Any) -> None:
     ):
         hvdtrain.run(fn, np=2, options=options)
     assert info.value.rank == 1
+    assert str(info.value).endswith("before the function had returned")
 
 
 @pytest.mark.parametrize(("code", "said"), [(0, "rank 1 ended by itself, with status 0"), (3, "ended with status 3")])
