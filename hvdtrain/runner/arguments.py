@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.errors import HvdTrainError
+from hvdtrain.errors import UsageError
 
 HOROVODRUN, MPIRUN = "horovodrun", "mpirun"
 
@@ -57,10 +57,6 @@ _MPIRUN_VALUES = {
     ),
     **_each("mca gmca gpmixmca pmixmca", values=2),
 }
-
-
-class UsageError(HvdTrainError):
-    """What was asked of `hvdtrain run`, or `hvdtrain.run`, cannot be done; one line says why. The exit status is 2."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from hvdtrain.errors import UsageError
+
 if TYPE_CHECKING:
     from hvdtrain.runner.arguments import Split
     from hvdtrain.runner.supervise import Options
@@ -26,7 +28,7 @@ class RunCommand(TyperCommand):
 
         try:
             parts = arguments.split(args)
-        except arguments.UsageError as error:
+        except UsageError as error:
             _refuse(error)
         ctx.meta[_SPLIT] = parts
         return super().parse_args(ctx, parts.ours if args else ["--help"])
@@ -55,12 +57,12 @@ def run(
 
     Example: hvdtrain run -np 4 train.py --epochs 90
     """
-    from hvdtrain.runner import arguments, supervise
+    from hvdtrain.runner import supervise
 
     parts: Split = ctx.meta[_SPLIT]
     try:
         options, run_dir = _prepare(parts, ranks, max_restarts, grace, launcher)
-    except arguments.UsageError as error:
+    except UsageError as error:
         _refuse(error)
     raise typer.Exit(supervise.run(options, run_dir))
 
@@ -72,23 +74,23 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
         UsageError: what was asked for cannot be done.
     """
     from hvdtrain import start, tuning
-    from hvdtrain.runner import arguments, loopback, settings, supervise
+    from hvdtrain.runner import arguments, loopback, supervise, surroundings
 
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
-        raise arguments.UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
+        raise UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
     if ranks is None:
-        raise arguments.UsageError("say how many ranks: hvdtrain run -np 2 train.py")
+        raise UsageError("say how many ranks: hvdtrain run -np 2 train.py")
     count = arguments.whole_number("-np", ranks, least=1)
     restarts = arguments.whole_number("--max-restarts", max_restarts, least=0)
     grace_s = arguments.seconds("--grace", grace)
-    settings.check_place()
+    surroundings.check_place()
     program = arguments.program(parts.program)
     slots = arguments.hosts(parts.passed)
     elastic = arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
     crowded = arguments.check_ranks(count, slots=slots, elastic=elastic, cores=tuning.usable_cores())
     first = [found_mpirun] if launcher == arguments.MPIRUN and (found_mpirun := shutil.which("mpirun")) else []
     if launcher == arguments.MPIRUN and not first:
-        raise arguments.UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
+        raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
     line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *parts.passed]
     if elastic and launcher == arguments.HOROVODRUN:
         line += loopback.elastic_flags(parts.passed)
@@ -96,7 +98,7 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
         supervise.say(crowded)
     run_dir = supervise.make_run_dir()
     script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
-    environment = settings.environment(
+    environment = surroundings.environment(
         run_dir, name=script, launcher=launcher, passed=parts.passed, slots=slots, elastic=elastic
     )
     return supervise.Options([*line, *program], environment, restarts, grace_s, elastic), run_dir

@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeVar
 import cloudpickle
 
 from hvdtrain import start, tuning
-from hvdtrain.errors import RankFailedError
-from hvdtrain.runner import arguments, loopback, settings, supervise
-from hvdtrain.runner.arguments import UsageError
+from hvdtrain.errors import RankFailedError, UsageError
+from hvdtrain.runner import arguments, loopback, supervise, surroundings
 from hvdtrain.runner.call import Call
 from hvdtrain.runner.causes import STOPPED
 from hvdtrain.runner.exchange import Message, each
@@ -74,7 +73,7 @@ def run(
     run_dir = supervise.make_run_dir()
     try:
         name = re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
-        environment = settings.environment(
+        environment = surroundings.environment(
             run_dir, name=name, launcher=arguments.HOROVODRUN, passed=passed, slots=slots
         )
         # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
@@ -111,7 +110,7 @@ def _check(
         raise ValueError(f"np, the number of ranks, must be a whole number, at least 1. Received: np={np!r}")
     if output not in ("all", "root"):
         raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
-    settings.check_place()
+    surroundings.check_place()
     parts = arguments.split([*options, "fn"])
     if parts.ours or parts.program != ["fn"]:
         raise UsageError(f"options are horovodrun's, each word by itself. Received: options={options!r}")

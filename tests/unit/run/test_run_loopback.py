@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.errors import UsageError
 from hvdtrain.runner import loopback
-from hvdtrain.runner.arguments import UsageError
 
 HERE = Path("/dev/shm/x")
 

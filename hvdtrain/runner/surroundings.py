@@ -1,4 +1,4 @@
-"""What a job is started with, from the command line as from a program."""
+"""What surrounds a job: where it may be started from, and the environment that it gets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvdtrain import launcher as around
 from hvdtrain import start
+from hvdtrain.errors import UsageError
 from hvdtrain.runner import arguments, loopback
 
 
@@ -20,9 +21,9 @@ def check_place() -> None:
     """
     found = around.detect()
     if found and found.size and found.size > 1 and found.name != "Slurm":
-        raise arguments.UsageError(f"it starts the ranks itself, and {found} has started this one. Run it by itself")
+        raise UsageError(f"it starts the ranks itself, and {found} has started this one. Run it by itself")
     if importlib.util.find_spec("horovod") is None:
-        raise arguments.UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
+        raise UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
 
 
 def environment(
