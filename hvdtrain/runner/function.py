@@ -10,14 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import cloudpickle
-
 from hvdtrain import start, tuning
-from hvdtrain.errors import RankFailedError, UsageError
-from hvdtrain.runner import arguments, loopback, supervise, surroundings
+from hvdtrain.errors import UsageError
+from hvdtrain.runner import arguments, loopback, outcome, supervise, surroundings
 from hvdtrain.runner.call import Call
-from hvdtrain.runner.causes import STOPPED
-from hvdtrain.runner.exchange import Message, each
+from hvdtrain.runner.exchange import Message
 from hvdtrain.runner.lines import Line
 from hvdtrain.runner.pickling import pack
 
@@ -57,10 +54,10 @@ def run(
         RankFailedError: a rank was killed or ended without a result. It is also the cause (`__cause__`) of an exception
             that `fn` raised on a rank, which is raised here as it is, and has the rank and its traceback.
     """
-    slots, passed, crowded = _check(fn, np, output, options)
-    facts = {"path": sys.path, "cells": _cells()}
+    slots, passed, crowded = _check(fn, args, np, output, options)
     task = Message(
-        facts, pack({"fn": fn, "args": tuple(args), "kwargs": dict(kwargs or {})}, where="be sent to the ranks")
+        {"path": [str(path) for path in sys.path], "cells": _cells()},
+        pack({"fn": fn, "args": tuple(args), "kwargs": dict(kwargs or {})}, where="be sent to the ranks"),
     )
 
     def show(lines: Sequence[Line]) -> None:
@@ -70,9 +67,33 @@ def run(
 
     if crowded:
         show([(None, f"hvdtrain.run: {crowded}")])
+    name = re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
+    call = _run_job(task, name, np=np, passed=passed, slots=slots, show=show)
+    problem = outcome.problem(call, np, root_only=output == "root")
+    if problem is not None:
+        raise problem
+    if call.cause is None or call.cause.code:
+        how = call.cause or "the process that ran the ranks was killed"
+        show([(None, f"hvdtrain.run: {how}, after the function had returned on every rank")])
+    return [outcome.value(rank, call.answers.pop(rank)) for rank in range(np)]
+
+
+def _run_job(
+    task: Message,
+    name: str,
+    *,
+    np: int,
+    passed: Sequence[str],
+    slots: Mapping[str, int],
+    show: Callable[[Sequence[Line]], None],
+) -> Call:
+    """Start the ranks and return when all have ended.
+
+    Raises:
+        KeyboardInterrupt: there was one; now they have ended.
+    """
     run_dir = supervise.make_run_dir()
     try:
-        name = re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
         environment = surroundings.environment(
             run_dir, name=name, launcher=arguments.HOROVODRUN, passed=passed, slots=slots
         )
@@ -81,23 +102,16 @@ def run(
         line = [*start.horovodrun(Path(sys.executable)), "-np", str(np), *passed, *_WORKER]
         call = Call(line, environment=environment, run_dir=run_dir, task=task, size=np, grace_s=_GRACE_S, show=show)
         try:
-            del task  # which may hold as much as the arguments
             _follow(call)
         finally:
             call.close()
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
-    problem = _problem(call, np, root_only=output == "root")
-    if problem is not None:
-        raise problem
-    if call.cause is None or call.cause.code:
-        how = call.cause or "the process that ran the ranks was killed"
-        show([(None, f"hvdtrain.run: {how}, after the function had returned on every rank")])
-    return [_unpack(rank, call.answers[rank]) for rank in range(np)]
+    return call
 
 
 def _check(
-    fn: Callable[..., Any], np: int, output: str, options: Sequence[str]
+    fn: Callable[..., Any], args: Sequence[Any], np: int, output: str, options: Sequence[str]
 ) -> tuple[dict[str, int], Sequence[str], str]:
     """Check what can be checked before anything is started.
 
@@ -106,11 +120,13 @@ def _check(
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function. Received: {fn!r}")
+    if not isinstance(args, (tuple, list)):  # (x) is no tuple, and a text has letters
+        raise TypeError(f"args must be a tuple, such as (x,). Received: a {type(args).__qualname__}")
     if isinstance(np, bool) or not isinstance(np, int) or np < 1:
         raise ValueError(f"np, the number of ranks, must be a whole number, at least 1. Received: np={np!r}")
     if output not in ("all", "root"):
         raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
-    surroundings.check_place()
+    surroundings.check_place("hvdtrain.run")
     parts = arguments.split([*options, "fn"])
     if parts.ours or parts.program != ["fn"]:
         raise UsageError(f"options are horovodrun's, each word by itself. Received: options={options!r}")
@@ -152,55 +168,3 @@ def _follow(call: Call) -> None:
             interrupt = interrupt or again
     if interrupt is not None:
         raise interrupt.with_traceback(None)  # not of where this file was
-
-
-def _problem(call: Call, np: int, *, root_only: bool) -> Exception | None:
-    """Return what is to be raised; None where every rank has returned."""
-    failed = dict(each(call.answers, "error"))
-    cause = call.cause
-    # What the peers of a killed rank raise is a consequence, not the reason.
-    killed = cause is not None and cause.killed and cause.rank is not None and cause.rank not in failed
-    if failed and not killed:
-        first = min(failed, key=lambda rank: (failed[rank].facts["others"], failed[rank].facts["time"]))
-        return _raised(first, failed[first])
-    if len(dict(each(call.answers, "result"))) < np:
-        return _without_result(call, np, root_only=root_only)
-    return None
-
-
-def _raised(rank: int, answer: Message) -> Exception:
-    """Return what a rank raised: itself where it can be made again here."""
-    facts = answer.facts
-    where = RankFailedError(f"rank {rank} on host {facts['host']} {facts['what']}:\n{facts['text']}", rank=rank)
-    try:
-        error = cloudpickle.loads(answer.pickled)
-    except Exception:  # noqa: BLE001 - its class may do or lack anything
-        return where
-    if not isinstance(error, Exception):  # a rank's KeyboardInterrupt is not this process's
-        return where
-    error.__cause__ = where
-    return error
-
-
-def _without_result(call: Call, np: int, *, root_only: bool) -> RankFailedError:
-    """Return the error for ranks that ended without a word."""
-    if call.cause is None:
-        return RankFailedError(f"the process that ran the ranks ended with status {call.status()}; so did they")
-    rank = call.cause.rank
-    text = f"{call.cause} after {call.seconds:.0f} s"
-    if call.cause.code in (0, STOPPED):
-        missing = [rank for rank in range(np) if rank not in call.answers or call.answers[rank].facts["kind"] == "exit"]
-        rank = missing[0]
-        text = f"rank {rank} ended by itself, with status {call.cause.code}"
-    # What nobody has seen yet.
-    said = [line for line in call.tail(rank) if line.strip()] if rank is None or (root_only and rank) else []
-    end = "; the end of what it printed:\n" + "\n".join(said) if said else ""
-    return RankFailedError(f"{text}, before the function had returned{end}", rank=rank)
-
-
-def _unpack(rank: int, answer: Message) -> Any:
-    try:
-        (value,) = cloudpickle.loads(answer.pickled)
-    except Exception as problem:
-        raise TypeError(f"what rank {rank} returned cannot be read here: {problem}") from problem
-    return value

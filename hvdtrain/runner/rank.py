@@ -40,7 +40,7 @@ def main() -> None:
         what = "raised"
         answer = _answer(call)
     except SystemExit as request:
-        exit_request, answer = request, Message({"kind": "exit"})
+        exit_request, answer = request, Message({"kind": "exit", "code": _status(request)})
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is to know
         answer = _failure(what, error)
     try:
@@ -52,6 +52,13 @@ def main() -> None:
         raise exit_request
     if answer.facts["kind"] == "error":
         watch.leave(1)
+
+
+def _status(request: SystemExit) -> int:
+    """Return the exit status that Python makes of sys.exit's argument."""
+    if isinstance(request.code, int):
+        return request.code
+    return 0 if request.code is None else 1
 
 
 def _load(task: Message) -> Any:

@@ -13,15 +13,18 @@ from hvdtrain.errors import UsageError
 from hvdtrain.runner import arguments, loopback
 
 
-def check_place() -> None:
+def check_place(who: str = "it") -> None:
     """Raise where no ranks can be started.
+
+    Args:
+        who: was asked to, for messages.
 
     Raises:
         UsageError: this process is a rank itself, or there is no Horovod.
     """
     found = around.detect()
     if found and found.size and found.size > 1 and found.name != "Slurm":
-        raise UsageError(f"it starts the ranks itself, and {found} has started this one. Run it by itself")
+        raise UsageError(f"{who} starts the ranks itself, and {found} has started this one. Run it by itself")
     if importlib.util.find_spec("horovod") is None:
         raise UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
 

@@ -1,4 +1,4 @@
-"""What `hvdtrain.run` refuses before it starts anything."""
+"""What `hvdtrain.run` refuses before it starts anything, and what it says of a job that has ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 import hvdtrain
 from hvdtrain import tuning
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.runner import supervise
+from hvdtrain.runner import outcome, supervise
+from hvdtrain.runner.causes import Cause
+from hvdtrain.runner.exchange import Message
 from hvdtrain.runner.pickling import pack
 
 
@@ -74,6 +77,9 @@ def test_what_is_no_function_and_an_unknown_output_are_refused() -> None:
     not_a_function: Any = "train.py"
     with pytest.raises(TypeError, match=r"fn must be a function. Received: 'train.py'"):
         hvdtrain.run(not_a_function, np=2)
+    a_letter_each: Any = "text"
+    with pytest.raises(TypeError, match=r"args must be a tuple, such as \(x,\). Received: a str"):
+        hvdtrain.run(nothing, a_letter_each, np=2)
     output: Any = "first"
     with pytest.raises(ValueError, match=r"output must be .* Received: output='first'"):
         hvdtrain.run(nothing, np=2, output=output)
@@ -81,7 +87,9 @@ def test_what_is_no_function_and_an_unknown_output_are_refused() -> None:
 
 def test_a_rank_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SIZE", "2")
-    with pytest.raises(HvdTrainError, match=r"it starts the ranks itself, and horovodrun \(HOROVOD_SIZE=2, 2 ranks\)"):
+    with pytest.raises(
+        HvdTrainError, match=r"hvdtrain.run starts the ranks itself, and horovodrun \(HOROVOD_SIZE=2, 2 ranks\)"
+    ):
         hvdtrain.run(nothing, np=2)
 
 
@@ -125,3 +133,49 @@ def test_settings_that_an_init_of_the_caller_has_chosen_are_not_the_ranks(monkey
     monkeypatch.setattr(tuning, "_ours", {"HOROVOD_FUSION_THRESHOLD": "0", "OMPI_MCA_btl": "self"})
     environment = {"HOROVOD_FUSION_THRESHOLD": "0", "OMPI_MCA_btl": "tcp", "HOME": "/"}
     assert tuning.without_ours(environment) == {"OMPI_MCA_btl": "tcp", "HOME": "/"}  # btl was set since
+
+
+RETURNED = Message({"kind": "result"})
+EXITED = Message({"kind": "exit", "code": 3})
+
+
+def raised(time_s: float, *, others: bool = False) -> Message:
+    text = "Horovod has been shut down" if others else "ValueError: mine"
+    facts = {"kind": "error", "what": "raised", "host": "h", "time": time_s, "text": text, "others": others}
+    return Message(facts)
+
+
+BY_OTHERS = raised(1, others=True)
+
+
+@pytest.mark.parametrize(
+    ("answers", "cause", "said"),
+    [
+        ({0: raised(2), 1: raised(1)}, Cause("rank 0", 1, 0), "rank 1 on host h raised:\nValueError: mine"),
+        ({0: BY_OTHERS, 1: raised(2)}, Cause("rank 0", 1, 0), "rank 1 on host h raised"),
+        ({0: BY_OTHERS}, Cause("rank 1", 137, 1), "rank 1 was killed by signal 9 after 4 s"),
+        ({0: raised(1)}, Cause("rank 1", 137, 1), "rank 1 was killed by signal 9 after 4 s"),
+        ({0: raised(2), 1: RETURNED}, Cause("rank 1", 139, 1), "rank 0 on host h raised:\nValueError: mine"),
+        ({0: BY_OTHERS}, Cause("horovodrun", 137), "horovodrun was killed by signal 9 after 4 s"),
+        ({0: BY_OTHERS, 1: EXITED}, Cause("rank 1", 3, 1), "rank 1 ended with status 3 after 4 s"),
+        ({0: BY_OTHERS, 1: EXITED}, Cause("rank 0", 1, 0), "rank 1 ended by itself, with status 3"),
+        ({0: raised(5), 1: EXITED}, Cause("rank 0", 1, 0), "rank 0 on host h raised:\nValueError: mine"),
+        ({0: BY_OTHERS}, Cause("rank 1", 7, 1), "rank 1 ended with status 7 after 4 s"),
+        ({0: RETURNED, 1: BY_OTHERS}, Cause("rank 1", 1, 1), "rank 1 on host h raised:\nHorovod has been shut down"),
+        ({0: RETURNED}, Cause("horovodrun", 0), "rank 1 ended by itself, with status 0"),
+        ({}, Cause("horovodrun", 1), "horovodrun ended with status 1 after 4 s"),
+        ({0: RETURNED}, None, "the process that ran the ranks ended with status -9"),
+    ],
+)
+def test_the_reason_is_told_and_not_a_consequence(answers: dict[int, Message], cause: Cause | None, said: str) -> None:
+    call: Any = types.SimpleNamespace(
+        answers=answers, cause=cause, seconds=4.2, tail=lambda rank: [f"last words of {rank}"], status=lambda: -9
+    )
+    problem = outcome.problem(call, 2, root_only=False)
+    assert str(problem).startswith(said)
+    assert ("last words of None" in str(problem)) == str(problem).startswith("horovodrun")
+
+
+def test_a_rank_that_is_killed_at_its_exit_has_returned_all_the_same() -> None:
+    call: Any = types.SimpleNamespace(answers={0: RETURNED, 1: RETURNED}, cause=Cause("rank 1", 139, 1))
+    assert outcome.problem(call, 2, root_only=False) is None
