@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import subprocess
 import sys
 import threading
@@ -174,6 +175,12 @@ def test_the_reason_is_told_and_not_a_consequence(answers: dict[int, Message], c
     problem = outcome.problem(call, 2, root_only=False)
     assert str(problem).startswith(said)
     assert ("last words of None" in str(problem)) == str(problem).startswith("horovodrun")
+
+
+def test_a_result_that_only_ranks_can_read_is_named() -> None:
+    gone = Message({"kind": "result"}, pickle.dumps((types.SimpleNamespace(),)).replace(b"types", b"typos"))
+    with pytest.raises(TypeError, match="what rank 1 returned cannot be read here: No module named 'typos'"):
+        outcome.value(1, gone)
 
 
 def test_a_rank_that_is_killed_at_its_exit_has_returned_all_the_same() -> None:
