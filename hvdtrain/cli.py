@@ -14,7 +14,7 @@ from hvdtrain.bench.command import bench
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.plan.command import plan
 from hvdtrain.report.command import report
-from hvdtrain.run.command import RunCommand, run
+from hvdtrain.runner.command import RunCommand, run
 
 app = typer.Typer(
     help="Distributed training with Horovod for PyTorch and Keras 3.",

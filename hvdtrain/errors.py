@@ -7,6 +7,10 @@ class HvdTrainError(RuntimeError):
     """Base of every error that hvdtrain raises on its own account."""
 
 
+class UsageError(HvdTrainError):
+    """What was asked of a command cannot be done; one line says why and what to type. The exit status is 2."""
+
+
 class HorovodMissingError(HvdTrainError, ImportError):
     """Several processes were launched, but Horovod is not installed for this framework."""
 
@@ -21,6 +25,18 @@ class EngineConflictError(HvdTrainError):
 
 class LaunchError(HvdTrainError):
     """The launcher announced more ranks than Horovod found: N silent copies, each training alone."""
+
+
+class RankFailedError(HvdTrainError):
+    """A rank of `hvdtrain.run` ended without a result; as the cause of another exception, where that was raised.
+
+    Attributes:
+        rank: which one; None where it was not a rank that ended first.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class DesyncError(HvdTrainError):

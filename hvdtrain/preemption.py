@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from hvdtrain.run.family import hears
+from hvdtrain.runner.family import hears
 
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, start it again
 

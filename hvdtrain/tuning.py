@@ -13,6 +13,7 @@ import platform
 import shutil
 import sys
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -137,6 +138,11 @@ def _set(wanted: dict[str, str]) -> list[str]:
         else:
             yours.append(variable)
     return yours
+
+
+def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without what was decided for this process alone."""
+    return {name: value for name, value in environment.items() if _ours.get(name) != value}
 
 
 def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
+from typing import NoReturn
 
 from hvdtrain import launcher
-from hvdtrain.watch import steps
+from hvdtrain.watch import endings, steps
 from hvdtrain.watch.endings import STALLED
 from hvdtrain.watch.steps import step_done
 from hvdtrain.watch.thread import Watch
 
-__all__ = ["LIMIT", "STALLED", "begin", "horovods_limits", "joined", "limit_s", "step_done", "steps"]
+__all__ = ["LIMIT", "STALLED", "begin", "horovods_limits", "joined", "leave", "limit_s", "step_done", "steps"]
 
 LIMIT = "HVDTRAIN_STALL_S"
 _DEFAULT_S = 600.0
@@ -66,6 +67,13 @@ def begin() -> None:
     found = launcher.detect()
     if _watch is None and found is not None and found.size != 1:
         _watch = Watch(limit_s())
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once with `code`, as one that failed: other ranks are told of it, not waited for."""
+    if _watch is not None:
+        _watch.leave(code)
+    endings.leave(code)
 
 
 def joined(module: ModuleType) -> None:

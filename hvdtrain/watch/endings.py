@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.watch.board import Board, process_state
 
@@ -155,32 +155,39 @@ class Endings:
 
     # ---- the end
 
-    def leave(self, code: int) -> None:
+    def leave(self, code: int) -> NoReturn:
         """End this process at once with `code`, after what was registered for its exit."""
         self._ending = True
-        guard = threading.Timer(_EXIT_FUNCTIONS_S, os._exit, (code,))
-        guard.daemon = True
-        guard.start()
-        with contextlib.suppress(BaseException):
-            atexit._run_exitfuncs()
-            self.board.leave()
-        self._flush_and_exit(code)
+        leave(code, last=self.board.leave)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self._ending:
             return
         if sys.excepthook is not self._hook and getattr(sys, "last_value", None) is not None:
             # A hook that took our place has shown the exception that ends this process.
-            self._flush_and_exit(1)
+            _flush_and_exit(1)
         self.board.post("ended", {"rank": self.rank, "time": time.time()})
         self.shut_down()
         self.board.leave()
 
-    def _flush_and_exit(self, code: int) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+
+def leave(code: int, *, last: Callable[[], None] | None = None) -> NoReturn:
+    """End this process at once with `code`, after what was registered for its exit, and then `last`."""
+    guard = threading.Timer(_EXIT_FUNCTIONS_S, os._exit, (code,))
+    guard.daemon = True
+    guard.start()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+        if last is not None:
+            last()
+    _flush_and_exit(code)
+
+
+def _flush_and_exit(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def say(text: str) -> None:

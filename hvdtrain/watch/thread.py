@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain import launcher
 from hvdtrain.watch import steps, waits
 from hvdtrain.watch.board import RUN_DIR, open_board, process_state
-from hvdtrain.watch.endings import STALLED, Endings, say
+from hvdtrain.watch.endings import STALLED, Endings, leave, say
 
 log = logging.getLogger("hvdtrain")
 
@@ -84,6 +84,12 @@ class Watch:
             self._endings.board, self._endings.rank, self._endings.size = board, rank, size
         board.post("pid", os.getpid())
         self._idle_s, self._told = 0.0, False
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process as one that failed: without Horovod's shutdown, which would wait for others."""
+        if self._endings is not None:
+            self._endings.leave(code)
+        leave(code)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._next_tick_s()):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import start
-from hvdtrain.run import loopback
+from hvdtrain.runner import loopback
 
 HERE = Path(__file__).parent
 HOSTS = ("localhost", "127.0.0.1")

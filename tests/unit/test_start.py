@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.run import family
+from hvdtrain.runner import family
 from hvdtrain.start import end_family, rank_environment
 
 HOME = str(Path(hvdtrain.__file__).resolve().parents[1])

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.run import arguments
-from hvdtrain.run.arguments import HOROVODRUN_OPTIONS, UsageError
+from hvdtrain.errors import UsageError
+from hvdtrain.runner import arguments
+from hvdtrain.runner.arguments import HOROVODRUN_OPTIONS
 
 
 def test_ours_the_launchers_and_the_program_are_told_apart() -> None:

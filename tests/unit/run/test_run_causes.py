@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.run import causes
-from hvdtrain.run.causes import Cause, Listener, first_error
+from hvdtrain.runner import causes
+from hvdtrain.runner.causes import Cause, Listener, first_error
 
 SIGNAL = b"mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n"
 STATUS = (

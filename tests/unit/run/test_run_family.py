@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.run import family
+from hvdtrain.runner import family
 
 # A shell that waits for a rank, which has a child of its own; each says that it is there by a file.
 RANK = """

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.run import loopback
-from hvdtrain.run.arguments import UsageError
+from hvdtrain.errors import UsageError
+from hvdtrain.runner import loopback
 
 HERE = Path("/dev/shm/x")
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.run.causes import Cause, RankError
-from hvdtrain.run.restarts import LONG_S, Attempt, judge
+from hvdtrain.runner.causes import Cause, RankError
+from hvdtrain.runner.restarts import LONG_S, Attempt, judge
 
 KILLED = Cause("rank 1 on host h", 137, 1)
 FAILED = Cause("rank 1 on host h", 1, 1)

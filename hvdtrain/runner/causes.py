@@ -19,7 +19,8 @@ _SAID = re.compile(
     rb"|Process (?P<rank_gloo>\d+) exit with status code (?P<gloo>-?\d+)\."
 )
 # What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
-_MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:?")
+MARK = rb"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:?"
+_MARK = re.compile(MARK.decode())
 _LONGEST = 400  # bytes that one of them takes
 _KEPT_BYTES = 2**19
 

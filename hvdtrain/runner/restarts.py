@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.run.causes import Cause, RankError
+from hvdtrain.runner.causes import Cause, RankError
 
 # Without word of any step, an attempt that lasted so long is taken to have got somewhere.
 LONG_S = 60.0

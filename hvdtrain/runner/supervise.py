@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,18 +10,19 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.run import causes, family, restarts
-from hvdtrain.run.causes import STOPPED, Cause
-from hvdtrain.run.job import Guard, Job, adopt_orphans
-from hvdtrain.run.signals import Signals
+from hvdtrain.runner import causes, family, restarts
+from hvdtrain.runner.causes import STOPPED, Cause
+from hvdtrain.runner.job import Guard, Job, adopt_orphans
+from hvdtrain.runner.signals import Signals
 
 _POLL_S = 0.5
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
 _TERM_S = 5.0  # from SIGTERM to SIGKILL
+_UNDYING = "some processes of this job do not die, see ps: a device or file system may hang"
 _CLOSING_S = 5.0  # for a launcher without ranks: where they have ended, their status comes through it
 
 
@@ -68,11 +70,31 @@ def run(options: Options, run_dir: Path) -> int:
         options: see there.
         run_dir: the job's private folder; removed at the end.
     """
+    with _supervision(run_dir) as (guard, signals):
+        return _run(options, run_dir, guard, signals)
+
+
+def once(options: Options, run_dir: Path) -> Ending:
+    """Run the job a single time and return how it ended; the folder is removed here too."""
+    with _supervision(run_dir) as (guard, signals):
+        job = Job(
+            options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=socket.gethostname()
+        )
+        try:
+            return _follow(job, options, signals, guard)
+        finally:
+            if not job.end():
+                say(_UNDYING)
+
+
+@contextlib.contextmanager
+def _supervision(run_dir: Path) -> Iterator[tuple[Guard, Signals]]:
+    """Take charge of all that a job starts, and leave nothing of it behind."""
     adopt_orphans()
     with Signals() as signals:
         guard = Guard(run_dir)
         try:
-            return _run(options, run_dir, guard, signals)
+            yield guard, signals
         finally:
             family.end(str(run_dir), below=os.getpid(), without=(guard.pid,))
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -89,7 +111,7 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
         finally:
             gone = job.end()
         if not gone:
-            say("some processes of this job do not die, see ps: a device or file system may hang")
+            say(_UNDYING)
             return ending.cause.code or 1
         if ending.cause.code == 0:
             return 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.errors import HvdTrainError
+from hvdtrain.errors import UsageError
 
 HOROVODRUN, MPIRUN = "horovodrun", "mpirun"
 
@@ -57,10 +57,6 @@ _MPIRUN_VALUES = {
     ),
     **_each("mca gmca gpmixmca pmixmca", values=2),
 }
-
-
-class UsageError(HvdTrainError):
-    """What was asked of `hvdtrain run` cannot be done; one line says why. The exit status is 2."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +210,18 @@ def hosts(passed: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def check_ranks(ranks: int, *, slots: dict[str, int], elastic: bool, cores: int) -> str:
+def check_ranks(
+    ranks: int, *, slots: dict[str, int], elastic: bool, cores: int, name: str = "-np ", insist: str = "-H localhost:{}"
+) -> str:
     """Refuse more ranks than there is room for; return "", or what to say of ranks that share cores.
+
+    Args:
+        ranks: number of ranks.
+        slots: {host: slots} where they were named.
+        elastic: whether hosts may come and go.
+        cores: usable cores of this host.
+        name: what stands before the number, for messages.
+        insist: what allows any number.
 
     Raises:
         UsageError: see above.
@@ -223,13 +229,13 @@ def check_ranks(ranks: int, *, slots: dict[str, int], elastic: bool, cores: int)
     if slots:
         if ranks > sum(slots.values()):
             named = ",".join(f"{name}:{n}" for name, n in slots.items())
-            raise UsageError(f"-np {ranks} is more than the {sum(slots.values())} slots of {named}")
+            raise UsageError(f"{name}{ranks} is more than the {sum(slots.values())} slots of {named}")
         return ""
     if elastic:
         return ""
     if ranks > MAX_RANKS_A_CORE * cores:
         raise UsageError(
-            f"-np {ranks} is more than {MAX_RANKS_A_CORE} ranks for each of the {cores} cores here. Use fewer, or "
-            f"insist with -H localhost:{ranks}"
+            f"{name}{ranks} is more than {MAX_RANKS_A_CORE} ranks for each of the {cores} cores here. Use fewer, or "
+            f"insist with {insist.format(ranks)}"
         )
     return f"{ranks} ranks share {cores} core{'s' * (cores > 1)}" if ranks > cores else ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -12,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-if TYPE_CHECKING:
-    from hvdtrain.run.arguments import Split
-    from hvdtrain.run.supervise import Options
+from hvdtrain.errors import UsageError
 
-_SPLIT = "hvdtrain.run.split"
+if TYPE_CHECKING:
+    from hvdtrain.runner.arguments import Split
+    from hvdtrain.runner.supervise import Options
+
+_SPLIT = "hvdtrain.runner.split"
 
 
 class RunCommand(TyperCommand):
@@ -24,11 +24,11 @@ class RunCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the command line apart, and read our options alone."""
-        from hvdtrain.run import arguments
+        from hvdtrain.runner import arguments
 
         try:
             parts = arguments.split(args)
-        except arguments.UsageError as error:
+        except UsageError as error:
             _refuse(error)
         ctx.meta[_SPLIT] = parts
         return super().parse_args(ctx, parts.ours if args else ["--help"])
@@ -57,12 +57,12 @@ def run(
 
     Example: hvdtrain run -np 4 train.py --epochs 90
     """
-    from hvdtrain.run import arguments, supervise
+    from hvdtrain.runner import supervise
 
     parts: Split = ctx.meta[_SPLIT]
     try:
         options, run_dir = _prepare(parts, ranks, max_restarts, grace, launcher)
-    except arguments.UsageError as error:
+    except UsageError as error:
         _refuse(error)
     raise typer.Exit(supervise.run(options, run_dir))
 
@@ -73,45 +73,34 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
     Raises:
         UsageError: what was asked for cannot be done.
     """
-    from hvdtrain import launcher as around
     from hvdtrain import start, tuning
-    from hvdtrain.run import arguments, loopback, supervise
+    from hvdtrain.runner import arguments, loopback, supervise, surroundings
 
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
-        raise arguments.UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
+        raise UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
     if ranks is None:
-        raise arguments.UsageError("say how many ranks: hvdtrain run -np 2 train.py")
+        raise UsageError("say how many ranks: hvdtrain run -np 2 train.py")
     count = arguments.whole_number("-np", ranks, least=1)
     restarts = arguments.whole_number("--max-restarts", max_restarts, least=0)
     grace_s = arguments.seconds("--grace", grace)
-    found = around.detect()
-    if found and found.size and found.size > 1 and found.name != "Slurm":
-        raise arguments.UsageError(f"it starts the ranks itself, and {found} has started this one. Run it by itself")
+    surroundings.check_place()
     program = arguments.program(parts.program)
     slots = arguments.hosts(parts.passed)
     elastic = arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
     crowded = arguments.check_ranks(count, slots=slots, elastic=elastic, cores=tuning.usable_cores())
-    if importlib.util.find_spec("horovod") is None:
-        raise arguments.UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
     first = [found_mpirun] if launcher == arguments.MPIRUN and (found_mpirun := shutil.which("mpirun")) else []
     if launcher == arguments.MPIRUN and not first:
-        raise arguments.UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
+        raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
     line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *parts.passed]
     if elastic and launcher == arguments.HOROVODRUN:
         line += loopback.elastic_flags(parts.passed)
     if crowded:
         supervise.say(crowded)
     run_dir = supervise.make_run_dir()
-    environment = start.rank_environment({})
-    # All starts of a job are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder.
     script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
-    environment.setdefault("HVDTRAIN_RUN_NAME", f"{script}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{run_dir.name[-4:]}")
-    # A rank that failed has failed the others too: none of them has anything to wait for.
-    environment.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
-    if launcher == arguments.MPIRUN:  # as horovodrun allows it: containers run as root
-        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if not elastic and loopback.is_here(slots):
-        environment |= loopback.settings(run_dir, launcher, parts.passed, environment)
+    environment = surroundings.environment(
+        run_dir, name=script, launcher=launcher, passed=parts.passed, slots=slots, elastic=elastic
+    )
     return supervise.Options([*line, *program], environment, restarts, grace_s, elastic), run_dir
 
 

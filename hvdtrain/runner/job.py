@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from hvdtrain.run import family
-from hvdtrain.run.causes import Listener
+from hvdtrain.runner import family
+from hvdtrain.runner.causes import Listener
 
 _PR_SET_CHILD_SUBREAPER = 36
 _DRAIN_S = 2.0

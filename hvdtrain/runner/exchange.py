@@ -1,0 +1,142 @@
+"""How a function comes from the process that calls it to the ranks, and what it returned comes back.
+
+Both sides unpickle what they get, which runs code. So nothing is read from disk, and nothing from a socket before the
+other side has proved who it is: they meet at a Unix socket in a folder that only this user may enter, and each answers
+a challenge with a key (HMAC, by Python's multiprocessing) that is drawn anew for each call and handed down in the
+environment alone, which other users cannot read. Who could write there, or read the key, could write into these
+processes' memory anyhow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
+from pathlib import Path
+from typing import Any
+
+_ADDRESS, _KEY = "HVDTRAIN_CALL_SOCKET", "HVDTRAIN_CALL_KEY"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one side tells the other.
+
+    Attributes:
+        facts: plain JSON.
+        pickled: an object by cloudpickle; b"" for none.
+    """
+
+    facts: dict[str, Any]
+    pickled: bytes = b""
+
+    def send(self, connection: Connection) -> None:
+        """Write it."""
+        connection.send_bytes(json.dumps(self.facts).encode())
+        connection.send_bytes(self.pickled)
+
+    @classmethod
+    def receive(cls, connection: Connection) -> Message:
+        """Read one.
+
+        Raises:
+            EOFError, OSError: the other side has ended.
+        """
+        facts = json.loads(connection.recv_bytes())
+        return cls(facts, connection.recv_bytes())
+
+
+class Exchange:
+    """The caller's side: gives each rank that comes the task, and takes what each says of it.
+
+    Args:
+        folder: private to this user; the socket is made there.
+        task: what every rank gets; let go once all have it, for it may be large.
+        size: number of ranks. Once so many have come, nobody is let in any more.
+    """
+
+    def __init__(self, folder: Path, task: Message, *, size: int) -> None:
+        self.answers: dict[int, Message] = {}
+        self._task, self._missing = task, size
+        self._key = secrets.token_bytes(32)
+        self._address = str(folder / "call")
+        self._ranks: dict[Connection, int] = {}
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._door.bind(self._address)
+            self._door.listen(128)
+        except OSError:
+            self._door.close()
+            raise
+
+    def environment(self) -> dict[str, str]:
+        """Return what ranks need to find and to trust this side, and to be trusted."""
+        return {_ADDRESS: self._address, _KEY: self._key.hex()}
+
+    def sources(self) -> list[socket.socket | Connection]:
+        """Return what to wait for: `take` it once it is ready."""
+        return [*([self._door] if self._door.fileno() >= 0 else []), *self._ranks]
+
+    def take(self, source: object) -> None:
+        """Let a rank in, or read what one says."""
+        if source is self._door:
+            self._let_in()
+        elif isinstance(source, Connection):
+            try:
+                self.answers[self._ranks[source]] = Message.receive(source)
+            except (EOFError, OSError):  # it has ended, perhaps in the midst of a word: the launcher says how
+                pass
+            del self._ranks[source]
+            source.close()
+
+    def drain(self) -> None:
+        """Read what ranks that have ended had said before."""
+        while ready := wait(list(self._ranks), timeout=0):
+            for connection in ready:
+                self.take(connection)
+
+    def close(self) -> None:
+        """Hear nothing more: a rank that wants to say something gets an error."""
+        for connection in self._ranks:
+            connection.close()
+        self._ranks.clear()
+        self._door.close()
+
+    def _let_in(self) -> None:
+        connection = Connection(self._door.accept()[0].detach())
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            rank = int(json.loads(connection.recv_bytes())["rank"])
+            self._task.send(connection)
+        except (AuthenticationError, EOFError, OSError):  # a stranger, or one that was killed
+            connection.close()
+        else:
+            self._ranks[connection] = rank
+            self._missing -= 1
+            if not self._missing:
+                self._task = Message({})
+                self._door.close()
+
+
+def ask(rank: int) -> tuple[Message, Connection]:
+    """Return, on a rank, the task and the connection for the answer.
+
+    Raises:
+        EOFError, OSError, AuthenticationError: there is no caller any more, or somebody else.
+    """
+    # What the function starts is not to inherit the key.
+    address, key = os.environ.pop(_ADDRESS), bytes.fromhex(os.environ.pop(_KEY))
+    connection = Client(address, family="AF_UNIX", authkey=key)
+    connection.send_bytes(json.dumps({"rank": rank}).encode())
+    return Message.receive(connection), connection
+
+
+def each(messages: dict[int, Message], kind: str) -> Iterator[tuple[int, Message]]:
+    """Return rank and message, for those of a kind."""
+    return ((rank, message) for rank, message in sorted(messages.items()) if message.facts["kind"] == kind)

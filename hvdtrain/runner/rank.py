@@ -1,0 +1,98 @@
+"""One rank of `hvdtrain.run`: gets the function, calls it, gives back what came of it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from hvdtrain import watch
+from hvdtrain.runner import exchange
+from hvdtrain.runner.exchange import Message
+from hvdtrain.runner.pickling import pack
+from hvdtrain.watch.endings import DEBUG, is_caused_by_others
+
+_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def main() -> None:
+    """Run one rank."""
+    rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name))
+    try:
+        task, connection = exchange.ask(rank)
+    except (EOFError, OSError) as problem:
+        sys.exit(f"rank {rank}: whoever called hvdtrain.run is gone: {problem}")
+    # What the caller can import can be imported here, and tracebacks show the lines of its notebook's cells.
+    sys.path[:] = task.facts["path"]
+    for name, lines in task.facts["cells"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    exit_request: SystemExit | None = None
+    what = "could not load the function"
+    try:
+        call = _load(task)
+        del task  # which may hold as much as the arguments
+        what = "raised"
+        answer = _answer(call)
+    except SystemExit as request:
+        exit_request, answer = request, Message({"kind": "exit", "code": _status(request)})
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is to know
+        answer = _failure(what, error)
+    try:
+        answer.send(connection)
+        connection.close()
+    except OSError:
+        pass  # the caller has been interrupted, and hears no more
+    if exit_request is not None:
+        raise exit_request
+    if answer.facts["kind"] == "error":
+        watch.leave(1)
+
+
+def _status(request: SystemExit) -> int:
+    """Return the exit status that Python makes of sys.exit's argument."""
+    if isinstance(request.code, int):
+        return request.code
+    return 0 if request.code is None else 1
+
+
+def _load(task: Message) -> Any:
+    fn, args, kwargs = cloudpickle.loads(task.pickled)
+    return lambda: fn(*args, **kwargs)
+
+
+def _answer(call: Any) -> Message:
+    """Return what the function returned, or why that cannot be sent."""
+    return Message({"kind": "result"}, pack({"what it returned": call()}, where="be sent back"))
+
+
+def _failure(what: str, error: BaseException) -> Message:
+    # Without this file's own frames, of which nothing can be learnt.
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, pack.__code__.co_filename):
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    others = is_caused_by_others(error)
+    if others and os.environ.get(DEBUG) == "1":
+        sys.stderr.write(text + "\n")
+    facts = {
+        "kind": "error",
+        "what": what,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "text": text,
+        "others": others,
+    }
+    try:
+        return Message(facts, cloudpickle.dumps(error.with_traceback(None)))
+    except Exception:  # noqa: BLE001 - then its text has to do
+        return Message(facts)
+
+
+if __name__ == "__main__":
+    main()

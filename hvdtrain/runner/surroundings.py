@@ -1,0 +1,54 @@
+"""What surrounds a job: where it may be started from, and the environment that it gets."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain import launcher as around
+from hvdtrain import start
+from hvdtrain.errors import UsageError
+from hvdtrain.runner import arguments, loopback
+
+
+def check_place(who: str = "it") -> None:
+    """Raise where no ranks can be started.
+
+    Args:
+        who: was asked to, for messages.
+
+    Raises:
+        UsageError: this process is a rank itself, or there is no Horovod.
+    """
+    found = around.detect()
+    if found and found.size and found.size > 1 and found.name != "Slurm":
+        raise UsageError(f"{who} starts the ranks itself, and {found} has started this one. Run it by itself")
+    if importlib.util.find_spec("horovod") is None:
+        raise UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
+
+
+def environment(
+    run_dir: Path, *, name: str, launcher: str, passed: Sequence[str], slots: Mapping[str, int], elastic: bool = False
+) -> dict[str, str]:
+    """Return the environment of a launcher and its ranks.
+
+    Args:
+        run_dir: the job's private folder.
+        name: of what is run, for the folder of the training.
+        launcher: "horovodrun" or "mpirun".
+        passed: the launcher's options.
+        slots: {host: slots} as they name them.
+        elastic: hosts may come and go.
+    """
+    found = start.rank_environment({})
+    # All starts of a job are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder.
+    found.setdefault("HVDTRAIN_RUN_NAME", f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{run_dir.name[-4:]}")
+    # A rank that failed has failed the others too: none of them has anything to wait for.
+    found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
+    if launcher == arguments.MPIRUN:  # as horovodrun allows it: containers run as root
+        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if not elastic and loopback.is_here(slots):
+        found |= loopback.settings(run_dir, launcher, passed, found)
+    return found

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from hvdtrain.runner.lines import Lines
+
+OVER_MPI = b"[1,0]<stdout>:one\n[1,1]<stderr>:two\nmpirun: words\n[1,1]<stdout>:[0] not mine\n"
+OVER_GLOO = b"[0]<stdout>:one\n[1]<stderr>:two\nmpirun: words\n[1]<stdout>:[0] not mine\n"
+EXPECTED = [(0, "one"), (1, "two"), (None, "mpirun: words"), (1, "[0] not mine")]
+
+
+def test_each_line_has_its_rank_whatever_pieces_it_comes_in() -> None:
+    for text in (OVER_MPI, OVER_GLOO):
+        for size in (1, 3, 10, 1000):
+            lines = Lines()
+            pieces = [text[i : i + size] for i in range(0, len(text), size)]
+            assert [line for piece in pieces for line in lines.feed(piece)] == EXPECTED, size
+
+
+def test_ranks_that_write_half_lines_are_not_mixed_and_their_characters_stay_whole() -> None:
+    lines = Lines()
+    first, second = "ö".encode()
+    text = b"[1,0]<stdout>:half " + bytes([first]) + b"[1,1]<stdout>:other\n[1,0]<stdout>:" + bytes([second]) + b"!\n"
+    assert lines.feed(text) == [(1, "other"), (0, "half ö!")]
+
+
+def test_of_a_progress_bar_its_last_state_is_shown() -> None:
+    lines = Lines()
+    assert lines.feed(b"[0]<stderr>: 10%\r[0]<stderr>: 50%\r[0]<stderr>:100%\r\n") == [(0, "100%")]
+
+
+def test_what_has_no_end_of_line_comes_at_the_end() -> None:
+    lines = Lines()
+    assert lines.feed(b"[1,0]<stdout>:no end[1,1]<stdout>:line\n[1,1]<stdout>:nor this") == [(1, "line")]
+    assert sorted(lines.end()) == [(0, "no end"), (1, "nor this")]
+    assert lines.end() == []
+
+
+def test_the_last_lines_of_each_rank_are_kept() -> None:
+    lines = Lines()
+    lines.feed(b"".join(b"[1,%d]<stdout>:%d\n" % (i % 2, i) for i in range(100)) + b"the launcher\n")
+    assert list(lines.tails[1]) == [str(i) for i in range(71, 100, 2)]
+    assert list(lines.tails[None]) == ["the launcher"]
