@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -164,17 +164,18 @@ class Logger(Callback):
         self._goes_on = self._finished = self._begun = False
         self._background: Background | None = None
 
+    @property
+    def name(self) -> str:
+        """Not the class's alone, which Keras has a CSVLogger of."""
+        return f"hvdtrain.{type(self).__name__}"
+
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Begin a run, which may turn out to be one that goes on."""
         self._run = {"run": uuid.uuid4().hex, "name": self._given_name or os.environ.get(NAME) or default_name()}
         self._goes_on = self._finished = self._begun = False
         if trainer.world.is_root and self._package is not None:
-            try:
-                # Here, where all ranks wait: beside the first steps it would make this rank look slow.
-                self._package.load()
-            except Exception as problem:  # noqa: BLE001 - a package that is not ours, broken in any way
-                self._begun = True
-                give_up(type(self).__name__, problem)
+            # Here, where all ranks wait: beside the first steps it would make this rank look slow.
+            self._try(self._package.load)
 
     def state(self) -> dict[str, Any]:
         """Return which run it is."""
@@ -189,6 +190,9 @@ class Logger(Callback):
         if self._begun or not trainer.world.is_root:
             return
         self._begun = True
+        self._try(partial(self._open, trainer))
+
+    def _open(self, trainer: Trainer) -> None:
         run = Run(
             id=self._run["run"],
             name=self._run["name"],
@@ -198,7 +202,14 @@ class Logger(Callback):
             environment=_flat(describe_environment(trainer)),
         )
         self._background = Background(type(self).__name__, lambda well: self._sink.close(finished=well))
-        self._background.submit(lambda: self._sink.open(run))
+        self._background.submit(partial(self._sink.open, run))
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as problem:  # noqa: BLE001 - whatever it is, training goes on
+            self._begun = True
+            give_up(type(self).__name__, problem)
 
     def on_interval(self, trainer: Trainer, interval: Interval) -> None:
         """Log an interval, if it is time."""
@@ -236,7 +247,7 @@ def _record(facts: Facts) -> Record:
 
 def _is_number(value: Any) -> bool:
     # What callbacks put into logs may be of NumPy's types, or no number at all.
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

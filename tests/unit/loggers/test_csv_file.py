@@ -6,6 +6,7 @@ import csv
 
 import pytest
 
+from hvdtrain import callbacks
 from hvdtrain.callbacks import Callback, CSVLogger
 
 
@@ -78,3 +79,17 @@ def test_a_file_that_is_not_ours_is_left_alone(fit, tmp_path, caplog):
     assert len(history["loss"]) == 2
     assert path.read_text() == "name,age\nme,7\n"
     assert f"{path} is no file of CSVLogger" in caplog.text
+
+
+def test_kerass_csvlogger_beside_ours_takes_nothing_from_it():
+    from hvdtrain.callbacks import keras_style
+    from hvdtrain.callbacks.base import CallbackList
+
+    class CSVLogger:  # as Keras has it: known by its class
+        set_model = on_train_batch_end = None
+
+    ours = [callbacks.CSVLogger("a.csv"), callbacks.CSVLogger("b.csv")]
+    ours[0].load_state({"run": "id", "name": "name"})
+    states = CallbackList(ours[:1]).states()
+    CallbackList([keras_style.KerasStyle(CSVLogger()), ours[1]]).load_states(states)
+    assert ours[1].state() == ours[0].state()

@@ -62,14 +62,21 @@ def test_what_is_logged_has_the_names_steps_and_values_of_metrics_jsonl(fit, tmp
 def test_numbers_of_any_kind_are_logged_and_nothing_else(fit):
     class Odd(Callback):
         def on_epoch_end(self, trainer, epoch, logs):
-            logs |= {"bad": float("nan"), "rate": np.float32(0.5), "each": np.ones(2), "what": "x", "yes": True}
+            logs |= {
+                "bad": float("nan"),
+                "rate": np.float32(0.5),
+                "each": np.ones(2),
+                "what": "x",
+                "yes": True,
+                "z": 1j,
+            }
 
     sink = Listen()
     fit(Odd(), Logger(sink), epochs=1)
     values = sink.records[-1].values
     assert math.isnan(values["bad"])
     assert values["rate"] == 0.5
-    assert not {"each", "what", "yes"} & values.keys()
+    assert not {"each", "what", "yes", "z"} & values.keys()
 
 
 def test_a_sink_is_told_what_the_run_is_and_no_secrets(fit, monkeypatch):
@@ -133,6 +140,17 @@ def test_a_folder_that_cannot_be_made_costs_the_log_and_no_more(fit, caplog, tmp
     history = fit(TensorBoardLogger(tmp_path / "file" / "run"))
     assert len(history["loss"]) == 2
     assert caplog.text.count("TensorBoardLogger logs nothing more") == 1
+
+
+def test_a_working_folder_that_is_gone_costs_the_log_and_no_more(fit, caplog, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    sink = Listen()
+    history = fit(Logger(sink))
+    assert len(history["loss"]) == 2
+    assert caplog.text.count("Logger logs nothing more") == 1
+    assert sink.runs == []
 
 
 def test_a_sink_that_takes_nothing_neither_stops_training_nor_its_end(fit, caplog, monkeypatch):
