@@ -49,3 +49,7 @@ class NonFiniteError(HvdTrainError):
 
 class CheckpointError(HvdTrainError):
     """A checkpoint is missing, damaged, or of another model."""
+
+
+class PackageMissingError(HvdTrainError, ImportError):
+    """Something was asked for that an optional package does, and it is not installed."""

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import sys
-import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.callbacks.records import Facts, Records
 from hvdtrain.interval import Interval
 
 if TYPE_CHECKING:
@@ -66,15 +66,11 @@ class RunFolder(Callback):
         every_s: float = 5.0,
         options: dict[str, Any] | None = None,
     ) -> None:
-        if not every_s >= 0:
-            raise ValueError(f"every_s must be >= 0. Received: every_s={every_s!r}")
         json.dumps(options)
         self.folder = None if folder is None else Path(folder)
-        self._every_s = every_s
+        self._records = Records(every_s)
         self._options = options or {}
         self._file: IO[str] | None = None
-        self._written = -math.inf
-        self._newest: Interval | None = None  # not kept yet
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Make the folder and say what the run is."""
@@ -91,28 +87,11 @@ class RunFolder(Callback):
 
     def on_interval(self, trainer: Trainer, interval: Interval) -> None:
         """Keep an interval, if it is time."""
-        self._newest = interval
-        if time.monotonic() - self._written >= self._every_s:
-            self._keep_newest()
-
-    def _keep_newest(self) -> None:
-        interval, self._newest = self._newest, None
-        if interval is None or self._file is None:
-            return
-        self._written = time.monotonic()
-        times = interval.times
-        parts = {"step": times.step, "data": times.data, "compute": times.compute, "reduction": times.reduction}
-        self._line({
-            "kind": "interval", "epoch": interval.epoch, "step": interval.step, "global_step": interval.global_step,
-            "samples_per_s": interval.samples_per_s, "learning_rate": interval.learning_rate,
-            "metrics": interval.metrics,
-            "rank_s": {name: [float(f"{value:.6g}") for value in part] for name, part in parts.items()},
-        })  # fmt: skip
+        self._lines(self._records.of_interval(interval))
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Keep the epoch's metrics, and its last interval: an epoch may be shorter than what lies between two."""
-        self._keep_newest()
-        self._line({"kind": "epoch", "epoch": epoch, "global_step": trainer.global_step, "metrics": logs})
+        self._lines(self._records.of_epoch(trainer, epoch, logs))
 
     def close(self) -> None:
         """Close the file."""
@@ -123,16 +102,17 @@ class RunFolder(Callback):
             except OSError as problem:
                 log.warning("the end of what %s keeps may be missing: %s", self.folder, problem)
 
-    def _line(self, facts: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        try:
-            # One write and a flush: whoever reads along, or after a kill, finds whole lines.
-            self._file.write(json.dumps(_plain({"time": time.time(), **facts})) + "\n")
-            self._file.flush()
-        except OSError as problem:
-            log.warning("nothing more of this run is kept in %s: %s", self.folder, problem)
-            self._file = None
+    def _lines(self, records: Sequence[Facts]) -> None:
+        for facts in records:
+            if self._file is None:
+                return
+            try:
+                # One write and a flush: whoever reads along, or after a kill, finds whole lines.
+                self._file.write(json.dumps(plain(facts)) + "\n")
+                self._file.flush()
+            except OSError as problem:
+                log.warning("nothing more of this run is kept in %s: %s", self.folder, problem)
+                self._file = None
 
 
 def make_folder() -> Path:
@@ -209,18 +189,18 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(_plain(value), indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(plain(value), indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return `value` as JSON can hold it; what callbacks put into logs may be of NumPy's types."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,89 @@
+"""Calls that training does not wait for: one thread, in order, until one of them fails."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+log = logging.getLogger("hvdtrain")
+
+_MOST_WAITING = 1000  # calls: more than an hour of intervals
+
+
+class Background:
+    """Makes calls in a thread of its own, one after the other.
+
+    The first that raises is told, once, and is the last: what failed on a full disk or a lost server would go on
+    failing. So is a call that does not come back while a thousand others wait for it. Methods are for one thread.
+
+    Args:
+        who: makes the calls, for warnings.
+        release: called last, once, whether or not a call has failed; with whether all went well.
+    """
+
+    def __init__(self, who: str, release: Callable[[bool], object]) -> None:
+        self._who = who
+        self._release = release
+        self._failed = threading.Event()
+        self._well = False
+        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(_MOST_WAITING)
+        # A daemon: a process that ends does not wait for a server that does not answer.
+        self._thread = threading.Thread(target=self._run, name=f"hvdtrain-{who}", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Have `call` made after those before it; without effect once one has failed."""
+        if self._failed.is_set():
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._fail(f"it takes nothing, and {_MOST_WAITING} records wait for it")
+
+    def close(self, *, well: bool, limit_s: float) -> None:
+        """Have what was submitted done, then `release` called; wait for it as long as `limit_s`.
+
+        Args:
+            well: whether the run has ended as it should.
+            limit_s: seconds.
+        """
+        self._well = well
+        until = time.monotonic() + limit_s
+        with suppress(queue.Full):
+            self._calls.put(None, timeout=limit_s)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive() and not self._failed.is_set():
+            self._fail(f"it did not end within {limit_s:g} s; the last records may be missing")
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if not self._failed.is_set():
+                self._try(call)
+                if self._failed.is_set():
+                    self._let_go(False)
+        if not self._failed.is_set():
+            self._let_go(self._well)
+
+    def _let_go(self, well: bool) -> None:
+        self._try(lambda: self._release(well))
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as problem:  # noqa: BLE001 - of a package that is not ours: whatever it is, training goes on
+            self._fail(problem)
+
+    def _fail(self, why: object) -> None:
+        if not self._failed.is_set():
+            self._failed.set()
+            give_up(self._who, why)
+
+
+def give_up(who: str, why: object) -> None:
+    """Warn that a logger has come to its end before the run."""
+    what = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
+    log.warning("%s logs nothing more, and training goes on without it: %s", who, what)

@@ -1,0 +1,105 @@
+"""Log to a CSV file, which spreadsheets and pandas read. No package is needed."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import logging
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.callbacks.loggers.logger import Logger, Record, Run
+
+log = logging.getLogger("hvdtrain")
+
+_PLACE = ("kind", "time", "epoch", "step", "global_step")
+_Row = dict[str, Any]
+
+
+class CSVLogger(Logger):
+    """Log to a CSV file: a row an interval (`kind` is "interval") and one an epoch ("epoch"), a column a metric.
+
+    A run that goes on from a checkpoint goes on in the file, after the step of the checkpoint: rows of later steps,
+    which are taken again, are dropped. Any other run begins a new file; an older one is kept as log-old-1.csv.
+
+    Args:
+        path: of the file.
+        every_s: seconds between two intervals that are logged; an epoch's last one always is.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, every_s: float = 5.0) -> None:
+        super().__init__(_CSVFile(Path(path)), every_s=every_s)
+
+
+class _CSVFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        self._file: IO[str] | None = None
+
+    def open(self, run: Run) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns = []
+        if self._path.is_file():
+            if run.global_step:
+                rows = [row for row in self._read() if int(row["global_step"]) <= run.global_step]
+                self._rewrite(rows)
+            else:
+                aside = _free(self._path)
+                self._path.rename(aside)
+                log.info("CSVLogger: moved the older %s to %s", self._path, aside)
+        self._append()
+
+    def write(self, record: Record) -> None:
+        row: _Row = {name: getattr(record, name) for name in _PLACE} | {"time": f"{record.time:.3f}"}
+        row |= {name: repr(value) for name, value in record.values.items()}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            # Which metrics there are is known once they come: an epoch's, such as val_loss, after the first epoch.
+            rows = self._read() if self._columns else None
+            self._columns += new
+            if rows is None:
+                self._line(self._columns)
+            else:
+                self._rewrite(rows)
+                self._append()
+        self._line([row.get(name) for name in self._columns])
+
+    def close(self, *, finished: bool) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+    def _line(self, cells: list[Any]) -> None:
+        assert self._file is not None
+        csv.writer(self._file, lineterminator="\n").writerow(cells)
+        self._file.flush()
+
+    def _append(self) -> None:
+        self.close(finished=False)
+        self._file = self._path.open("a", newline="", encoding="utf-8")
+
+    def _read(self) -> list[_Row]:
+        """Return the file's rows, without a last one that was cut short, and take on its columns."""
+        text = self._path.read_text(encoding="utf-8")
+        reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines(keepends=True))
+        rows = list(reader)
+        columns = list(reader.fieldnames or [])
+        if columns[: len(_PLACE)] != list(_PLACE) and text:
+            raise ValueError(f"{self._path} is no file of CSVLogger, and is left as it is: name another one")
+        self._columns = columns
+        return rows
+
+    def _rewrite(self, rows: list[_Row]) -> None:
+        temporary = self._path.with_name(f".{self._path.name}.new")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        temporary.replace(self._path)
+
+
+def _free(path: Path) -> Path:
+    names = (path.with_name(f"{path.stem}-old-{number}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())

@@ -1,0 +1,261 @@
+"""What loggers log, when, and on which rank: the same for all of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.callbacks.loggers.background import Background, give_up
+from hvdtrain.callbacks.records import Facts, Records
+from hvdtrain.callbacks.run_folder import NAME, default_name, describe_environment, plain
+from hvdtrain.errors import PackageMissingError
+from hvdtrain.interval import Interval
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer import Trainer
+
+CLOSE_LIMIT_S = 10.0  # of the 30 that a rank has when it is asked to stop
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a sink is told of the run when it opens.
+
+    Attributes:
+        id: a name that no other run has: the same in all starts of a run that goes on from checkpoints.
+        name: for people.
+        goes_on: whether an earlier start has logged under this id.
+        global_step: optimizer steps done before this start; later ones that were logged are taken again.
+        config: what the Trainer, fit and the logger were given; of nested dicts, names are put together with dots.
+        environment: where and with what it runs, likewise; secrets left out, as `RunFolder` does.
+    """
+
+    id: str
+    name: str
+    goes_on: bool
+    global_step: int
+    config: dict[str, Any]
+    environment: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of metrics.jsonl as numbers with names.
+
+    Attributes:
+        kind: "interval" or "epoch".
+        time: in seconds since 1970.
+        epoch: from 0.
+        step: optimizer steps done of the epoch; None of an epoch.
+        global_step: in all.
+        values: the metrics, and of an interval "samples_per_s", "learning_rate" and "rank_s_max/step", ".../data",
+            ".../compute", ".../reduction": mean seconds of a step, of the rank that takes longest.
+    """
+
+    kind: str
+    time: float
+    epoch: int
+    step: int | None
+    global_step: int
+    values: dict[str, float]
+
+    @property
+    def named(self) -> dict[str, float]:
+        """The values as "interval/loss", "epoch/val_loss": running and final metrics are not one curve."""
+        return {f"{self.kind}/{name}": value for name, value in self.values.items()}
+
+
+@dataclass(frozen=True)
+class Package:
+    """What a sink needs that hvdtrain does not bring.
+
+    Attributes:
+        name: that pip knows it by.
+        module: that is imported on rank 0 when fit begins.
+        variables: set in the environment before that, unless they are.
+    """
+
+    name: str
+    module: str
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def require(self, who: str) -> None:
+        """Raise unless it can be imported, which is not done: other ranks never need it.
+
+        Raises:
+            PackageMissingError: see above.
+        """
+        spec = importlib.util.find_spec(self.module.partition(".")[0])
+        # A folder of that name, such as the one where W&B keeps its runs, is no package.
+        if spec is None or spec.origin is None:
+            raise PackageMissingError(
+                f"{who} needs the package {self.name}, which is not installed on host {socket.gethostname()}. Type: "
+                f"pip install 'hvdtrain[loggers]', or for this logger alone: pip install {self.name}"
+            )
+
+    def load(self) -> None:
+        """Import it."""
+        for name, value in self.variables.items():
+            os.environ.setdefault(name, value)
+        importlib.import_module(self.module)
+
+
+class Sink(Protocol):
+    """Where a logger writes. It is used in one thread, on rank 0 alone; what it raises ends the logging."""
+
+    def open(self, run: Run) -> None:
+        """Begin, or go on with what an earlier start has written."""
+
+    def write(self, record: Record) -> None:
+        """Write it where it outlives this process."""
+
+    def close(self, *, finished: bool) -> None:
+        """Give back what was opened, if anything was; `finished` says whether the run has come to its end."""
+
+
+class Logger(Callback):
+    """Logs a run to a sink: on rank 0 alone, in the background, the same moments and names as metrics.jsonl has.
+
+    A sink that fails, on a full disk or a server that is gone, costs a warning and the rest of its log, never the
+    training. A run that goes on from a checkpoint goes on in the same log.
+
+    Args:
+        sink: where to.
+        every_s: seconds between two intervals that are logged; an epoch's last one always is.
+        options: more to log with the configuration, as JSON: a script's own.
+        name: of the run; None for HVDTRAIN_RUN_NAME, or the script's and the time.
+        package: what the sink needs.
+
+    Raises:
+        PackageMissingError: the package is not installed.
+        ValueError: every_s is below 0.
+        TypeError: options are not JSON.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        every_s: float = 5.0,
+        options: dict[str, Any] | None = None,
+        name: str | None = None,
+        package: Package | None = None,
+    ) -> None:
+        if package is not None:
+            package.require(type(self).__name__)
+        json.dumps(options)
+        self._sink = sink
+        self._records = Records(every_s)
+        self._options = options or {}
+        self._given_name = name
+        self._package = package
+        self._run = {"run": "", "name": ""}
+        self._goes_on = self._finished = self._begun = False
+        self._background: Background | None = None
+
+    @property
+    def name(self) -> str:
+        """Not the class's alone, which Keras has a CSVLogger of."""
+        return f"hvdtrain.{type(self).__name__}"
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Begin a run, which may turn out to be one that goes on."""
+        self._run = {"run": uuid.uuid4().hex, "name": self._given_name or os.environ.get(NAME) or default_name()}
+        self._goes_on = self._finished = self._begun = False
+        if trainer.world.is_root and self._package is not None:
+            # Here, where all ranks wait: beside the first steps it would make this rank look slow.
+            self._try(self._package.load)
+
+    def state(self) -> dict[str, Any]:
+        """Return which run it is."""
+        return dict(self._run) if self._run["run"] else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on with that run."""
+        self._run, self._goes_on = {"run": state["run"], "name": state["name"]}, True
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """Open the sink before the first epoch: only now is it known which run this is."""
+        if self._begun or not trainer.world.is_root:
+            return
+        self._begun = True
+        self._try(partial(self._open, trainer))
+
+    def _open(self, trainer: Trainer) -> None:
+        run = Run(
+            id=self._run["run"],
+            name=self._run["name"],
+            goes_on=self._goes_on,
+            global_step=trainer.global_step,
+            config=_flat({**trainer.config, "options": self._options}),
+            environment=_flat(describe_environment(trainer)),
+        )
+        self._background = Background(type(self).__name__, lambda well: self._sink.close(finished=well))
+        self._background.submit(partial(self._sink.open, run))
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as problem:  # noqa: BLE001 - whatever it is, training goes on
+            self._begun = True
+            give_up(type(self).__name__, problem)
+
+    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+        """Log an interval, if it is time."""
+        self._log(self._records.of_interval(interval))
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+        """Log the epoch, and its last interval."""
+        self._log(self._records.of_epoch(trainer, epoch, logs))
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Know that the run has come to its end."""
+        self._finished = True
+
+    def close(self) -> None:
+        """Have everything written, and close the sink; not for longer than ten seconds."""
+        if self._background is not None:
+            background, self._background = self._background, None
+            background.close(well=self._finished, limit_s=CLOSE_LIMIT_S)
+
+    def _log(self, records: Sequence[Facts]) -> None:
+        for facts in records:
+            if self._background is not None:
+                self._background.submit(partial(self._sink.write, _record(facts)))
+
+
+def _record(facts: Facts) -> Record:
+    values = {name: float(value) for name, value in facts["metrics"].items() if _is_number(value)}
+    values |= {name: facts[name] for name in ("samples_per_s", "learning_rate") if name in facts}
+    values |= {f"rank_s_max/{part}": max(ranks) for part, ranks in facts.get("rank_s", {}).items()}
+    return Record(
+        kind=facts["kind"], time=facts["time"], epoch=facts["epoch"], step=facts.get("step"),
+        global_step=facts["global_step"], values=values,
+    )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    # What callbacks put into logs may be of NumPy's types, or no number at all.
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"data.number of samples": 900}; lists become JSON, which tools for parameters can show."""
+    flat: dict[str, Any] = {}
+    for name, each in plain(value).items():
+        if isinstance(each, dict):
+            flat |= _flat(each, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = json.dumps(each) if isinstance(each, list) else each
+    return flat

@@ -1,0 +1,57 @@
+"""What is kept of a run while it goes on: the same moments, under the same names, wherever it is kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.callbacks.base import Logs
+from hvdtrain.interval import Interval
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer import Trainer
+
+Facts = dict[str, Any]
+
+
+class Records:
+    """An interval every so often, each epoch's last one, and each epoch; see `RunFolder` for what they hold.
+
+    Args:
+        every_s: seconds between two intervals that are kept; an epoch's last one always is.
+
+    Raises:
+        ValueError: every_s is below 0.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        if not every_s >= 0:
+            raise ValueError(f"every_s must be >= 0. Received: every_s={every_s!r}")
+        self._every_s = every_s
+        self._kept = -math.inf
+        self._newest: Interval | None = None  # not kept yet
+
+    def of_interval(self, interval: Interval) -> list[Facts]:
+        """Return what is to be kept of it now, if it is time."""
+        self._newest = interval
+        return self._take_newest() if time.monotonic() - self._kept >= self._every_s else []
+
+    def of_epoch(self, trainer: Trainer, epoch: int, logs: Logs) -> list[Facts]:
+        """Return the epoch's last interval, which may be shorter than what lies between two, then its metrics."""
+        facts = {"time": time.time(), "kind": "epoch", "epoch": epoch, "global_step": trainer.global_step}
+        return [*self._take_newest(), {**facts, "metrics": logs}]
+
+    def _take_newest(self) -> list[Facts]:
+        interval, self._newest = self._newest, None
+        if interval is None:
+            return []
+        self._kept = time.monotonic()
+        times = interval.times
+        parts = {"step": times.step, "data": times.data, "compute": times.compute, "reduction": times.reduction}
+        return [{
+            "time": time.time(), "kind": "interval", "epoch": interval.epoch, "step": interval.step,
+            "global_step": interval.global_step, "samples_per_s": interval.samples_per_s,
+            "learning_rate": interval.learning_rate, "metrics": interval.metrics,
+            "rank_s": {name: [float(f"{value:.6g}") for value in part] for name, part in parts.items()},
+        }]  # fmt: skip
