@@ -7,6 +7,10 @@ class HvdTrainError(RuntimeError):
     """Base of every error that hvdtrain raises on its own account."""
 
 
+class UsageError(HvdTrainError):
+    """What was asked of a command cannot be done; one line says why and what to type. The exit status is 2."""
+
+
 class HorovodMissingError(HvdTrainError, ImportError):
     """Several processes were launched, but Horovod is not installed for this framework."""
 

@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+
+from hvdtrain.command_line import Command, Debug
+from hvdtrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hvdtrain.run.arguments import Split
+    from hvdtrain.run.config import Settings
     from hvdtrain.run.supervise import Options
 
 _SPLIT = "hvdtrain.run.split"
+_FILES = "hvdtrain.run.files"
 
 
-class RunCommand(TyperCommand):
+class RunCommand(Command):
     """Keeps its own options and hands every other one to the launcher, as it was written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the command line apart, and read our options alone."""
-        from hvdtrain.run import arguments
+        from hvdtrain.run import arguments, config
+
+        files: dict[str, Settings] = {}  # each is read once: it may be a pipe
+
+        def launcher_in(file: str) -> str | None:
+            if file not in files:
+                files[file] = config.read(file)
+            return files[file].launcher
 
         try:
-            parts = arguments.split(args)
-        except arguments.UsageError as error:
-            _refuse(error)
-        ctx.meta[_SPLIT] = parts
+            parts = arguments.split(args, launcher_in=launcher_in)
+        except UsageError:
+            if not ctx.resilient_parsing:
+                raise
+            parts = arguments.Split()  # a shell asks what may follow what is not whole yet
+        ctx.meta[_SPLIT], ctx.meta[_FILES] = parts, files
         return super().parse_args(ctx, parts.ours if args else ["--help"])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -40,34 +54,74 @@ class RunCommand(TyperCommand):
 
 def run(
     ctx: typer.Context,
-    ranks: Annotated[str | None, typer.Option("-np", "--num-proc", help="Number of ranks.")] = None,
+    ranks: Annotated[str | None, typer.Option("-np", "--num-proc", metavar="N", help="Number of ranks.")] = None,
     max_restarts: Annotated[
-        str, typer.Option(metavar="K", help="Start the job anew so often when it fails; 0 for never.")
-    ] = "3",
+        str | None,
+        typer.Option(metavar="K", help="Start the job anew so often when it fails; 0 for never.  [default: 3]"),
+    ] = None,
     grace: Annotated[
-        str,
-        typer.Option(metavar="SECONDS", help="After SIGTERM, SIGINT or SIGUSR1: what ranks get to write a checkpoint."),
-    ] = "30",
-    launcher: Annotated[str, typer.Option(help="What starts the ranks: horovodrun or mpirun.")] = "horovodrun",
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="After SIGTERM, SIGINT or SIGUSR1: what ranks get to write a checkpoint.  [default: 30]",
+        ),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="horovodrun|mpirun",
+            help="What starts the ranks.  [default: horovodrun]",
+            autocompletion=lambda incomplete: [n for n in ("horovodrun", "mpirun") if n.startswith(incomplete)],
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Take what is not on the command line from this YAML file.")
+    ] = None,
+    debug: Debug = False,
 ) -> None:
-    """Run a script on several ranks, and start it anew from its checkpoint when a process dies.
+    """Run a script on several ranks, and go on when a process dies.
 
-    Exit status: 0, every rank ended well; 75, stopped on request, run it again to go on; 2, a wrong command
-    line; else that of the rank that failed first, 128 + n for signal n.
+    What is left of a job that failed is ended, and it is started anew; a script with a checkpoint goes on from it.
+    `hvdtrain --help` lists the exit statuses.
+
+    Keys of the file: np, hosts, max-restarts, grace, launcher, launcher-options, environment, script, arguments.
+    The command line wins; arguments of the script alone are added to the file's after --.
 
     Example: hvdtrain run -np 4 train.py --epochs 90
+
+    Example: hvdtrain run --config train.yaml -np 2 -- --epochs 1
     """
-    from hvdtrain.run import arguments, supervise
+    from hvdtrain.run import supervise
+    from hvdtrain.run.config import Settings
 
     parts: Split = ctx.meta[_SPLIT]
-    try:
-        options, run_dir = _prepare(parts, ranks, max_restarts, grace, launcher)
-    except arguments.UsageError as error:
-        _refuse(error)
+    typed = Settings(ranks, max_restarts, grace, launcher, parts.passed, program=parts.program)
+    settings = typed.over(ctx.meta[_FILES][config]) if config is not None else typed
+    settings = settings.over(Settings(max_restarts="3", grace="30", launcher="horovodrun"))
+    os.environ.update(settings.environment)  # as if it had been set before the command
+    options, run_dir = _prepare(settings)
+    _keep(settings, options)
     raise typer.Exit(supervise.run(options, run_dir))
 
 
-def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, launcher: str) -> tuple[Options, Path]:
+def _keep(settings: Settings, options: Options) -> None:
+    """Say what is run, and write it into the run's folder."""
+    from hvdtrain.run import config, supervise
+
+    try:
+        # The folder that `hvdtrain.callbacks.RunFolder` takes.
+        path = config.keep(
+            settings,
+            runs=options.environment.get("HVDTRAIN_RUNS", "runs"),
+            name=options.environment["HVDTRAIN_RUN_NAME"],
+        )
+        where = f" (kept in {path})" if path else ""
+    except OSError as problem:
+        where = f" (not kept: {problem})"
+    supervise.say(f"{settings}{where}")
+
+
+def _prepare(settings: Settings) -> tuple[Options, Path]:
     """Check everything that can be checked before anything is started, and return what to run.
 
     Raises:
@@ -77,28 +131,29 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
     from hvdtrain import start, tuning
     from hvdtrain.run import arguments, loopback, supervise
 
+    launcher, passed = settings.launcher, settings.options
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
-        raise arguments.UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
-    if ranks is None:
-        raise arguments.UsageError("say how many ranks: hvdtrain run -np 2 train.py")
-    count = arguments.whole_number("-np", ranks, least=1)
-    restarts = arguments.whole_number("--max-restarts", max_restarts, least=0)
-    grace_s = arguments.seconds("--grace", grace)
+        raise UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
+    if settings.ranks is None:
+        raise UsageError("say how many ranks: hvdtrain run -np 2 train.py")
+    count = arguments.whole_number("-np", settings.ranks, least=1)
+    restarts = arguments.whole_number("--max-restarts", settings.max_restarts, least=0)
+    grace_s = arguments.seconds("--grace", settings.grace or "")
     found = around.detect()
     if found and found.size and found.size > 1 and found.name != "Slurm":
-        raise arguments.UsageError(f"it starts the ranks itself, and {found} has started this one. Run it by itself")
-    program = arguments.program(parts.program)
-    slots = arguments.hosts(parts.passed)
-    elastic = arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
+        raise UsageError(f"it starts the ranks itself, and {found} has started this one. Run it by itself")
+    program = arguments.program(settings.program)
+    slots = arguments.hosts(passed)
+    elastic = arguments.value(passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
     crowded = arguments.check_ranks(count, slots=slots, elastic=elastic, cores=tuning.usable_cores())
     if importlib.util.find_spec("horovod") is None:
-        raise arguments.UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
+        raise UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
     first = [found_mpirun] if launcher == arguments.MPIRUN and (found_mpirun := shutil.which("mpirun")) else []
     if launcher == arguments.MPIRUN and not first:
-        raise arguments.UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
-    line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *parts.passed]
+        raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
+    line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *passed]
     if elastic and launcher == arguments.HOROVODRUN:
-        line += loopback.elastic_flags(parts.passed)
+        line += loopback.elastic_flags(passed)
     if crowded:
         supervise.say(crowded)
     run_dir = supervise.make_run_dir()
@@ -111,10 +166,5 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
     if launcher == arguments.MPIRUN:  # as horovodrun allows it: containers run as root
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if not elastic and loopback.is_here(slots):
-        environment |= loopback.settings(run_dir, launcher, parts.passed, environment)
+        environment |= loopback.settings(run_dir, launcher, passed, environment)
     return supervise.Options([*line, *program], environment, restarts, grace_s, elastic), run_dir
-
-
-def _refuse(error: Exception) -> NoReturn:
-    typer.echo(f"hvdtrain run: {error}", err=True)
-    raise typer.Exit(2)

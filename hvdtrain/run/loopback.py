@@ -9,7 +9,8 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.run.arguments import MPIRUN, UsageError, value
+from hvdtrain.errors import UsageError
+from hvdtrain.run.arguments import MPIRUN, value
 
 # Built with Horovod, for an mpirun that listens on every interface whatever its settings say.
 _PRELOADED = Path("runner", "libhvdtrain_loopback.so")

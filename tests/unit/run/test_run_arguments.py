@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
+from hvdtrain.errors import UsageError
 from hvdtrain.run import arguments
-from hvdtrain.run.arguments import HOROVODRUN_OPTIONS, UsageError
+from hvdtrain.run.arguments import HOROVODRUN_OPTIONS
 
 
 def test_ours_the_launchers_and_the_program_are_told_apart() -> None:
@@ -31,6 +32,13 @@ def test_mpiruns_options_take_their_values_with_one_dash_or_two() -> None:
     parts = arguments.split(line.split())
     assert parts.passed == ["-x", "A=1", "--mca", "btl", "self,vader", "-mca", "pml", "ob1", "--oversubscribe"]
     assert parts.program == ["train.py", "--mca"]
+
+
+def test_a_launcher_among_the_scripts_own_arguments_is_not_ours() -> None:
+    line = "-np 2 --network-interfaces eth0 train.py --launcher mpirun --config model.yaml"
+    parts = arguments.split(line.split())
+    assert parts.passed == ["--network-interfaces", "eth0"]
+    assert parts.program == ["train.py", "--launcher", "mpirun", "--config", "model.yaml"]
 
 
 def test_two_dashes_end_the_options() -> None:
