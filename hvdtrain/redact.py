@@ -12,9 +12,10 @@ from pathlib import Path
 
 HIDDEN = "(hidden)"
 
-SECRET = re.compile(r"secret|token|passw|pwd|credential|auth(?!or)|(^|[-_.]|api)key$", re.IGNORECASE)
+# Not a tokenizer, nor a number of tokens.
+SECRET = re.compile(r"secret|token(?!i[sz]|s)|passw|pwd|credential|auth(?!or)|(^|[-_.]|api)key$", re.IGNORECASE)
 # An assignment such as API_KEY=..., password: ... or --token ... inside a longer text.
-_NAMED = r"[\w.-]*(?:secret|token|passw|pwd|credential|api[-_]?key|access[-_]?key)[\w-]*"
+_NAMED = r"[\w.-]*(?:secret|token(?!i[sz]|s)|passw|pwd|credential|api[-_]?key|access[-_]?key)[\w-]*"
 _ASSIGNED = re.compile(rf"""({_NAMED}['"]?\s*[=:]\s*['"]?|--{_NAMED}\s+)[^\s'",;]+""", re.IGNORECASE)
 # Keys that well-known services issue begin in ways of their own.
 _TOKEN = re.compile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.util
 import os
 import shutil
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hvdtrain.run.supervise import Options
 
 _SPLIT = "hvdtrain.run.split"
-_FILES = "hvdtrain.run.files"
+_READ = "hvdtrain.run.read"
 
 
 class RunCommand(Command):
@@ -31,21 +32,15 @@ class RunCommand(Command):
         """Take the command line apart, and read our options alone."""
         from hvdtrain.run import arguments, config
 
-        files: dict[str, Settings] = {}  # each is read once: it may be a pipe
-
-        def launcher_in(file: str) -> str | None:
-            if file not in files:
-                files[file] = config.read(file)
-            return files[file].launcher
-
+        read = functools.lru_cache(config.read)  # once: it may be a pipe
         try:
-            parts = arguments.split(args, launcher_in=launcher_in)
+            parts = arguments.split(args, launcher_in=lambda file: read(file).launcher)
         except UsageError:
             if not ctx.resilient_parsing:
                 raise
             parts = arguments.Split()  # a shell asks what may follow what is not whole yet
-        ctx.meta[_SPLIT], ctx.meta[_FILES] = parts, files
-        return super().parse_args(ctx, parts.ours if args else ["--help"])
+        ctx.meta[_SPLIT], ctx.meta[_READ] = parts, read
+        return super().parse_args(ctx, parts.ours)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Say what may stand where."""
@@ -96,7 +91,7 @@ def run(
 
     parts: Split = ctx.meta[_SPLIT]
     typed = Settings(ranks, max_restarts, grace, launcher, parts.passed, program=parts.program)
-    settings = typed.over(ctx.meta[_FILES][config]) if config is not None else typed
+    settings = typed.over(ctx.meta[_READ](config)) if config is not None else typed
     settings = settings.over(Settings(max_restarts="3", grace="30", launcher="horovodrun"))
     os.environ.update(settings.environment)  # as if it had been set before the command
     options, run_dir = _prepare(settings)

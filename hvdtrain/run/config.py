@@ -84,7 +84,7 @@ class Settings:
             "max-restarts": self.max_restarts and int(self.max_restarts),
             "grace": self.grace and _plain(self.grace),
             "launcher": self.launcher,
-            "launcher-options": options,
+            "launcher-options": redact.without_secrets(options),  # -x TOKEN=...
             "environment": redact.variables(self.environment),
             "script": program[0] if program else None,
             "arguments": program[1:],

@@ -40,6 +40,8 @@ def start(monkeypatch, tmp_path, capsys):
     Path("train.py").touch()
     Path("other.py").touch()
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    (tmp_path / "mpirun").touch(0o755)  # nothing is started: to be found is enough
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HVDTRAIN_RUN_NAME", "mine")
     monkeypatch.delenv("HVDTRAIN_RUNS", raising=False)
     started = []
@@ -127,15 +129,27 @@ def test_the_files_launcher_tells_what_options_mean(start):
     assert given == ["-x", "A=1", "-x", "B=2", "--bind-to", "none"]
 
 
+def test_a_launcher_on_the_command_line_wins_over_the_files(start):
+    Path("train.yaml").write_text("np: 2\nlauncher: horovodrun\nscript: train.py\n")
+    options, _, _ = start("--launcher mpirun --config train.yaml -x TOKEN=abc123")
+    assert Path(options.line[0]).name == "mpirun"
+    assert options.line[options.line.index("-x") :][:2] == ["-x", "TOKEN=abc123"]
+
+
 def test_no_run_folder_is_made_where_none_is_wanted(start, monkeypatch):
     monkeypatch.setenv("HVDTRAIN_RUNS", "")
     assert start("-np 2 train.py")[1] is None
     assert not Path("runs").exists()
 
 
+def test_a_tokenizer_is_no_secret(start):
+    _, kept, _ = start("-np 2 train.py --tokenizer bert --max-tokens 512")
+    assert yaml.safe_load(kept)["arguments"] == ["--tokenizer", "bert", "--max-tokens", "512"]
+
+
 def test_secrets_are_neither_shown_nor_kept_nor_taken_for_values(start):
     Path("train.yaml").write_text("np: 2\nscript: train.py\nenvironment: {WANDB_API_KEY: abc123}\n")
-    options, kept, said = start("--config train.yaml train.py --token abc123")
+    options, kept, said = start("--config train.yaml --launcher mpirun -x MY_TOKEN=abc123 train.py --token abc123")
     assert options.environment["WANDB_API_KEY"] == "abc123"
     assert options.line[-1] == "abc123"
     assert "abc123" not in kept + said
