@@ -33,7 +33,6 @@ Exit status:
 
 app = typer.Typer(
     cls=Group,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -153,11 +152,8 @@ def main() -> NoReturn:
         status = app(prog_name="hvdtrain", standalone_mode=False)
     except UsageError as error:
         _end(error, _USAGE)
-    except TyperUsageError as error:
-        if sys.argv[1:]:
-            _end(UsageError("say which command. Type: hvdtrain --help"), _USAGE)
-        typer.echo(str(getattr(error, "message", error)), err=True)  # the help
-        sys.exit(_USAGE)
+    except TyperUsageError:  # of the program itself; a command's own are UsageErrors
+        _end(UsageError("say which command. Type: hvdtrain --help"), _USAGE)
     except (HvdTrainError, OSError) as error:
         # Of an OSError the system's own words, e.g. "[Errno 28] No space left on device: '/tmp/x'".
         _end(error, _FAILED)

@@ -130,18 +130,19 @@ class Group(TyperGroup):
     """The program itself, whose errors are one line too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read what comes before the command."""
+        """Read what comes before the command; without anything the help is the answer."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), err=True)
+            raise typer.Exit(2)
         typed = list(args)
         try:
             return super().parse_args(ctx, args)
         except TyperUsageError as error:
-            if not typed:  # the help is the message
-                raise
             raise in_our_words(error, ctx, typed) from error
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command, or name the nearest."""
-        names = self.list_commands(ctx)
+        names = list(self.commands)
         if args and args[0] not in names and not ctx.resilient_parsing:
             raise UsageError(
                 f"there is no command {args[0]}" + did_you_mean(args[0], names, f"There are {', '.join(names)}")
