@@ -11,7 +11,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hvdtrain.bench.command import bench
-from hvdtrain.command_line import DEBUG, Command, Debug, Group, TyperUsageError, file, one_of, whole_number
+from hvdtrain.command_line import (
+    DEBUG,
+    Command,
+    Debug,
+    Group,
+    TyperUsageError,
+    file,
+    folder,
+    matching,
+    one_of,
+    whole_number,
+)
 from hvdtrain.errors import HvdTrainError, UsageError
 from hvdtrain.plan.command import plan
 from hvdtrain.report.command import report
@@ -70,13 +81,16 @@ def build(
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even where the cache has the wheel.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be built, and stop.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Take framework versions that no test has seen.")] = False,
-    wheel_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Put a copy of the wheel there.")] = None,
+    wheel_dir: Annotated[Path | None, typer.Option(help="Put a copy of the wheel there.", **folder())] = None,
     sdist: Annotated[
         Path | None, typer.Option(help="Horovod's sdist as a file, for machines without a network.", **file())
     ] = None,
     cuda_arch: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help='GPU architectures, e.g. "80,90"; default: the GPUs that are here.'),
+        typer.Option(
+            help='GPU architectures, e.g. "80,90"; default: the GPUs that are here.',
+            **matching(r"\d+\.?\d(,\d+\.?\d)*", "architectures such as 80,90", "LIST"),
+        ),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Compiler processes at once; default: one a core.", **whole_number(least=1))
@@ -169,6 +183,8 @@ def _end(error: Exception, status: int, *, bug: bool = False) -> NoReturn:
     if os.environ.get(DEBUG) == "1" and error.__traceback__ is not None:
         traceback.print_exception(error)
     text = str(error)
+    if status == _USAGE:
+        text = " ".join(text.splitlines())  # what was typed may hold more than one line
     if bug:
         text = (
             f"{type(error).__name__}: {text}. This is a bug of hvdtrain. {DEBUG}=1 before the command shows where; "

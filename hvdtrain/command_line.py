@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,6 +100,32 @@ def file(metavar: str = "FILE") -> dict[str, Any]:
         if not Path(text).is_file():
             raise ValueError(f"must be a file. There is none at {text}")
         return Path(text)
+
+    return _kind(parse, metavar)
+
+
+def folder(metavar: str = "DIR") -> dict[str, Any]:
+    """Return the options of a folder that is there, or can be made."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            raise ValueError(f"must be a folder. {there} is a file")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"must be a folder that can be written. {there} cannot")
+        return path
+
+    return _kind(parse, metavar)
+
+
+def matching(pattern: str, must_be: str, metavar: str) -> dict[str, Any]:
+    """Return the options of a text of a certain form."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {must_be}. Received: {text}")
+        return text
 
     return _kind(parse, metavar)
 

@@ -71,6 +71,8 @@ def test_without_a_command_the_overview_is_the_answer(call):
         ("build --jobs=0", "hvdtrain build: --jobs must be a whole number, at least 1. Received: 0"),
         ("build --without tensroflow", "Received: tensroflow. Did you mean tensorflow?"),
         ("build --sdist gone.tar.gz", "hvdtrain build: --sdist must be a file. There is none at gone.tar.gz"),
+        ("build --wheel-dir /dev/null/x", "hvdtrain build: --wheel-dir must be a folder. /dev/null is a file"),
+        ("build --cuda-arch abc", "hvdtrain build: --cuda-arch must be architectures such as 80,90. Received: abc"),
         ("bench -np two", "hvdtrain bench: -np must be a whole number. Received: two"),
         ("bench --ranks=two", "hvdtrain bench: --ranks must be a whole number. Received: two"),
         ("bench --steps", "hvdtrain bench: --steps needs a value. Type: hvdtrain bench --help"),
@@ -89,6 +91,14 @@ def test_bad_input_is_one_line_that_says_what_to_type(call, line, said):
     assert said in err
     assert err.startswith("hvdtrain")
     assert err.count("\n") == 1
+
+
+def test_what_was_typed_cannot_break_the_line(call):
+    assert call("report", "a\nb") == (
+        2,
+        "",
+        "hvdtrain report: there is no folder a b. Runs are in runs/, see: ls runs\n",
+    )
 
 
 def test_a_bug_is_one_line_and_a_traceback_on_request(call, monkeypatch):
