@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.errors import UsageError
 from hvdtrain.run import loopback
-from hvdtrain.run.arguments import UsageError
 
 HERE = Path("/dev/shm/x")
 
