@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvdtrain.bench.launch import BenchError
+from hvdtrain.bench.launch import BenchUsageError
 from hvdtrain.plan.units import parse_rate
 from hvdtrain.step_times import Spread
 
@@ -33,14 +33,14 @@ def parse_link(text: str) -> float:
     """Return the bytes a second of a link such as "25Gb/s" (bits) or "3GB/s" (bytes).
 
     Raises:
-        BenchError: it does not parse, or is not above zero and finite.
+        BenchUsageError: it does not parse, or is not above zero and finite.
     """
     try:
         rate = parse_rate(text)
     except ValueError as problem:
-        raise BenchError(f"--link: {problem}") from None
+        raise BenchUsageError(f"--link: {problem}") from None
     if not 0 < rate < math.inf:
-        raise BenchError(f"--link must be above zero and finite. Received: --link {text}")
+        raise BenchUsageError(f"--link must be above zero and finite. Received: --link {text}")
     return rate
 
 

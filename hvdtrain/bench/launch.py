@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import launcher
-from hvdtrain.errors import HvdTrainError
+from hvdtrain.errors import HvdTrainError, UsageError
 from hvdtrain.start import end_family, horovodrun, rank_environment
 
 MAX_RANKS_A_CORE = 4
@@ -27,7 +27,11 @@ _TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:?")
 
 
 class BenchError(HvdTrainError):
-    """What was asked of `hvdtrain bench` cannot be done, or came to nothing; one line says why."""
+    """`hvdtrain bench` came to nothing; one line says why."""
+
+
+class BenchUsageError(BenchError, UsageError):
+    """What was asked of it cannot be done."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,13 @@ def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
         cores: usable cores of this host.
 
     Raises:
-        BenchError: fewer than one rank, more ranks than slots, or a list that does not parse.
+        BenchUsageError: fewer than one rank, more ranks than slots, or a list that does not parse.
     """
     if ranks < 1:
-        raise BenchError(f"-np must be at least 1. Received: -np {ranks}")
+        raise BenchUsageError(f"-np must be at least 1. Received: -np {ranks}")
     if text is None:
         if ranks > MAX_RANKS_A_CORE * cores:
-            raise BenchError(
+            raise BenchUsageError(
                 f"-np {ranks} is more than {MAX_RANKS_A_CORE} ranks for each of the {cores} cores here. Use fewer, or "
                 f"insist with -H localhost:{ranks}"
             )
@@ -72,10 +76,10 @@ def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
     for item in text.split(","):
         name, _, slots = item.strip().partition(":")
         if not name or not slots.isdecimal() or int(slots) < 1 or name in names:
-            raise BenchError(f"-H must be like host1:2,host2:2, each host once. Received: -H {text}")
+            raise BenchUsageError(f"-H must be like host1:2,host2:2, each host once. Received: -H {text}")
         names[name] = int(slots)
     if ranks > sum(names.values()):
-        raise BenchError(f"-np {ranks} is more than the {sum(names.values())} slots of -H {text}")
+        raise BenchUsageError(f"-np {ranks} is more than the {sum(names.values())} slots of -H {text}")
     return Hosts(ranks, names)
 
 
@@ -182,9 +186,11 @@ def check_launchable() -> None:
     found = launcher.detect()
     # A shell inside a Slurm allocation is no rank yet.
     if found and found.size and found.size > 1 and found.name != "Slurm":
-        raise BenchError(f"hvdtrain bench starts the ranks itself, and {found} has started this one. Run it by itself.")
+        raise BenchUsageError(
+            f"hvdtrain bench starts the ranks itself, and {found} has started this one. Run it by itself"
+        )
     if importlib.util.find_spec("horovod") is None:
-        raise BenchError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`.")
+        raise BenchError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
 
 
 def _horovodrun(hosts: Hosts) -> list[str]:

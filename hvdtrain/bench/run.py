@@ -18,7 +18,7 @@ from rich.console import Console
 from hvdtrain import step_times
 from hvdtrain.bench import advice, report, sweep, worker
 from hvdtrain.bench.floor import floor_s, parse_link
-from hvdtrain.bench.launch import BenchError, Hosts, Outcome, check_launchable, parse_hosts, run_ranks
+from hvdtrain.bench.launch import BenchError, BenchUsageError, Hosts, Outcome, check_launchable, parse_hosts, run_ranks
 from hvdtrain.bench.steps import Steps, collect, from_script
 from hvdtrain.step_times import RankTimes
 from hvdtrain.tuning import usable_cores
@@ -83,20 +83,20 @@ def run(options: Options) -> None:
 
 def _check(options: Options) -> None:
     if not (math.isfinite(options.timeout_s) and options.timeout_s > 0):
-        raise BenchError(f"--timeout must be above zero seconds and finite. Received: {options.timeout_s:g}")
+        raise BenchUsageError(f"--timeout must be above zero seconds and finite. Received: {options.timeout_s:g}")
     until_end = options.steps == 0 and options.script is not None
     if options.steps is not None and options.steps < step_times.MIN_STEPS and not until_end:
-        raise BenchError(f"--steps must be at least {step_times.MIN_STEPS}. Received: {options.steps}")
+        raise BenchUsageError(f"--steps must be at least {step_times.MIN_STEPS}. Received: {options.steps}")
     if options.script is None:
         if options.arguments:
-            raise BenchError(f"arguments are a script's: give --script. Received: {' '.join(options.arguments)}")
+            raise BenchUsageError(f"arguments are a script's: give --script. Received: {' '.join(options.arguments)}")
         if options.max_bytes is not None:
             sweep.sizes(options.max_bytes)
     else:
         if options.framework or options.max_bytes is not None or options.quick:
-            raise BenchError("--framework, --max-bytes and --quick are for the standard model, not for --script")
+            raise BenchUsageError("--framework, --max-bytes and --quick are for the standard model, not for --script")
         if not options.script.is_file():
-            raise BenchError(f"--script must be a file. There is none at {options.script}")
+            raise BenchUsageError(f"--script must be a file. There is none at {options.script}")
 
 
 def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.Result:

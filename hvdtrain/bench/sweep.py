@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.bench.floor import moved_bytes
-from hvdtrain.bench.launch import BenchError
+from hvdtrain.bench.launch import BenchUsageError
 from hvdtrain.step_times import Spread
 
 ELEMENT_BYTES = 4  # float32
@@ -69,10 +69,10 @@ def sizes(max_bytes: int) -> list[int]:
     """Return the sizes to measure: 4 B and each four times the one before, up to `max_bytes`, which is the last.
 
     Raises:
-        BenchError: max_bytes is not at least 4.
+        BenchUsageError: max_bytes is not at least 4.
     """
     if max_bytes < ELEMENT_BYTES:
-        raise BenchError(f"--max-bytes must be at least {ELEMENT_BYTES}, one float32. Received: {max_bytes}")
+        raise BenchUsageError(f"--max-bytes must be at least {ELEMENT_BYTES}, one float32. Received: {max_bytes}")
     last = max_bytes - max_bytes % ELEMENT_BYTES
     found = [ELEMENT_BYTES]
     while found[-1] * FACTOR <= last:

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -18,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvdtrain import redact
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.records import Facts, Records
 from hvdtrain.interval import Interval
@@ -33,8 +33,6 @@ CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl
 
 _PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy")
 _VARIABLES = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "HVDTRAIN_", "OMP_NUM_THREADS", "KERAS_BACKEND", "CUDA_VISIBLE_DEVICES")
-_SECRET = re.compile(r"secret|token|passw|pwd|credential|auth(?!or)|(^|[-_.]|api)key$", re.IGNORECASE)
-_HIDDEN = "(hidden)"
 
 _runs_here = itertools.count(1)  # of a job with a name
 
@@ -158,7 +156,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
     chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     return {
         "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": without_secrets(sys.argv),
+        "command": redact.without_secrets(sys.argv),
         "folder": os.getcwd(),
         "ranks": trainer.world.size,
         "hosts": list(trainer.hosts),
@@ -167,24 +165,8 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,
-        "variables": {name: _HIDDEN if _SECRET.search(name) else value for name, value in chosen.items()},
+        "variables": redact.variables(chosen),
     }
-
-
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return a command line with the values of options such as --token and --api-key hidden."""
-    shown, hide = [], False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        is_secret = bool(_SECRET.search(name))
-        if hide and not word.startswith("-"):
-            shown.append(_HIDDEN)
-        elif is_secret and equals:
-            shown.append(f"{name}={_HIDDEN}")
-        else:
-            shown.append(word)
-        hide = is_secret and not equals and word.startswith("-")
-    return shown
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

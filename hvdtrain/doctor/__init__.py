@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,11 +21,13 @@ __all__ = ["run"]
 _PROBE_LIMIT_S = 90.0
 
 
-def run(*, as_json: bool = False) -> int:
+def run(*, as_json: bool = False, report: bool = False, out: Path | None = None) -> int:
     """Look, judge, try, and print.
 
     Args:
         as_json: print one JSON object instead of a table.
+        report: print Markdown for an issue instead.
+        out: write the Markdown there.
 
     Returns:
         0 if training would work, 1 if not.
@@ -31,12 +35,17 @@ def run(*, as_json: bool = False) -> int:
     facts = gather()
     verdicts = judge(facts)
     console = Console(soft_wrap=True, highlight=False)
-    if not as_json:
+    as_text = not as_json and not report
+    if as_text:
         _print_facts(console, facts)
     probes = []
     for planned in plan_probes(facts, verdicts):
+        if report:
+            print(
+                f"hvdtrain doctor: trying an allreduce of {planned[0]} over {planned[1]}", file=sys.stderr, flush=True
+            )
         probes.append(probe.allreduce(planned[0], planned[1], ranks=planned[2], timeout_s=_PROBE_LIMIT_S))
-        if not as_json:
+        if as_text:
             _print_row(console, *_probe_row(probes[-1]))
     verdicts = sorted(verdicts + judge_probes(probes), key=lambda verdict: verdict.level != "error")
     works = not any(verdict.level == "error" for verdict in verdicts)
@@ -48,6 +57,15 @@ def run(*, as_json: bool = False) -> int:
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
         }
         print(json.dumps(document, indent=2))
+    elif report:
+        from hvdtrain.doctor.issue import markdown
+
+        text = markdown(facts, probes, verdicts)
+        if out is None:
+            print(text, end="")
+        else:
+            out.write_text(text, encoding="utf-8")
+            print(f"wrote {out}: read it, then paste it into an issue")
     else:
         _print_verdicts(console, verdicts)
     return 0 if works else 1

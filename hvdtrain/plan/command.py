@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hvdtrain.command_line import Debug, file, number, one_of, quantity, whole_number
+from hvdtrain.errors import UsageError
 from hvdtrain.plan.measured import read_measured
 from hvdtrain.plan.model import Algorithm, Cluster, Step, forecast
 from hvdtrain.plan.units import format_time, parse_rate, parse_size, parse_time
 
-
-def _quantity(parse: Callable[[str], float], metavar: str) -> dict[str, Any]:
-    """Return what makes typer take a quantity with its unit, and refuse anything else in one line."""
-
-    def checked(text: str) -> float:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return {"parser": checked, "metavar": metavar}
-
-
-_TIME, _SIZE, _RATE = _quantity(parse_time, "TIME"), _quantity(parse_size, "SIZE"), _quantity(parse_rate, "RATE")
+_TIME, _SIZE, _RATE = quantity(parse_time, "TIME"), quantity(parse_size, "SIZE"), quantity(parse_rate, "RATE")
 
 
 def plan(
@@ -37,24 +25,30 @@ def plan(
     gradients: Annotated[
         float | None, typer.Option(help="What a rank reduces in a step, e.g. 80MB: 4 bytes a weight in fp32.", **_SIZE)
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples that one rank takes in a step.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples that one rank takes in a step.", **whole_number())
+    ] = None,
     backward_share: Annotated[
-        float | None, typer.Option(help=f"Backward's share of the step, up to 1.  [default: {Step.backward_share:.2f}]")
+        float | None,
+        typer.Option(help=f"Backward's share of the step, up to 1.  [default: {Step.backward_share:.2f}]", **number()),
     ] = None,
     spread: Annotated[
         float | None, typer.Option(help="Standard deviation of the step's time.  [default: 0s]", **_TIME)
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="Take what is not given from a file of: hvdtrain bench --script X --json")
+        Path | None,
+        typer.Option(help="Take what is not given from a file of: hvdtrain bench --script X --json", **file()),
     ] = None,
     link: Annotated[
         float | None, typer.Option(help="Link between hosts, each direction, e.g. 25Gb/s or 3.1GB/s.", **_RATE)
     ] = None,
     link_efficiency: Annotated[
         float | None,
-        typer.Option(help=f"What headers leave of it; 1 if measured.  [default: {Cluster.link_efficiency}]"),
+        typer.Option(
+            help=f"What headers leave of it; 1 if measured.  [default: {Cluster.link_efficiency}]", **number()
+        ),
     ] = None,
-    ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.", **whole_number())] = 1,
     intra: Annotated[
         float | None, typer.Option(help="What an allreduce reaches within a host, e.g. 10GB/s.", **_RATE)
     ] = None,
@@ -74,16 +68,25 @@ def plan(
         typer.Option(help=f"Gradients reduced together.  [default: {Cluster.bucket_bytes / 2**20:g}MiB]", **_SIZE),
     ] = None,
     overlap: Annotated[
-        float, typer.Option(help="1: allreduce runs beside backward; 0: it takes the cores that compute.")
+        float, typer.Option(help="1: allreduce runs beside backward; 0: it takes the cores that compute.", **number())
     ] = Cluster.overlap,
-    algorithm: Annotated[Algorithm, typer.Option(help="How an allreduce travels.")] = Cluster.algorithm,
-    max_ranks: Annotated[int, typer.Option(help="Forecast for 1, 2, 4, ... up to this.")] = 4096,
-    samples: Annotated[int, typer.Option(help="Samples of the run whose time and cost are shown.")] = 1_000_000,
-    price: Annotated[float | None, typer.Option(help="Of one rank for one hour.  [default: show rank-hours]")] = None,
-    worth: Annotated[float, typer.Option(help="What an added rank must bring, of a lone rank's work.")] = 0.5,
+    algorithm: Annotated[
+        str, typer.Option(help="How an allreduce travels.", **one_of(*(each.value for each in Algorithm)))
+    ] = Cluster.algorithm.value,
+    max_ranks: Annotated[int, typer.Option(help="Forecast for 1, 2, 4, ... up to this.", **whole_number())] = 4096,
+    samples: Annotated[
+        int, typer.Option(help="Samples of the run whose time and cost are shown.", **whole_number())
+    ] = 1_000_000,
+    price: Annotated[
+        float | None, typer.Option(help="Of one rank for one hour.  [default: show rank-hours]", **number())
+    ] = None,
+    worth: Annotated[
+        float, typer.Option(help="What an added rank must bring, of a lone rank's work.", **number())
+    ] = 0.5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
 ) -> None:
-    """Forecast step time, efficiency and cost for 1, 2, 4, ... 4096 ranks, from one measured step.
+    """Forecast speed and cost on 1 to 4096 ranks from one measured step.
 
     T_comp is a rank's step without communication; it stays, since the batch of a rank stays. T_sync is the time to
     allreduce its gradients: bytes sent / bandwidth + hops * latency + what starting each allreduce takes. Overlap:
@@ -94,6 +97,8 @@ def plan(
     Adding ranks stops paying where no larger number of ranks brings --worth of a lone rank's work for each rank added.
 
     Quantities need a unit: 200ms, 80MB, 64MiB, 25Gb/s (bits), 3.9GB/s (bytes).
+
+    Example: hvdtrain plan --step 200ms --gradients 80MB --batch-size 64 --link 25Gb/s
     """
     from hvdtrain.plan.report import Plan, as_json, show
 
@@ -114,7 +119,7 @@ def plan(
         "overhead_s": overhead,
         "bucket_bytes": bucket,
         "overlap": overlap,
-        "algorithm": algorithm,
+        "algorithm": Algorithm(algorithm),
     }
     try:
         if measured is not None:
@@ -132,7 +137,7 @@ def plan(
         )
         text = json_format.dumps(as_json(result), indent=2) if json else None
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UsageError(str(error)) from None
     if text is not None:
         print(text)
         return

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hvdtrain.command_line import Debug, file
+from hvdtrain.errors import UsageError
 from hvdtrain.plan.measured import read_measured
 from hvdtrain.plan.units import parse_rate
 
 if TYPE_CHECKING:
     from hvdtrain.report.numbers import Summary
-
-_USAGE = 2
 
 
 def report(
@@ -22,30 +22,32 @@ def report(
         list[Path] | None, typer.Argument(metavar="RUN [RUN]", help="A run's folder, or two to compare.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The page; default: report.html in RUN, for two runs in this folder.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The page; default: report.html in RUN, for two runs in this folder."),
     ] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(help="Show the allreduce floor, from a file of: hvdtrain bench --script X --json"),
+        typer.Option(help="Show the allreduce floor, from a file of: hvdtrain bench --script X --json", **file()),
     ] = None,
     link: Annotated[
-        str | None, typer.Option(help="Speed between hosts, such as 25Gb/s: the floor of a run on several hosts.")
+        str | None,
+        typer.Option(metavar="RATE", help="Speed between hosts, such as 25Gb/s: the floor of a run on several hosts."),
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the numbers as one JSON object; a page only with --out.")
     ] = False,
+    debug: Debug = False,
 ) -> None:
-    """Make one page of a run, or of two against each other, that opens offline: curves, speed, stragglers, settings.
+    """Make a page of a run, or of two compared, that opens offline.
+
+    It shows curves, speed, stragglers and settings.
 
     Example: hvdtrain report runs/train-20261121-100000
     """
-    from hvdtrain.report.reading import ReportError
-
     try:
         path = _report(runs or [], out=out, measured=measured, link=link, as_json=json)
-    except (ReportError, ValueError) as error:
-        typer.echo(f"hvdtrain report: {error}", err=True)
-        raise typer.Exit(_USAGE) from None
+    except ValueError as error:  # of a file or a rate that cannot be read
+        raise UsageError(str(error)) from None
     if not json:
         print(f"wrote {path}: open it in a browser")
 

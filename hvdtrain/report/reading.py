@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.callbacks.run_folder import CONFIG, ENVIRONMENT, METRICS
-from hvdtrain.errors import HvdTrainError
+from hvdtrain.errors import UsageError
 
 PARTS = ("step", "data", "compute", "reduction")
 Floats = NDArray[np.float64]
 
 
-class ReportError(HvdTrainError):
+class ReportError(UsageError):
     """What was asked to be reported is no run."""
 
 

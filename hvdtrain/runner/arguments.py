@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.command_line import did_you_mean
 from hvdtrain.errors import UsageError
 
 HOROVODRUN, MPIRUN = "horovodrun", "mpirun"
@@ -23,7 +23,10 @@ def _each(names: str, *, values: int) -> dict[str, int]:
 
 
 # How many values each option takes. horovodrun's are Horovod 0.28.1's: a test compares them with its parser.
-_OURS = {"-np": 1, "--num-proc": 1, "--max-restarts": 1, "--grace": 1, "--launcher": 1, "--help": 0}
+OURS = {
+    **_each("-np --num-proc --max-restarts --grace --launcher --config", values=1),
+    **_each("--debug --help", values=0),
+}
 HOROVODRUN_OPTIONS = {
     **_each(
         "-v --version -cb --check-build --disable-cache --verbose --hierarchical-allreduce "
@@ -68,33 +71,62 @@ class Split:
     program: list[str] = field(default_factory=list)
 
 
-def split(arguments: Sequence[str]) -> Split:
-    """Take `arguments` apart. The program begins with the first word that is no option and no option's value."""
+def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] = lambda file: None) -> Split:
+    """Take `arguments` apart. The program begins with the first word that is no option and no option's value.
+
+    Args:
+        arguments: what was typed after `hvdtrain run`.
+        launcher_in: returns which launcher a --config file names.
+
+    Raises:
+        UsageError: an option that there is not, or without its value.
+    """
+    problem: UsageError | None = None
+    other: Split | None = None
+    # How many values an option takes hangs on the launcher, which stands among the options: a guess must come true.
+    for launcher in (HOROVODRUN, MPIRUN):
+        try:
+            parts = _split(arguments, launcher)
+        except UsageError as error:
+            problem = problem or error
+            continue
+        file = value(parts.ours, "--config")
+        if (value(parts.ours, "--launcher") or (file and launcher_in(file)) or HOROVODRUN) == launcher:
+            return parts
+        other = other or parts
+    if other is None or problem is not None:
+        raise problem or UsageError("the command line cannot be read")
+    return other  # a launcher that there is not
+
+
+def _split(arguments: Sequence[str], launcher: str) -> Split:
     parts = Split()
-    launcher = _launcher(arguments)
+    for name, words in options(arguments, launcher):
+        if not name:
+            parts.program.extend(words)
+        else:
+            (parts.ours if name in OURS else parts.passed).extend(words)
+    return parts
+
+
+def options(arguments: Sequence[str], launcher: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option's name with its words, then "" with those of the program.
+
+    Raises:
+        UsageError: an option that there is not, or without its value.
+    """
     i = 0
     while i < len(arguments):
         word = arguments[i]
         if word == "--" or not word.startswith("-"):
-            parts.program.extend(arguments[i + (word == "--") :])
-            break
+            yield "", list(arguments[i + (word == "--") :])
+            return
         name, equals, _ = word.partition("=")
-        mine = _OURS.get(name)
-        values = 0 if equals else mine if mine is not None else _values(name, launcher)
+        values = 0 if equals else OURS[name] if name in OURS else _values(name, launcher)
         if i + values >= len(arguments) and values:
             raise UsageError(f"{name} needs {'a value' if values == 1 else f'{values} values'}")
-        (parts.ours if mine is not None else parts.passed).extend(arguments[i : i + 1 + values])
+        yield name, list(arguments[i : i + 1 + values])
         i += 1 + values
-    return parts
-
-
-def _launcher(arguments: Sequence[str]) -> str:
-    for i, word in enumerate(arguments):
-        if word == "--launcher" and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if word.startswith("--launcher="):
-            return word.partition("=")[2]
-    return HOROVODRUN
 
 
 def _values(name: str, launcher: str) -> int:
@@ -107,10 +139,9 @@ def _values(name: str, launcher: str) -> int:
     whole = [known for known in HOROVODRUN_OPTIONS if name.startswith("--") and known.startswith(name)]
     if len({HOROVODRUN_OPTIONS[known] for known in whole}) == 1:
         return HOROVODRUN_OPTIONS[whole[0]]
-    near = difflib.get_close_matches(name, [*HOROVODRUN_OPTIONS, *_OURS], n=1)
     raise UsageError(
         f"{name} is an option neither of hvdtrain run nor of horovodrun"
-        + (f". Did you mean {near[0]}?" if near else ". `horovodrun --help` lists its options")
+        + did_you_mean(name, [*HOROVODRUN_OPTIONS, *OURS], "`horovodrun --help` lists its options")
     )
 
 

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from hvdtrain.command_line import Command, Debug
 from hvdtrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hvdtrain.runner.arguments import Split
+    from hvdtrain.runner.config import Settings
     from hvdtrain.runner.supervise import Options
 
 _SPLIT = "hvdtrain.runner.split"
+_READ = "hvdtrain.runner.read"
 
 
-class RunCommand(TyperCommand):
+class RunCommand(Command):
     """Keeps its own options and hands every other one to the launcher, as it was written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the command line apart, and read our options alone."""
-        from hvdtrain.runner import arguments
+        from hvdtrain.runner import arguments, config
 
+        read = functools.lru_cache(config.read)  # once: it may be a pipe
         try:
-            parts = arguments.split(args)
-        except UsageError as error:
-            _refuse(error)
-        ctx.meta[_SPLIT] = parts
-        return super().parse_args(ctx, parts.ours if args else ["--help"])
+            parts = arguments.split(args, launcher_in=lambda file: read(file).launcher)
+        except UsageError:
+            if not ctx.resilient_parsing:
+                raise
+            parts = arguments.Split()  # a shell asks what may follow what is not whole yet
+        ctx.meta[_SPLIT], ctx.meta[_READ] = parts, read
+        return super().parse_args(ctx, parts.ours)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Say what may stand where."""
@@ -40,34 +47,74 @@ class RunCommand(TyperCommand):
 
 def run(
     ctx: typer.Context,
-    ranks: Annotated[str | None, typer.Option("-np", "--num-proc", help="Number of ranks.")] = None,
+    ranks: Annotated[str | None, typer.Option("-np", "--num-proc", metavar="N", help="Number of ranks.")] = None,
     max_restarts: Annotated[
-        str, typer.Option(metavar="K", help="Start the job anew so often when it fails; 0 for never.")
-    ] = "3",
+        str | None,
+        typer.Option(metavar="K", help="Start the job anew so often when it fails; 0 for never.  [default: 3]"),
+    ] = None,
     grace: Annotated[
-        str,
-        typer.Option(metavar="SECONDS", help="After SIGTERM, SIGINT or SIGUSR1: what ranks get to write a checkpoint."),
-    ] = "30",
-    launcher: Annotated[str, typer.Option(help="What starts the ranks: horovodrun or mpirun.")] = "horovodrun",
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="After SIGTERM, SIGINT or SIGUSR1: what ranks get to write a checkpoint.  [default: 30]",
+        ),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="horovodrun|mpirun",
+            help="What starts the ranks.  [default: horovodrun]",
+            autocompletion=lambda incomplete: [n for n in ("horovodrun", "mpirun") if n.startswith(incomplete)],
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Take what is not on the command line from this YAML file.")
+    ] = None,
+    debug: Debug = False,
 ) -> None:
-    """Run a script on several ranks, and start it anew from its checkpoint when a process dies.
+    """Run a script on several ranks, and go on when a process dies.
 
-    Exit status: 0, every rank ended well; 75, stopped on request, run it again to go on; 2, a wrong command
-    line; else that of the rank that failed first, 128 + n for signal n.
+    What is left of a job that failed is ended, and it is started anew; a script with a checkpoint goes on from it.
+    `hvdtrain --help` lists the exit statuses.
+
+    Keys of the file: np, hosts, max-restarts, grace, launcher, launcher-options, environment, script, arguments.
+    The command line wins; arguments of the script alone are added to the file's after --.
 
     Example: hvdtrain run -np 4 train.py --epochs 90
+
+    Example: hvdtrain run --config train.yaml -np 2 -- --epochs 1
     """
     from hvdtrain.runner import supervise
+    from hvdtrain.runner.config import Settings
 
     parts: Split = ctx.meta[_SPLIT]
-    try:
-        options, run_dir = _prepare(parts, ranks, max_restarts, grace, launcher)
-    except UsageError as error:
-        _refuse(error)
+    typed = Settings(ranks, max_restarts, grace, launcher, parts.passed, program=parts.program)
+    settings = typed.over(ctx.meta[_READ](config)) if config is not None else typed
+    settings = settings.over(Settings(max_restarts="3", grace="30", launcher="horovodrun"))
+    os.environ.update(settings.environment)  # as if it had been set before the command
+    options, run_dir = _prepare(settings)
+    _keep(settings, options)
     raise typer.Exit(supervise.run(options, run_dir))
 
 
-def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, launcher: str) -> tuple[Options, Path]:
+def _keep(settings: Settings, options: Options) -> None:
+    """Say what is run, and write it into the run's folder."""
+    from hvdtrain.runner import config, supervise
+
+    try:
+        # The folder that `hvdtrain.callbacks.RunFolder` takes.
+        path = config.keep(
+            settings,
+            runs=options.environment.get("HVDTRAIN_RUNS", "runs"),
+            name=options.environment["HVDTRAIN_RUN_NAME"],
+        )
+        where = f" (kept in {path})" if path else ""
+    except OSError as problem:
+        where = f" (not kept: {problem})"
+    supervise.say(f"{settings}{where}")
+
+
+def _prepare(settings: Settings) -> tuple[Options, Path]:
     """Check everything that can be checked before anything is started, and return what to run.
 
     Raises:
@@ -76,34 +123,30 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
     from hvdtrain import start, tuning
     from hvdtrain.runner import arguments, loopback, supervise, surroundings
 
+    launcher, passed = settings.launcher, settings.options
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
         raise UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
-    if ranks is None:
+    if settings.ranks is None:
         raise UsageError("say how many ranks: hvdtrain run -np 2 train.py")
-    count = arguments.whole_number("-np", ranks, least=1)
-    restarts = arguments.whole_number("--max-restarts", max_restarts, least=0)
-    grace_s = arguments.seconds("--grace", grace)
+    count = arguments.whole_number("-np", settings.ranks, least=1)
+    restarts = arguments.whole_number("--max-restarts", settings.max_restarts, least=0)
+    grace_s = arguments.seconds("--grace", settings.grace or "")
     surroundings.check_place()
-    program = arguments.program(parts.program)
-    slots = arguments.hosts(parts.passed)
-    elastic = arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
+    program = arguments.program(settings.program)
+    slots = arguments.hosts(passed)
+    elastic = arguments.value(passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
     crowded = arguments.check_ranks(count, slots=slots, elastic=elastic, cores=tuning.usable_cores())
     first = [found_mpirun] if launcher == arguments.MPIRUN and (found_mpirun := shutil.which("mpirun")) else []
     if launcher == arguments.MPIRUN and not first:
         raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
-    line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *parts.passed]
+    line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *passed]
     if elastic and launcher == arguments.HOROVODRUN:
-        line += loopback.elastic_flags(parts.passed)
+        line += loopback.elastic_flags(passed)
     if crowded:
         supervise.say(crowded)
     run_dir = supervise.make_run_dir()
     script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
     environment = surroundings.environment(
-        run_dir, name=script, launcher=launcher, passed=parts.passed, slots=slots, elastic=elastic
+        run_dir, name=script, launcher=launcher, passed=passed, slots=slots, elastic=elastic
     )
     return supervise.Options([*line, *program], environment, restarts, grace_s, elastic), run_dir
-
-
-def _refuse(error: Exception) -> NoReturn:
-    typer.echo(f"hvdtrain run: {error}", err=True)
-    raise typer.Exit(2)

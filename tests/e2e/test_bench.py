@@ -244,7 +244,7 @@ def test_a_script_without_steps_gets_a_clear_word(folder: Path, text: str, said:
     status, output, error = bench(folder, "--script", "train.py", "--timeout", "6" if "sleep" in text else "60")
     assert status == 1
     assert output == ""
-    found = [line for line in error.splitlines() if line.startswith("hvdtrain: ")]
+    found = [line for line in error.splitlines() if line.startswith("hvdtrain bench: ")][1:]  # after what it will do
     assert len(found) == 1, error
     assert said in found[0]
     assert ("raised ValueError: boom" in found[0]) is ("boom" in text), error

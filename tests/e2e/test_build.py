@@ -86,7 +86,7 @@ def test_plain_horovodrun_works_after_build(environment: Path, tmp_path: Path) -
 def test_a_missing_compiler_ends_the_build_with_one_sentence(environment: Path, tmp_path: Path) -> None:
     done = hvdtrain(environment, "build", PATH=str(tmp_path), CXX="")
     assert done.returncode == 1
-    assert done.stderr.startswith("hvdtrain: No C++ compiler")
+    assert done.stderr.startswith("hvdtrain build: No C++ compiler")
     assert "Traceback" not in done.stderr
 
 

@@ -112,8 +112,8 @@ class Run:
         return (self.folder / "output").read_text()
 
     def said(self) -> list[str]:
-        """Return the lines of hvdtrain run's own."""
-        return [line for line in self.output().splitlines() if line.startswith("hvdtrain run: ")]
+        """Return the lines of hvdtrain run's own, after the one that says what is run."""
+        return [line for line in self.output().splitlines() if line.startswith("hvdtrain run: ")][1:]
 
     def log(self, rank: int, key: str) -> list[dict[str, Any]]:
         """Return the facts with `key` that a rank has written."""

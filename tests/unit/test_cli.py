@@ -57,18 +57,22 @@ def test_the_environment_can_leave_mpi_out(monkeypatch: pytest.MonkeyPatch, aske
 
 
 @pytest.mark.parametrize("error", [HvdTrainError("no compiler here"), OSError(28, "No space left on device", "/x")])
-def test_a_known_error_is_one_message_and_no_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_known_error_is_one_message_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
     def fail(options: Options) -> None:
         raise error
 
     monkeypatch.setattr(steps, "build", fail)
-    assert call(monkeypatch, "build") == f"hvdtrain: {error}"
+    assert call(monkeypatch, "build") == 1
+    assert capsys.readouterr().err == f"hvdtrain build: {error}\n"
 
 
 def test_doctors_verdict_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     from hvdtrain import doctor
 
-    seen: list[bool] = []
-    monkeypatch.setattr(doctor, "run", lambda *, as_json: seen.append(as_json) or 1)
+    seen: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(doctor, "run", lambda *, as_json, report, out: seen.append((as_json, report)) or 1)
     assert call(monkeypatch, "doctor", "--json") == 1
-    assert seen == [True]
+    assert call(monkeypatch, "doctor", "--report") == 1
+    assert seen == [(True, False), (False, True)]

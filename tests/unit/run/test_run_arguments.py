@@ -34,6 +34,13 @@ def test_mpiruns_options_take_their_values_with_one_dash_or_two() -> None:
     assert parts.program == ["train.py", "--mca"]
 
 
+def test_a_launcher_among_the_scripts_own_arguments_is_not_ours() -> None:
+    line = "-np 2 --network-interfaces eth0 train.py --launcher mpirun --config model.yaml"
+    parts = arguments.split(line.split())
+    assert parts.passed == ["--network-interfaces", "eth0"]
+    assert parts.program == ["train.py", "--launcher", "mpirun", "--config", "model.yaml"]
+
+
 def test_two_dashes_end_the_options() -> None:
     assert arguments.split(["-np", "2", "--", "./prog", "-x"]).program == ["./prog", "-x"]
 
