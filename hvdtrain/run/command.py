@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -75,7 +77,7 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
     """
     from hvdtrain import launcher as around
     from hvdtrain import start, tuning
-    from hvdtrain.run import arguments, loopback, supervise
+    from hvdtrain.run import allocation, arguments, loopback, supervise
 
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
         raise arguments.UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
@@ -90,29 +92,46 @@ def _prepare(parts: Split, ranks: str | None, max_restarts: str, grace: str, lau
     program = arguments.program(parts.program)
     slots = arguments.hosts(parts.passed)
     elastic = arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
-    crowded = arguments.check_ranks(count, slots=slots, elastic=elastic, cores=tuning.usable_cores())
+    given = {} if slots or elastic else allocation.hosts(os.environ)
+    if given:
+        allocation.check_ranks(count, given)
+    crowded = arguments.check_ranks(count, slots=slots or given, elastic=elastic, cores=tuning.usable_cores())
     if importlib.util.find_spec("horovod") is None:
         raise arguments.UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
     first = [found_mpirun] if launcher == arguments.MPIRUN and (found_mpirun := shutil.which("mpirun")) else []
     if launcher == arguments.MPIRUN and not first:
         raise arguments.UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
     line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *parts.passed]
+    if given and launcher == arguments.HOROVODRUN:  # mpirun asks Slurm itself
+        line += ["-H", allocation.listed(given)]
     if elastic and launcher == arguments.HOROVODRUN:
         line += loopback.elastic_flags(parts.passed)
     if crowded:
         supervise.say(crowded)
     run_dir = supervise.make_run_dir()
-    environment = start.rank_environment({})
     # All starts of a job are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder.
     script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
+    environment = _environment(launcher, parts.passed)
     environment.setdefault("HVDTRAIN_RUN_NAME", f"{script}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{run_dir.name[-4:]}")
+    if not elastic and loopback.is_here(slots or given):
+        environment |= loopback.settings(run_dir, launcher, parts.passed, environment)
+    far = launcher == arguments.MPIRUN and bool(slots) and not any(loopback.is_here([host]) for host in slots)
+    return supervise.Options([*line, *program], environment, restarts, grace_s, elastic, far), run_dir
+
+
+def _environment(launcher: str, passed: Sequence[str]) -> dict[str, str]:
+    """Return the environment for a launcher with the options `passed`."""
+    from hvdtrain import start
+    from hvdtrain.run import arguments
+
+    environment = start.rank_environment({})
     # A rank that failed has failed the others too: none of them has anything to wait for.
     environment.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
-    if launcher == arguments.MPIRUN:  # as horovodrun allows it: containers run as root
+    if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if not elastic and loopback.is_here(slots):
-        environment |= loopback.settings(run_dir, launcher, parts.passed, environment)
-    return supervise.Options([*line, *program], environment, restarts, grace_s, elastic), run_dir
+        if not arguments.places_ranks(passed):
+            environment.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
+    return environment
 
 
 def _refuse(error: Exception) -> NoReturn:
