@@ -63,6 +63,12 @@ def on_one_host() -> bool:
     return os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
+def lacks_pmix() -> bool:
+    """True under an srun that tells its tasks nothing of each other: MPI would end the process, with other words."""
+    found = detect()
+    return found is not None and found.name == "srun" and found.size != 1 and "PMIX_RANK" not in os.environ
+
+
 def is_elastic() -> bool:
     """True under an elastic horovodrun, where the announced size goes stale."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"

@@ -277,7 +277,7 @@ def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **
         kwargs: for `horovod.init`.
 
     Raises:
-        LaunchError: the launcher announced more ranks than Horovod found.
+        LaunchError: the launcher announced more ranks than Horovod found, or gave them no way to find each other.
     """
     if on_jax is None:
         on_jax = launcher.runs_on_jax(None)  # before Horovod imports torch, which would look like the user's choice
@@ -288,6 +288,11 @@ def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **
         # Horovod's init may be called again, by one rank alone too: then nothing may be a collective.
         module.init(*args, **kwargs)
         return module
+    if launcher.lacks_pmix() and module.mpi_built():
+        raise LaunchError(
+            f"{launcher.detect()} started this process without PMIx, by which Open MPI's ranks find each other. Launch "
+            "with `srun --mpi=pmix python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
+        )
     watch.begin()  # ranks wait for each other to start, too
     host: Collectives = importlib.import_module(_COLLECTIVES[framework])
     decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()), on_jax=on_jax)

@@ -61,6 +61,11 @@ _MPIRUN_VALUES = {
     **_each("mca gmca gpmixmca pmixmca", values=2),
 }
 
+# Those that say on which cores ranks run.
+_MPIRUN_PLACES = frozenset(
+    _each("bind-to map-by rf rankfile cpu-list cpu-set slot-list cpus-per-proc cpus-per-rank npersocket ppr", values=1)
+)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -153,6 +158,12 @@ def value(options: Sequence[str], *names: str) -> str | None:
         if name in names:
             found = text if equals else options[i + 1] if i + 1 < len(options) else ""
     return found
+
+
+def places_ranks(options: Sequence[str]) -> bool:
+    """Return whether mpirun's `options` say on which cores ranks run."""
+    names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
+    return bool(names & _MPIRUN_PLACES) or any("binding_policy" in word for word in options)
 
 
 def whole_number(name: str, text: str | None, *, least: int) -> int:

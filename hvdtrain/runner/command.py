@@ -85,12 +85,12 @@ def run(
     Example: hvdtrain run --config train.yaml -np 2 -- --epochs 1
     """
     from hvdtrain.runner import supervise
-    from hvdtrain.runner.config import Settings
+    from hvdtrain.runner.config import DEFAULTS, Settings
 
     parts: Split = ctx.meta[_SPLIT]
     typed = Settings(ranks, max_restarts, grace, launcher, parts.passed, program=parts.program)
     settings = typed.over(ctx.meta[_READ](config)) if config is not None else typed
-    settings = settings.over(Settings(max_restarts="3", grace="30", launcher="horovodrun"))
+    settings = settings.over(DEFAULTS)
     os.environ.update(settings.environment)  # as if it had been set before the command
     options, run_dir = _prepare(settings)
     _keep(settings, options)
@@ -121,7 +121,7 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
         UsageError: what was asked for cannot be done.
     """
     from hvdtrain import start, tuning
-    from hvdtrain.runner import arguments, loopback, supervise, surroundings
+    from hvdtrain.runner import allocation, arguments, loopback, supervise, surroundings
 
     launcher, passed = settings.launcher, settings.options
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
@@ -135,11 +135,16 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     program = arguments.program(settings.program)
     slots = arguments.hosts(passed)
     elastic = arguments.value(passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
-    crowded = arguments.check_ranks(count, slots=slots, elastic=elastic, cores=tuning.usable_cores())
+    given = {} if slots or elastic else allocation.hosts(os.environ)
+    if given:
+        allocation.check_ranks(count, given)
+    crowded = arguments.check_ranks(count, slots=slots or given, elastic=elastic, cores=tuning.usable_cores())
     first = [found_mpirun] if launcher == arguments.MPIRUN and (found_mpirun := shutil.which("mpirun")) else []
     if launcher == arguments.MPIRUN and not first:
         raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
     line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *passed]
+    if given and launcher == arguments.HOROVODRUN:  # mpirun asks Slurm itself
+        line += ["-H", allocation.listed(given)]
     if elastic and launcher == arguments.HOROVODRUN:
         line += loopback.elastic_flags(passed)
     if crowded:
@@ -147,6 +152,7 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     run_dir = supervise.make_run_dir()
     script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
     environment = surroundings.environment(
-        run_dir, name=script, launcher=launcher, passed=passed, slots=slots, elastic=elastic
+        run_dir, name=script, launcher=launcher, passed=passed, slots=slots or given, elastic=elastic
     )
-    return supervise.Options([*line, *program], environment, restarts, grace_s, elastic), run_dir
+    far = launcher == arguments.MPIRUN and bool(slots) and not any(loopback.is_here([host]) for host in slots)
+    return supervise.Options([*line, *program], environment, restarts, grace_s, elastic, far), run_dir

@@ -99,6 +99,9 @@ class Settings:
         return ", ".join(shown)
 
 
+DEFAULTS = Settings(max_restarts="3", grace="30", launcher=HOROVODRUN)
+
+
 def _plain(text: str) -> int | float:
     """Return a number as people write it: 30, not 30.0."""
     return int(float(text)) if float(text).is_integer() else float(text)

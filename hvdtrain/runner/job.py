@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from hvdtrain.runner import family
+from hvdtrain.runner.arguments import MPIRUN
 from hvdtrain.runner.causes import Listener
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -74,21 +76,36 @@ class Job:
     """A launcher in a session of its own, with everything below it."""
 
     def __init__(
-        self, line: Sequence[str], *, environment: Mapping[str, str], run_dir: Path, guard: Guard, host: str
+        self,
+        line: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        run_dir: Path,
+        guard: Guard,
+        host: str,
+        far: bool = False,
     ) -> None:
         self.run_dir = run_dir
+        self._far = far
         self.listener = Listener(host)
         self.began = time.monotonic()
         self._guard = guard
         self._told: set[int] = set()
-        self._process = subprocess.Popen(
-            line,
-            env={**environment, family.RUN_DIR: str(run_dir)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        # A scheduler sends SIGTERM to every process of a job. mpirun would kill its ranks a moment later, in the midst
+        # of a checkpoint; deaf to it, it waits for them. It starts ranks that hear everything.
+        deaf = {signal.SIGTERM} if Path(line[0]).name == MPIRUN else set()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+        try:
+            self._process = subprocess.Popen(
+                line,
+                env={**environment, family.RUN_DIR: str(run_dir)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._copies = [
             threading.Thread(target=self._copy, args=(name, source, number), daemon=True)
             for name, source, number in (("stdout", self._process.stdout, 1), ("stderr", self._process.stderr, 2))
@@ -112,6 +129,11 @@ class Job:
         """Ask its ranks to stop, each once; return False if there is none."""
         job = self.members()
         family.ask_to_stop(job, told=self._told, pids=pids)
+        if self._far:
+            if self._process.pid not in self._told:
+                self._told.add(self._process.pid)
+                family.send(self._process.pid, signal.SIGUSR1)  # mpirun passes it on
+            return self.status() is None
         return any(process.rank is not None for process in job.values())
 
     def send(self, number: int) -> None:

@@ -36,6 +36,7 @@ class Options:
         max_restarts: how often it is started anew.
         grace_s: from a request to stop to the end of patience.
         elastic: the launcher replaces ranks itself, so a rank's end is not the job's.
+        far: every rank is on another host, and the launcher is mpirun.
     """
 
     line: Sequence[str]
@@ -43,6 +44,7 @@ class Options:
     max_restarts: int
     grace_s: float
     elastic: bool = False
+    far: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
     host = socket.gethostname()
     attempts: list[restarts.Attempt] = []
     while True:
-        job = Job(options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=host)
+        job = Job(
+            options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=host, far=options.far
+        )
         try:
             ending = _follow(job, options, signals, guard)
         finally:

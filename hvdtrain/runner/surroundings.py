@@ -47,8 +47,10 @@ def environment(
     found.setdefault("HVDTRAIN_RUN_NAME", f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{run_dir.name[-4:]}")
     # A rank that failed has failed the others too: none of them has anything to wait for.
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
-    if launcher == arguments.MPIRUN:  # as horovodrun allows it: containers run as root
+    if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if not arguments.places_ranks(passed):
+            found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
     if not elastic and loopback.is_here(slots):
         found |= loopback.settings(run_dir, launcher, passed, found)
     return found

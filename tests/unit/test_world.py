@@ -29,6 +29,7 @@ def nothing_launched(monkeypatch):
     monkeypatch.setenv(tuning.KEEP_MEMORY, "0")  # this process goes on to run other tests
     for name in (
         "HOROVOD_RANK",
+        "PMIX_RANK",
         "HVDTRAIN_SOLO",
         tuning.FUSION,
         *(name for each in LAUNCHERS.values() for name in each),
@@ -105,6 +106,9 @@ class FakeHorovod:
     def nccl_built(self):
         return 0
 
+    def mpi_built(self):
+        return True
+
 
 def test_a_launcher_that_announces_more_ranks_than_horovod_sees_is_refused(monkeypatch):
     monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
@@ -113,6 +117,22 @@ def test_a_launcher_that_announces_more_ranks_than_horovod_sees_is_refused(monke
         world.init_engine("torch")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert world.init_engine("torch").size() == 1
+
+
+def test_srun_without_pmix_is_refused_before_mpi_ends_the_process(monkeypatch):
+    monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
+    monkeypatch.setattr(FakeHorovod, "init", None)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(LaunchError, match=r"srun \(SLURM_STEP_NUM_TASKS=2.*srun --mpi=pmix"):
+        world.init_engine("torch")
+
+
+def test_srun_with_pmix_goes_on_to_horovod(monkeypatch):
+    monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("PMIX_RANK", "0")
+    with pytest.raises(LaunchError, match=r"sees 1 rank"):
+        world.init_engine("torch")
 
 
 def test_a_second_init_decides_nothing_and_needs_no_other_rank(monkeypatch):

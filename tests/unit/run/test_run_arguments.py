@@ -164,3 +164,17 @@ def test_without_horovod_it_says_how_to_build_it(
         cli.main()
     assert info.value.code == 2
     assert "Run `hvdtrain build`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "placed"),
+    [
+        ("", False),
+        ("-H a:1 --mca btl self", False),
+        ("--bind-to core", True),
+        ("-map-by slot:PE=2", True),
+        ("--mca hwloc_base_binding_policy core", True),
+    ],
+)
+def test_mpiruns_options_that_place_ranks_are_known(options: str, placed: bool) -> None:
+    assert arguments.places_ranks(options.split()) == placed

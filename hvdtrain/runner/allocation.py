@@ -1,0 +1,70 @@
+"""The hosts that a Slurm job has been given, for launchers that are not told of any others."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+
+from hvdtrain.errors import UsageError
+
+_NODES, _NODE_COUNT, _TASKS = "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE"
+_LIMIT_S = 30
+
+
+def hosts(environment: Mapping[str, str]) -> dict[str, int]:
+    """Return {host: tasks} of a Slurm job of several nodes; {} elsewhere.
+
+    A job of one node needs no list: its ranks are started here, as many as the user says.
+
+    Raises:
+        UsageError: Slurm does not tell which nodes they are.
+    """
+    count = environment.get(_NODE_COUNT, "")
+    if not count.isdecimal() or int(count) < 2:
+        return {}
+    nodes = environment.get(_NODES, "")
+    tasks = _tasks(environment.get(_TASKS, ""))
+    try:
+        # Slurm's own word for it: n[1-3,7] has more than one grammar.
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise UsageError(
+            f"this Slurm job has {count} nodes, {nodes}, but `scontrol show hostnames` does not say which: "
+            f"{problem}. Name them with -H host1:2,host2:2"
+        ) from None
+    names = done.stdout.split()
+    if len(names) != len(tasks):
+        raise UsageError(
+            f"Slurm names {len(names)} nodes ({_NODES}={nodes}), but tasks for {len(tasks)} "
+            f"({_TASKS}={environment.get(_TASKS, '')}). Name them with -H host1:2,host2:2"
+        )
+    return dict(zip(names, tasks, strict=True))
+
+
+def check_ranks(ranks: int, given: Mapping[str, int]) -> None:
+    """Refuse more ranks than the job has tasks.
+
+    Raises:
+        UsageError: see above.
+    """
+    if ranks > sum(given.values()):
+        raise UsageError(
+            f"-np {ranks} is more than the {sum(given.values())} tasks of this Slurm job on {listed(given)}. "
+            "Ask for more by sbatch --ntasks-per-node"
+        )
+
+
+def listed(given: Mapping[str, int]) -> str:
+    """Return hosts as -H takes them."""
+    return ",".join(f"{name}:{tasks}" for name, tasks in given.items())
+
+
+def _tasks(text: str) -> list[int]:
+    """Return the tasks of each node: 2(x3),1 is 2, 2, 2, 1."""
+    found = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(tasks)] * int(times or 1)
+    return found

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.runner import allocation
+
+JOB = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-3,7]", "SLURM_TASKS_PER_NODE": "2(x3),1"}
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a program called scontrol first on PATH: Slurm's answer for JOB."""
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-3,7]" ] && printf "n1\\nn2\\nn3\\nn7\\n"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return program
+
+
+@pytest.mark.usefixtures("scontrol")
+def test_a_slurm_jobs_nodes_and_tasks_are_its_hosts_and_slots() -> None:
+    given = allocation.hosts(JOB)
+    assert given == {"n1": 2, "n2": 2, "n3": 2, "n7": 1}
+    assert allocation.listed(given) == "n1:2,n2:2,n3:2,n7:1"
+    allocation.check_ranks(7, given)
+    with pytest.raises(UsageError, match=r"-np 8 is more than the 7 tasks of this Slurm job on n1:2.*ntasks-per-node"):
+        allocation.check_ranks(8, given)
+
+
+@pytest.mark.parametrize("environment", [{}, {**JOB, "SLURM_JOB_NUM_NODES": "1"}])
+def test_outside_of_slurm_and_on_one_node_there_is_nothing_to_name(environment: dict[str, str]) -> None:
+    assert allocation.hosts(environment) == {}
+
+
+def test_nodes_that_slurm_does_not_tell_are_to_be_named(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"names 4 nodes .* tasks for 2 .*-H host1:2"):
+        allocation.hosts({**JOB, "SLURM_TASKS_PER_NODE": "2(x2)"})
+    scontrol.unlink()
+    monkeypatch.setenv("PATH", str(scontrol.parent))
+    with pytest.raises(UsageError, match=r"4 nodes, n\[1-3,7\].*-H host1:2"):
+        allocation.hosts(JOB)

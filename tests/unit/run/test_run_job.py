@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.runner import job
+
+# Says which signals it was started deaf to, then waits to be asked.
+PROGRAM = f"""#!{sys.executable} -I
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+with open("blocked.new", "w") as file:
+    file.write(" ".join(str(int(number)) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+os.rename("blocked.new", "blocked")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., job.Job]]:
+    monkeypatch.chdir(tmp_path)
+    guard = job.Guard(tmp_path)
+    jobs: list[job.Job] = []
+
+    def begin(name: str, **options: bool) -> job.Job:
+        program = tmp_path / name
+        program.write_text(PROGRAM)
+        program.chmod(0o755)
+        line = [str(program)]
+        jobs.append(job.Job(line, environment=dict(os.environ), run_dir=tmp_path, guard=guard, host="h", **options))
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "blocked").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return jobs[-1]
+
+    yield begin
+    for each in jobs:
+        each.end()
+    guard.dismiss()
+
+
+@pytest.mark.parametrize(("name", "deaf"), [("mpirun", {signal.SIGTERM}), ("horovodrun", set())])
+def test_mpirun_alone_does_not_hear_a_schedulers_sigterm(
+    start: Callable[..., job.Job], tmp_path: Path, name: str, deaf: set[int]
+) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    start(name)
+    assert {int(number) for number in (tmp_path / "blocked").read_text().split()} == deaf
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_ranks_that_are_all_on_other_hosts_are_asked_through_mpirun(start: Callable[..., job.Job]) -> None:
+    running = start("mpirun", far=True)
+    running.ask_to_stop({})
+    deadline = time.monotonic() + 30
+    while running.status() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert running.status() == 75
+    assert not running.ask_to_stop({})
