@@ -18,7 +18,7 @@ RUN := OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3 horovodrun -np $(NP)
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e faults faults-short bench docker-test clean
+.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e faults faults-short bench docs docker-test clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ faults-short: $(STAMP)
 
 bench: $(STAMP) ## Step times side by side with peers (BENCH="--workload mlp"; pip install '.[bench]' adds peers)
 	python -m benchmarks $(BENCH)
+
+docs: $(STAMP) ## The site, in build/site/index.html: every link and name in it must be found
+	python -c "import mkdocs" 2>/dev/null || python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	python -m mkdocs build --strict --config-file docs/mkdocs.yml
 
 docker-test: $(STAMP) ## The Dockerfile's cpu steps, run in a clean root (needs root and debootstrap)
 	python tests/docker/run_steps.py || test $$? -eq 77

@@ -17,11 +17,11 @@ import mnist_data
 import hvdtrain
 
 
-def torch_parts(side: int, lr: float) -> dict:
+def torch_parts(side: int, args: argparse.Namespace) -> dict:
     """Return the model and what to train it with, in PyTorch."""
     import torch
 
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     model = torch.nn.Sequential(
         torch.nn.Unflatten(1, (1, side)),  # (batch, side, side) -> (batch, 1, side, side)
         torch.nn.Conv2d(1, 16, 3, padding=1),
@@ -33,15 +33,18 @@ def torch_parts(side: int, lr: float) -> dict:
         torch.nn.Flatten(),
         torch.nn.Linear(32 * (side // 4) ** 2, 10),
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    if args.optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     return {"model": model, "optimizer": optimizer, "loss": torch.nn.CrossEntropyLoss()}
 
 
-def keras_parts(side: int, lr: float) -> dict:
+def keras_parts(side: int, args: argparse.Namespace) -> dict:
     """Return the same in Keras, for whichever backend KERAS_BACKEND names."""
     import keras
 
-    keras.utils.set_random_seed(0)
+    keras.utils.set_random_seed(args.seed)
     model = keras.Sequential(
         [
             keras.Input((side, side)),
@@ -55,7 +58,9 @@ def keras_parts(side: int, lr: float) -> dict:
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return {"model": model, "optimizer": keras.optimizers.Adam(lr), "loss": loss}
+    sgd = args.optimizer == "sgd"
+    optimizer = keras.optimizers.SGD(args.lr, momentum=0.9) if sgd else keras.optimizers.Adam(args.lr)
+    return {"model": model, "optimizer": optimizer, "loss": loss}
 
 
 PARTS = {"torch": torch_parts, "keras": keras_parts}
@@ -69,6 +74,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step; default: %(default)s")
     parser.add_argument("--lr", type=float, default=0.005, help="learning rate; default: %(default)s")
     parser.add_argument("--lr-scaling", choices=["none", "linear", "sqrt"], default="none", help="by number of ranks")
+    parser.add_argument("--warmup-epochs", type=float, default=0, help="in which the rate rises; default: %(default)s")
+    parser.add_argument("--optimizer", choices=["adam", "sgd"], default="adam", help="sgd has momentum 0.9")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and the samples' order; default: %(default)s")
     mnist_data.add_arguments(parser)
     return parser.parse_args()
 
@@ -94,8 +102,9 @@ def main() -> None:
 
     train, test = mnist_data.load_or_exit(args)
     # Every rank gives the same data and the same options; the Trainer shares the samples out.
-    parts = PARTS[args.framework](side=train.x.shape[1], lr=args.lr)
-    trainer = hvdtrain.Trainer(**parts, metrics=["accuracy"], lr_scaling=args.lr_scaling)
+    parts = PARTS[args.framework](side=train.x.shape[1], args=args)
+    schedule = {"lr_scaling": args.lr_scaling, "warmup_epochs": args.warmup_epochs}
+    trainer = hvdtrain.Trainer(**parts, metrics=["accuracy"], **schedule, seed=args.seed)
     history = trainer.fit(train, epochs=args.epochs, batch_size=args.batch_size)
     result = trainer.evaluate(test)  # on all ranks: each tests its share, and all get the whole result
 

@@ -1,4 +1,4 @@
-"""The runner of README.md's code blocks, on sample markdown; and which of README.md's own blocks it leaves out."""
+"""The runner of code blocks, on sample markdown; and which blocks of README.md and the pages it leaves out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-# What README.md's blocks leave out in CI, in order: nothing else may be skipped unseen.
+# What is left out in CI, by document, in order: nothing else may be skipped unseen.
 README_SKIPS = [
     "ci: .ci/run runs it as its first step",
     "docker: needs a Docker engine",
@@ -22,6 +22,7 @@ README_SKIPS = [
     "multi-host: needs several hosts",
     "multi-host: needs several hosts",
 ]
+PAGE_SKIPS = {"start.md": ["ci: .ci/run makes the environment in its first step"]}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,14 @@ def test_named_python_block_is_there_for_later_blocks(run: Run) -> None:
     assert run(text)[1][-1] == "2 passed, 0 failed"
 
 
+def test_file_is_saved_for_the_block_that_runs_it(run: Run) -> None:
+    text = "<!-- ci: file -->\n```python\n# once.py\nopen('log', 'a').write('x')\n```\n```bash\npython once.py\n"
+    status, lines = run(f"{text}test $(cat log) = x\n```\n")
+    assert status == 0, lines
+    assert lines[0] == "README.md:2 python: saved as once.py"
+    assert lines[-1] == "1 passed, 0 failed"
+
+
 @pytest.mark.parametrize(
     "block",
     ["bash\nfalse\ntrue", "bash\nfalse | true", "bash\necho $unset_name", "python\nraise ValueError('shown')"],
@@ -120,18 +129,60 @@ def test_nothing_run_is_a_failure(run: Run) -> None:
         ("<!-- ci: skip, slow: takes long -->\n```bash\nls\n```\n", "expected"),
         ("<!-- ci: limit 5 -->\n\n```bash\nls\n```\n", "right above"),
         ("<!-- ci: limit 5 -->\n", "right above"),
+        ("<!-- ci: file -->\n```python\n# alone.py\n```\n", "that runs it"),
+        ("<!-- ci: file -->\n```python\nx = 1\n```\n```bash\npython alone.py\n```\n", "that runs it"),
     ],
 )
-def test_unclear_readme_is_an_error(run: Run, text: str, message: str) -> None:
+def test_unclear_document_is_an_error(run: Run, text: str, message: str) -> None:
     status, lines = run(text)
     assert status == 1
     assert message in lines[0]
 
 
-def test_missing_readme_is_an_error(tmp_path: Path, runner: ModuleType) -> None:
+def test_missing_document_is_an_error(tmp_path: Path, runner: ModuleType) -> None:
     assert runner.main([str(tmp_path / "none.md")]) == 1
 
 
-def test_readme_leaves_out_only_what_this_file_names(runner: ModuleType) -> None:
-    blocks = runner.read((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [block.skip for block in blocks if block.skip and block.language in runner.RUN] == README_SKIPS
+def test_several_documents_run_in_one_go_and_are_told_apart(
+    tmp_path: Path, small_tree: Path, runner: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.md").write_text("```bash\ncat here.txt\n```\n")
+    (tmp_path / "two.md").write_text("\n```bash\nfalse\n```\n")
+    assert runner.main([str(tmp_path / "one.md"), str(tmp_path / "two.md")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("one.md:1 bash: ok")
+    assert lines[1].startswith("two.md:2 bash: FAILED")
+    assert lines[-1] == "1 passed, 1 failed"
+
+
+def test_without_a_document_the_readme_and_every_page_are_run(
+    small_tree: Path, runner: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small_tree / "README.md").write_text("```bash\ntrue\n```\n")
+    pages = small_tree / "docs" / "pages" / "reference"
+    pages.mkdir(parents=True)
+    (pages / "names.md").write_text("```python\nopen('here.txt')\n```\n")
+    (pages.parent / "start.md").write_text("```bash\ntrue\n```\n")
+    assert runner.main(["--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "README.md:1 bash",
+        "docs/pages/reference/names.md:1 python",
+        "docs/pages/start.md:1 bash",
+    ]
+
+
+def test_a_line_without_its_one_document_is_refused(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.main(["--only", "3"])
+    assert "--only needs the one document" in capsys.readouterr().err
+
+
+def skips(runner: ModuleType, path: Path) -> list[str]:
+    blocks = runner.read(path.read_text(encoding="utf-8"))
+    return [block.skip for block in blocks if block.skip and block.language in runner.RUN]
+
+
+def test_documents_leave_out_only_what_this_file_names(runner: ModuleType) -> None:
+    readme, *pages = runner.documents()
+    assert skips(runner, readme) == README_SKIPS
+    assert {page.name: found for page in pages if (found := skips(runner, page))} == PAGE_SKIPS
