@@ -23,9 +23,9 @@ class MLflowLogger(Logger):
     """Log a run to MLflow: metrics by global step, the configuration as parameters, the environment as tags.
 
     Metrics are named "interval/loss", "epoch/val_loss" and so on. A run that goes on from a checkpoint goes on in the
-    same MLflow run, which keeps what it has of the steps that are taken again. `MLFLOW_ALLOW_FILE_STORE=true mlflow
-    server --backend-store-uri mlruns` shows a local folder: MLflow asks for that variable, as it keeps new features
-    for databases. MLflow's own usage statistics stay off unless MLFLOW_DISABLE_TELEMETRY is set.
+    same MLflow run, which keeps what it has of the steps that are taken again. MLflow keeps new features for databases,
+    and opens a folder only where MLFLOW_ALLOW_FILE_STORE is true: set that to look at it. MLflow's own usage statistics
+    stay off unless MLFLOW_DISABLE_TELEMETRY is set.
 
     Args:
         tracking_uri: a folder, or the address of a server. None for MLFLOW_TRACKING_URI, or the folder mlruns.
