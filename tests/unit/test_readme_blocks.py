@@ -22,7 +22,15 @@ README_SKIPS = [
     "multi-host: needs several hosts",
     "multi-host: needs several hosts",
 ]
-PAGE_SKIPS = {"start.md": ["ci: .ci/run makes the environment in its first step"]}
+PAGE_SKIPS = {
+    "start.md": ["ci: .ci/run makes the environment in its first step"],
+    "kubernetes.md": ["multi-host: needs a Kubernetes cluster"] * 3,
+    "mpirun.md": ["multi-host: needs several hosts"],
+    "slurm.md": [
+        "multi-host: needs a Slurm cluster; tests/e2e/test_slurm.py submits this script to one",
+        "multi-host: needs a Slurm cluster",
+    ],
+}
 
 
 @pytest.fixture(scope="module")
