@@ -39,8 +39,9 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def unpacked(dist: Path, target: Path) -> Path:
     (sdist,) = dist.glob("*.tar.gz")
+    safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and newer
     with tarfile.open(sdist) as archive:
-        archive.extractall(target, filter="data")
+        archive.extractall(target, **safely)
     (root,) = target.iterdir()
     return root
 
