@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 FUSED = "HVDTRAIN_FUSED_UPDATE"
 
@@ -35,15 +34,23 @@ def applies_to(kind: type[torch.optim.Optimizer]) -> bool:
 def chosen(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within it, `optimizer.step` is fused in each group where that changes nothing beyond rounding.
 
-    To be entered when all gradients are there. What is chosen follows from the parameters, their gradients' kinds and
-    the optimizer's state alone, which are alike on all ranks: so are the bits of what comes out.
+    What is chosen follows from the parameters, their gradients' kinds and the optimizer's state alone, which are alike
+    on all ranks: so are the bits of what comes out. It is chosen after all hooks have run, those of one rank too, which
+    may exchange gradients; with a closure, which makes them during the step, nothing is.
     """
-    groups = [group for group in optimizer.param_groups if _can_be_fused(optimizer, group)]
-    for group in groups:
-        group["fused"] = True
+    groups: list[dict[str, Any]] = []
+
+    def choose(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure") is None and all(each is None for each in args[1:]):
+            groups.extend(group for group in optimizer.param_groups if _can_be_fused(optimizer, group))
+        for group in groups:
+            group["fused"] = True
+
+    last = optimizer.register_step_pre_hook(choose)
     try:
         yield
     finally:
+        last.remove()
         for group in groups:
             group["fused"] = None
 
@@ -53,8 +60,6 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
         return False
     if group.get("capturable") or isinstance(group["lr"], Tensor) or torch.get_default_dtype() != torch.float32:
         return False  # state would be made of another type, or kept in another place
-    if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
-        return False  # they may exchange what is looked at here
     params = [param for param in group["params"] if param.grad is not None]
     kept = [optimizer.state.get(param, {}) for param in params]
     if len({len(state) for state in kept}) > 1:

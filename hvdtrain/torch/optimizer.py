@@ -45,8 +45,6 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         reducer = self._reducer()
         closure = args[0] if args else kwargs.get("closure")
-        # A closure makes the gradients during the step: what they are like cannot be seen before.
-        fuses = self._hvd_fuses and closure is None and not torch.compiler.is_compiling()
         if not self._hvd_should_synchronize:
             closure = None  # the user does it
         elif closure is None:
@@ -56,6 +54,7 @@ class DistributedMixin(torch.optim.Optimizer):
             reduced = self._reduced(closure)
             args, kwargs = ((reduced, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": reduced})
         reducer.is_synchronized = False
+        fuses = self._hvd_fuses and not torch.compiler.is_compiling()
         with fused_update.chosen(self) if fuses else nullcontext():
             result = super().step(*args, **kwargs)
         watch.step_done()

@@ -81,18 +81,40 @@ def test_a_fused_step_is_the_users_to_rounding(
     assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
 
 
-def test_groups_are_the_users_again_after_a_step_that_failed() -> None:
-    optimizer = SGD(parameters(), lr=0.1)
+def test_groups_are_the_users_again_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the kernel's")
+
+    monkeypatch.setattr(torch, "_fused_sgd_", fails)
+    params = parameters()
+    optimizer = SGD(params, lr=0.1)
     before = deepcopy(optimizer.state_dict())
-
-    def step() -> None:
-        with fused_update.chosen(optimizer):
-            assert optimizer.param_groups[0]["fused"]
-            raise RuntimeError("the step's")
-
-    with pytest.raises(RuntimeError, match="the step's"):
-        step()
+    with pytest.raises(RuntimeError, match="the kernel's"):
+        train(optimizer, params, chosen=True, steps=1)
     assert optimizer.state_dict() == before
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_hook_that_one_rank_has_changes_nothing(kernels: list[str]) -> None:
+    params = parameters()
+    optimizer = SGD(params, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    train(optimizer, params, chosen=True, steps=1)
+    assert kernels == ["_fused_sgd_"]
+
+
+def test_a_step_with_a_closure_is_the_users(kernels: list[str]) -> None:
+    params = parameters()
+    optimizer = SGD(params, lr=0.1)
+
+    def closure() -> float:
+        give_gradients(params, 0)
+        return 0.0
+
+    for given in ((closure,), ()):
+        with fused_update.chosen(optimizer):
+            optimizer.step(*given, **({} if given else {"closure": closure}))
+    assert not kernels
 
 
 def _sparse(params: list[Parameter], _: Optimizer) -> None:
