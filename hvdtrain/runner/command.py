@@ -154,5 +154,6 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     environment = surroundings.environment(
         run_dir, name=script, launcher=launcher, passed=passed, slots=slots or given, elastic=elastic
     )
-    far = launcher == arguments.MPIRUN and bool(slots) and not any(loopback.is_here([host]) for host in slots)
+    hosts = slots or given
+    far = launcher == arguments.MPIRUN and bool(hosts) and not any(loopback.is_here([host]) for host in hosts)
     return supervise.Options([*line, *program], environment, restarts, grace_s, elastic, far), run_dir

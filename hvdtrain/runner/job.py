@@ -93,8 +93,8 @@ class Job:
         self._told: set[int] = set()
         # A scheduler sends SIGTERM to every process of a job. mpirun would kill its ranks a moment later, in the midst
         # of a checkpoint; deaf to it, it waits for them. It starts ranks that hear everything.
-        deaf = {signal.SIGTERM} if Path(line[0]).name == MPIRUN else set()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+        self._is_deaf = Path(line[0]).name == MPIRUN
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self._is_deaf else set())
         try:
             self._process = subprocess.Popen(
                 line,
@@ -140,6 +140,8 @@ class Job:
         """Send a signal to every process of it."""
         for pid in self.members():
             family.send(pid, number)
+        if number == signal.SIGTERM and self._is_deaf:
+            family.send(self._process.pid, signal.SIGINT)  # which it hears, and ends its ranks elsewhere
 
     def end(self) -> bool:
         """Kill what is left of it; return whether nothing is."""
