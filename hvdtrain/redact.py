@@ -13,7 +13,9 @@ from pathlib import Path
 HIDDEN = "(hidden)"
 
 # Not a tokenizer, nor a number of tokens.
-SECRET = re.compile(r"secret|token(?!i[sz]|s)|passw|pwd|credential|auth(?!or)|(^|[-_.]|api)key$", re.IGNORECASE)
+SECRET = re.compile(
+    r"secret|token(?!i[sz]|s)|pass(?:w|phrase|$)|pwd|credential|auth(?!or)|(^|[-_.]|api)key(?:[-_]id)?$", re.IGNORECASE
+)
 # An assignment such as API_KEY=..., password: ... or --token ... inside a longer text.
 _NAMED = r"[\w.-]*(?:secret|token(?!i[sz]|s)|passw|pwd|credential|api[-_]?key|access[-_]?key)[\w-]*"
 _ASSIGNED = re.compile(rf"""({_NAMED}['"]?\s*[=:]\s*['"]?|--{_NAMED}\s+)[^\s'",;]+""", re.IGNORECASE)
@@ -45,14 +47,19 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         elif is_secret and equals:
             shown.append(f"{name}={HIDDEN}")
         else:
-            shown.append(word)
+            shown.append(_without_keys(word))
         hide = is_secret and not equals and word.startswith("-")
     return shown
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables with the values hidden of those whose names look like a secret's."""
-    return {name: HIDDEN if SECRET.search(name) else value for name, value in environment.items()}
+    return {name: HIDDEN if SECRET.search(name) else _without_keys(value) for name, value in environment.items()}
+
+
+def _without_keys(text: str) -> str:
+    """Return a text without the passwords in its addresses and the keys that services issue."""
+    return _IN_URL.sub(rf"\1{HIDDEN}@", _TOKEN.sub(HIDDEN, text))
 
 
 class Scrubber:

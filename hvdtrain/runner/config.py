@@ -233,7 +233,7 @@ def _text(node: yaml.Node, must_be: str) -> str:
     if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALARS:
         raise ValueError(f"must be {must_be}. Received: {_shown(node)}")
     text = str(node.value)
-    if text == redact.HIDDEN:
+    if redact.HIDDEN in text:
         raise ValueError(
             f"was a secret, and is not kept in files. Write it in place of {redact.HIDDEN}, or leave it out"
         )

@@ -149,13 +149,20 @@ def test_a_tokenizer_is_no_secret(start):
 
 def test_secrets_are_neither_shown_nor_kept_nor_taken_for_values(start):
     Path("train.yaml").write_text("np: 2\nscript: train.py\nenvironment: {WANDB_API_KEY: abc123}\n")
-    options, kept, said = start("--config train.yaml --launcher mpirun -x MY_TOKEN=abc123 train.py --token abc123")
+    options, kept, said = start(
+        "--config train.yaml --launcher mpirun -x MY_TOKEN=abc123 train.py --to https://me:abc123@host/ --token abc123"
+    )
     assert options.environment["WANDB_API_KEY"] == "abc123"
     assert options.line[-1] == "abc123"
     assert "abc123" not in kept + said
     Path("again.yaml").write_text(kept)
-    with pytest.raises(UsageError, match="WANDB_API_KEY was a secret, and is not kept in files"):
-        config.read("again.yaml")
+    for where in ("launcher-options", "WANDB_API_KEY", "arguments"):
+        with pytest.raises(UsageError, match=f"{where} was a secret, and is not kept in files"):
+            config.read("again.yaml")
+        lines = Path("again.yaml").read_text().splitlines(keepends=True)
+        hidden = next(line for line in lines if "(hidden)" in line)
+        lines[lines.index(hidden)] = hidden.replace("(hidden)", "given-anew")
+        Path("again.yaml").write_text("".join(lines))
 
 
 @pytest.mark.parametrize(
