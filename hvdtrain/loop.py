@@ -235,7 +235,9 @@ class Loop:
             step, epoch = self.position.step, self.position.epoch
             place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}"
             sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
-        self._world.barrier()  # mpirun ends those that are still at work when the first one exits
+        # mpirun ends those that are still at work when the first one exits: a log may take a while to close.
+        self._hooks.close()
+        self._world.barrier()
         sys.exit(preemption.EXIT_CODE)
 
     def _data(self, source: Source) -> Iterator[Batch]:

@@ -88,6 +88,7 @@ class CallbackList(Callback):
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)
+        self._closed = False
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
@@ -142,6 +143,8 @@ class CallbackList(Callback):
             callback.on_fit_end(trainer)
 
     def close(self) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.close()
+        """Call each, once."""
+        if not self._closed:
+            self._closed = True
+            for callback in self._callbacks:
+                callback.close()
