@@ -66,7 +66,12 @@ def on_one_host() -> bool:
 def lacks_pmix() -> bool:
     """True under an srun that tells its tasks nothing of each other: MPI would end the process, with other words."""
     found = detect()
-    return found is not None and found.name == "srun" and found.size != 1 and "PMIX_RANK" not in os.environ
+    return (
+        found is not None
+        and found.name == "srun"
+        and found.size != 1
+        and not any(name.startswith(("PMIX_", "PMI_")) for name in os.environ)
+    )
 
 
 def is_elastic() -> bool:

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing import AuthenticationError
 from typing import Any
 
 import cloudpickle
@@ -26,7 +27,7 @@ def main() -> None:
     rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name))
     try:
         task, connection = exchange.ask(rank)
-    except (EOFError, OSError) as problem:
+    except (EOFError, OSError, AuthenticationError) as problem:
         sys.exit(f"rank {rank}: whoever called hvdtrain.run is gone: {problem}")
     # What the caller can import can be imported here, and tracebacks show the lines of its notebook's cells.
     sys.path[:] = task.facts["path"]

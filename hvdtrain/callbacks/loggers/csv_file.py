@@ -44,7 +44,8 @@ class _CSVFile:
         if self._path.is_file():
             if run.global_step:
                 rows = [row for row in self._read() if int(row["global_step"]) <= run.global_step]
-                self._rewrite(rows)
+                if self._columns:  # else it is empty: killed before its first line
+                    self._rewrite(rows)
             else:
                 aside = _free(self._path)
                 self._path.rename(aside)

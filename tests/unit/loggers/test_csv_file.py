@@ -61,6 +61,19 @@ def test_a_row_that_a_kill_cut_short_is_dropped(fit, tmp_path):
     assert [row["global_step"] for row in rows(path)] == ["1", "2", "3", "3", "4", "5", "6", "6"]
 
 
+def test_a_run_that_was_killed_before_its_first_row_goes_on(fit, tmp_path):
+    path = tmp_path / "log.csv"
+    fit(epochs=1, checkpoint_dir=str(tmp_path / "kept"))
+    path.touch()
+
+    class Late(Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            logs["late"] = 7.0
+
+    fit(Late(), CSVLogger(path, every_s=0), epochs=2, checkpoint_dir=str(tmp_path / "kept"))
+    assert [row["global_step"] for row in rows(path)] == ["4", "5", "6", "6"]
+
+
 def test_another_run_begins_a_file_and_keeps_the_older_ones(fit, tmp_path):
     path = tmp_path / "log.csv"
     texts = []
