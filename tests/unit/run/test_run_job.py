@@ -65,3 +65,13 @@ def test_ranks_that_are_all_on_other_hosts_are_asked_through_mpirun(start: Calla
         time.sleep(0.01)
     assert running.status() == 75
     assert not running.ask_to_stop({})
+
+
+def test_the_end_of_patience_reaches_mpirun(start: Callable[..., job.Job]) -> None:
+    running = start("mpirun")
+    running.send(signal.SIGTERM)
+    deadline = time.monotonic() + 30
+    while running.status() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert running.status() == -signal.SIGINT
