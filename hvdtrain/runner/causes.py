@@ -9,6 +9,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.runner.lines import Lines
+
 STOPPED = 75  # EX_TEMPFAIL: stopped on request, to be started again
 
 # What mpirun and horovodrun over Gloo say of the rank that ended first.
@@ -18,9 +20,6 @@ _SAID = re.compile(
     rb"|MPI_ABORT was invoked on rank (?P<rank_abort>\d+) in communicator [^\n]+\s+with errorcode (?P<abort>\d+)(?=\D)"
     rb"|Process (?P<rank_gloo>\d+) exit with status code (?P<gloo>-?\d+)\."
 )
-# What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
-MARK = rb"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:?"
-_MARK = re.compile(MARK.decode())
 _LONGEST = 400  # bytes that one of them takes
 _KEPT_BYTES = 2**19
 
@@ -136,16 +135,13 @@ def first_error(run_dir: Path, *, printed: str, host: str, cause: Cause) -> Rank
 
 
 def _by_rank(printed: str) -> dict[int, list[str]]:
-    """Return rank -> the lines that it printed; what stands before a line's first mark is the launcher's.
-
-    What reaches the launcher in pieces has a mark before each, and pieces of several ranks may share a line.
-    """
-    pieces: dict[int, list[str]] = {}
-    for line in re.findall(r"[^\n]*\n|[^\n]+", printed.replace("\r\n", "\n")):
-        _, *marked = _MARK.split(line)
-        for rank, piece in zip(marked[::2], marked[1::2], strict=True):
-            pieces.setdefault(int(rank), []).append(piece)
-    return {rank: "".join(parts).split("\n") for rank, parts in pieces.items()}
+    """Return rank -> the lines that it printed, without the launcher's own."""
+    found: dict[int, list[str]] = {}
+    lines = Lines()
+    for rank, text in [*lines.feed(printed.encode()), *lines.end()]:
+        if rank is not None:
+            found.setdefault(rank, []).append(text)
+    return found
 
 
 def _traceback(lines: list[str]) -> str:

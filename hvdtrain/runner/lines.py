@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections import deque
 
-from hvdtrain.runner.causes import MARK
-
-_MARK = re.compile(MARK)
+# What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
+_MARK = re.compile(rb"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:?")
 _TAIL_LINES = 15
 
 Line = tuple[int | None, str]
