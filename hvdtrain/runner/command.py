@@ -138,7 +138,8 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     given = {} if slots or elastic else allocation.hosts(os.environ)
     if given:
         allocation.check_ranks(count, given)
-    crowded = arguments.check_ranks(count, slots=slots or given, elastic=elastic, cores=tuning.usable_cores())
+    hosts = slots or given
+    crowded = arguments.check_ranks(count, slots=hosts, elastic=elastic, cores=tuning.usable_cores())
     first = [found_mpirun] if launcher == arguments.MPIRUN and (found_mpirun := shutil.which("mpirun")) else []
     if launcher == arguments.MPIRUN and not first:
         raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
@@ -152,8 +153,7 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     run_dir = supervise.make_run_dir()
     script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
     environment = surroundings.environment(
-        run_dir, name=script, launcher=launcher, passed=passed, slots=slots or given, elastic=elastic
+        run_dir, name=script, launcher=launcher, passed=passed, slots=hosts, elastic=elastic
     )
-    hosts = slots or given
     far = launcher == arguments.MPIRUN and bool(hosts) and not any(loopback.is_here([host]) for host in hosts)
     return supervise.Options([*line, *program], environment, restarts, grace_s, elastic, far), run_dir
