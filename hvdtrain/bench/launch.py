@@ -16,9 +16,9 @@ from pathlib import Path
 
 from hvdtrain import launcher
 from hvdtrain.errors import HvdTrainError, UsageError
+from hvdtrain.runner.arguments import MAX_RANKS_A_CORE
 from hvdtrain.start import end_family, horovodrun, rank_environment
 
-MAX_RANKS_A_CORE = 4
 _EXIT_GRACE_S = 20.0
 _POLL_S = 0.05
 _TAIL_LINES = 15
