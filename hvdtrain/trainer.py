@@ -160,7 +160,7 @@ class Trainer:
         optimizer state are those the model has.
 
         Args:
-            train: data, as `hvdtrain.data.as_source` describes; all ranks give the same and share it out.
+            train: arrays `(x, y)`, a dataset or a loader (see Data in the docs), the same on all ranks, which share it.
             validation: data of the same kind, evaluated after each epoch into "val_" metrics.
             epochs: how many there are in all, those before a resumed checkpoint included.
             batch_size: samples a rank takes in a step; an optimizer step sees batch_size * size * accumulate.
