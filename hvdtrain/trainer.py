@@ -8,14 +8,13 @@ which framework it has.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain import agreement, launcher, learning_rate, prediction, preemption
+from hvdtrain import agreement, identity, launcher, learning_rate, prediction, preemption
 from hvdtrain import resume as resuming
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.bad_numbers import POLICIES
@@ -220,12 +219,12 @@ class Trainer:
         held_out = None if validation is None else self._source(validation, batch_size)
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
-        self.hosts = [str(host) for host in self.world.allgather_object(socket.gethostname(), name="hosts")]
+        self.hosts, run = identity.meet(self.world)
         checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
         self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
         keepers = [each.open(self) for each in checkpoints]
-        self._find_progress(keepers, resume)
-        states = self._loop.begin(source, hooks)
+        self._loop.find(keepers, self.kept, anew=resume == "never")
+        states = self._loop.begin(source, hooks, run)
         self._stop = False
         self._adapter.start()
         if self.world.is_root:
@@ -329,6 +328,11 @@ class Trainer:
         return self._loop.history
 
     @property
+    def run(self) -> identity.Identity | None:
+        """Which run the current or last `fit` is, alike on all ranks."""
+        return self._loop.run
+
+    @property
     def config(self) -> dict[str, Any]:
         """What this Trainer, and the current or last `fit`, were given, as JSON."""
         return {"model": type(self.model).__name__, **self._config, **self._fit_config}
@@ -381,18 +385,6 @@ class Trainer:
                 "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
                 "Use warmup_epochs=0, or data with a length."
             )
-
-    def _find_progress(self, keepers: Sequence[resuming.Keeper], resume: str) -> None:
-        if self.kept is not None:
-            found = self.kept.find(lr_factor=self._lr.factor)
-            if found is not None:
-                self._loop.load(found)
-                return
-        for keeper in keepers:
-            if resume == "never":
-                keeper.set_aside()
-            else:
-                self._loop.load(keeper.restore(self._adapter, lr_factor=self._lr.factor))
 
     def _evaluate(self, source: Source) -> dict[str, float]:
         for batch in source.epoch(0, shuffle=False):
