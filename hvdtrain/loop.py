@@ -260,7 +260,8 @@ class Loop:
         if self._world.is_root:
             what = "a checkpoint is written: start again to go on" if kept else "nothing is kept without checkpoint_dir"
             step, epoch = self.position.step, self.position.epoch
-            place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}"
+            last = ", the last" if epoch == self._trainer.epochs else ""
+            place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}{last}"
             sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
         # mpirun ends those that are still at work when the first one exits: a log may take a while to close.
         self._hooks.close()

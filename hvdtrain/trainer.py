@@ -173,7 +173,8 @@ class Trainer:
 
         A SIGTERM or SIGUSR1 to any rank ends the run in order: about a second later, or once validation is done, all
         ranks end after the same step, with a checkpoint where there is a checkpoint_dir, and exit with
-        `hvdtrain.preemption.EXIT_CODE`, 75.
+        `hvdtrain.preemption.EXIT_CODE`, 75. So they do where it comes while the run ends, though the training is
+        complete; one that comes later still is the script's, as it would be after `fit`.
 
         In an elastic job, when a rank dies or hosts come and go, those that are there go on from the last commit, which
         all ranks keep in memory: the beginning, each epoch's end, each checkpoint within an epoch, and the step after
@@ -204,6 +205,7 @@ class Trainer:
                 once()
         finally:
             give_back()
+        preemption.pass_on()
         return self.history
 
     def _fit(
@@ -235,6 +237,7 @@ class Trainer:
             hooks.close()
             for keeper in keepers:
                 keeper.finish()
+        self._is_to_stop(between=True)  # what was asked while the run ended
 
     def _run(self, source: Source, held_out: Source | None, hooks: CallbackList, states: list[Any]) -> None:
         hooks.on_fit_begin(self)
