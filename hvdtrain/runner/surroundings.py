@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def environment(
     found = start.rank_environment({})
     # All starts of a job are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder.
     found.setdefault("HVDTRAIN_RUN_NAME", f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{run_dir.name[-4:]}")
+    found["HVDTRAIN_RUN_ID"] = uuid.uuid4().hex  # one run for loggers too: `hvdtrain.identity`
     # A rank that failed has failed the others too: none of them has anything to wait for.
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
