@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ LIMIT_S = 60
 def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
     yield
     ray.shutdown()
 
@@ -140,6 +140,18 @@ def test_ranks_without_room_are_an_error_within_the_limit(caplog: pytest.LogCapt
         run(rank, np=1, gpus_per_rank=1, min_np=1, start_timeout_s=2)
 
 
+def interrupt_when(ready: Callable[[], bool]) -> None:
+    """Press Ctrl-C, from another thread, once `ready()`."""
+
+    def wait() -> None:
+        until = time.monotonic() + LIMIT_S
+        while not ready() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=wait).start()
+
+
 def test_an_interrupt_asks_the_ranks_to_stop_and_is_raised_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,17 +163,28 @@ def test_an_interrupt_asks_the_ranks_to_stop_and_is_raised_again(
             (folder / f"asked-{rank()}").touch()
             raise
 
-    def interrupt() -> None:
-        until = time.monotonic() + LIMIT_S
-        while len(list(tmp_path.glob("began-*"))) < 2 and time.monotonic() < until:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
+    interrupt_when(lambda: len(list(tmp_path.glob("began-*"))) == 2)
     with pytest.raises(KeyboardInterrupt):
         run(fn, (tmp_path,), np=2)
     assert len(list(tmp_path.glob("asked-*"))) == 2
     assert "asking the ranks to stop" in caplog.text
+
+
+@pytest.mark.parametrize("elastic", [{}, {"min_np": 1}])
+def test_a_second_interrupt_waits_for_nobody(
+    elastic: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fn(folder: Path) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: (folder / f"deaf-{rank()}").touch())
+        (folder / f"began-{rank()}").touch()
+        while True:
+            time.sleep(1)
+
+    interrupt_when(lambda: len(list(tmp_path.glob("began-*"))) == 2)
+    interrupt_when(lambda: len(list(tmp_path.glob("deaf-*"))) == 2)
+    with pytest.raises(KeyboardInterrupt):
+        run(fn, (tmp_path,), np=2, **elastic)
+    assert "ending everything at once" in caplog.text
 
 
 class Script:

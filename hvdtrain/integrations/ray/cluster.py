@@ -168,6 +168,7 @@ class Cluster:
         for worker in workers:
             if worker.facts:
                 nodes.setdefault(worker.facts["node"], []).append(worker.facts["pid"])
+        actor.signal_processes(nodes.pop(self.node(), []), signal.SIGTERM)
         send = self.ray.remote(actor.signal_processes)
         for node, pids in nodes.items():
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": affinity(node, soft=False)}

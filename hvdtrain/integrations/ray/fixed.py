@@ -138,6 +138,7 @@ def serving(server: Any, address: str, *handler: type) -> Iterator[int]:
     """Let Horovod's rendezvous server listen at `address` alone; give its port."""
     port: int = server.start(*handler, host=address)
     server._httpd.daemon_threads = True  # a rank that waits for others keeps nobody from ending
+    server._httpd.handle_error = lambda request, client: None  # one that died has hung up: of its death we hear anyhow
     try:
         yield port
     finally:
