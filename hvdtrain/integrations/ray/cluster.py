@@ -149,7 +149,10 @@ class Cluster:
             try:
                 worker.facts = self.ray.get(worker.asked)
             except self.ray.exceptions.RayError as problem:
-                raise HvdTrainError(f"a rank could not be started on the Ray cluster: {_last_line(problem)}") from None
+                raise HvdTrainError(
+                    f"a rank could not be started on the Ray cluster: {_why(problem)}. Every node needs the same Python, "
+                    "hvdtrain, and a Horovod that `hvdtrain build` has built there"
+                ) from None
         return bool(worker.facts)
 
     def answer(self, ref: Any, worker: Worker, rank: int) -> Message | Death:
@@ -245,5 +248,8 @@ def _how(text: str) -> str:
     return " ".join(found.group(1).split()) if found else text.strip().splitlines()[-1].strip()
 
 
-def _last_line(problem: BaseException) -> str:
-    return next((line.strip() for line in reversed(str(problem).splitlines()) if line.strip()), repr(problem))
+def _why(problem: BaseException) -> str:
+    """Return the line that names what went wrong on the node, of several tracebacks."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [repr(problem)]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (named or lines)[-1]

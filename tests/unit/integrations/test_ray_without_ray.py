@@ -85,6 +85,18 @@ def test_of_what_ray_says_of_a_death_its_guesses_are_left_out(said: str, kept: s
     assert str(cluster.Death("rank 1", 137, 1, kept)) == f"rank 1 died ({kept})"
 
 
+def test_why_a_rank_did_not_start_is_told_in_the_nodes_own_words() -> None:
+    said = """Traceback (most recent call last):
+  File "worker.py", line 1, in load
+RuntimeError: The actor failed to import:
+
+    ModuleNotFoundError: No module named 'hvdtrain'
+
+An unexpected internal error occurred."""
+    assert cluster._why(RuntimeError(said)) == "ModuleNotFoundError: No module named 'hvdtrain'"
+    assert cluster._why(RuntimeError("no node\nis left")) == "is left"
+
+
 def test_each_local_rank_finds_its_own_gpu_in_its_place_and_sees_the_others() -> None:
     assert fixed._gpus([["4", "5"], ["6", "7"]]) == {"CUDA_VISIBLE_DEVICES": "4,6,5,7"}
     assert fixed._gpus([[], []]) == {}
