@@ -150,8 +150,8 @@ class Cluster:
                 worker.facts = self.ray.get(worker.asked)
             except self.ray.exceptions.RayError as problem:
                 raise HvdTrainError(
-                    f"a rank could not be started on the Ray cluster: {_why(problem)}. Every node needs the same Python, "
-                    "hvdtrain, and a Horovod that `hvdtrain build` has built there"
+                    f"a rank could not be started on the Ray cluster: {_why(problem)}. Every node needs the same "
+                    "Python, hvdtrain, and a Horovod that `hvdtrain build` has built there"
                 ) from None
         return bool(worker.facts)
 
