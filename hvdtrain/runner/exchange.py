@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, wait
@@ -169,6 +169,6 @@ def ask(rank: int) -> tuple[Message, Connection]:
     return Message.receive(connection), connection
 
 
-def each(messages: dict[int, Message], kind: str) -> Iterator[tuple[int, Message]]:
+def each(messages: Mapping[int, Message], kind: str) -> Iterator[tuple[int, Message]]:
     """Return rank and message, for those of a kind."""
     return ((rank, message) for rank, message in sorted(messages.items()) if message.facts["kind"] == kind)
