@@ -27,6 +27,10 @@ PAGE_SKIPS = {
     "start.md": ["ci: .ci/run makes the environment in its first step"],
     "kubernetes.md": ["multi-host: needs a Kubernetes cluster"] * 3,
     "mpirun.md": ["multi-host: needs several hosts"],
+    "ray.md": [
+        "ci: tests/engines/test_ray.py runs it where Ray is installed",
+        "multi-host: needs a Ray cluster",
+    ],
     "slurm.md": [
         "multi-host: needs a Slurm cluster; tests/e2e/test_slurm.py submits this script to one",
         "multi-host: needs a Slurm cluster",
