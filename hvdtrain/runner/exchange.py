@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
@@ -137,6 +137,6 @@ def ask(rank: int) -> tuple[Message, Connection]:
     return Message.receive(connection), connection
 
 
-def each(messages: dict[int, Message], kind: str) -> Iterator[tuple[int, Message]]:
+def each(messages: Mapping[int, Message], kind: str) -> Iterator[tuple[int, Message]]:
     """Return rank and message, for those of a kind."""
     return ((rank, message) for rank, message in sorted(messages.items()) if message.facts["kind"] == kind)

@@ -12,6 +12,13 @@ from hvdtrain import start
 from hvdtrain.errors import UsageError
 from hvdtrain.runner import arguments, loopback
 
+RUN_NAME = "HVDTRAIN_RUN_NAME"
+
+
+def run_name(name: str, token: str) -> str:
+    """Return the name of a run that begins now: of what is run, and what tells it from others of this second."""
+    return f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{token}"
+
 
 def check_place(who: str = "it") -> None:
     """Raise where no ranks can be started.
@@ -44,7 +51,7 @@ def environment(
     """
     found = start.rank_environment({})
     # All starts of a job are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder.
-    found.setdefault("HVDTRAIN_RUN_NAME", f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{run_dir.name[-4:]}")
+    found.setdefault(RUN_NAME, run_name(name, run_dir.name[-4:]))
     # A rank that failed has failed the others too: none of them has anything to wait for.
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
