@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from hvdtrain.errors import HvdTrainError, PackageMissingError
 
@@ -40,7 +40,11 @@ _NUMBERS = ("bool", "int", "uint", "halffloat", "float", "double")
 
 
 def read_parquet(
-    path: str | os.PathLike[str], columns: Columns | None = None, *, cache_dir: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    columns: Columns | None = None,
+    *,
+    dtypes: Mapping[str, DTypeLike] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Return columns of a Parquet file, or of a folder of them, as arrays: one row a sample, types kept.
 
@@ -52,6 +56,7 @@ def read_parquet(
         path: a file, a folder, or a URL such as s3://bucket/folder.
         columns: names; or {name of an array: a column, or several, side by side in one array of shape (rows, width)}.
             None for all columns.
+        dtypes: {name of an array: its type}, such as float32 for the doubles of a table; others keep theirs.
         cache_dir: where arrays are unpacked, on a disk of this host with room for them; by default in the folder for
             temporary files. What nobody has read for a week is removed.
 
@@ -67,15 +72,17 @@ def read_parquet(
     except ImportError:
         raise PackageMissingError("pyarrow is not installed. Run: pip install 'hvdtrain[parquet]'") from None
     table = _Table.find(os.fspath(path), modules)
-    wanted = table.choose(columns)
-    key = hashlib.sha256(json.dumps([_LAYOUT, table.identity, wanted]).encode()).hexdigest()[:32]
+    casts = {name: np.dtype(each) for name, each in (dtypes or {}).items()}
+    wanted = table.choose(columns, casts)
+    written = {name: dtype.str for name, dtype in casts.items()}
+    key = hashlib.sha256(json.dumps([_LAYOUT, table.identity, wanted, written]).encode()).hexdigest()[:32]
     parent = _cache(cache_dir)
     folder = parent / key
     if not folder.is_dir():
         with _lock(parent / f"{key}.lock"):
             if not folder.is_dir():  # another process may have been first
                 _forget_unused(parent)
-                _unpack(table, wanted, folder)
+                _unpack(table, wanted, casts, folder)
     os.utime(folder)
     # A copy of a page that is written to: nobody else's data changes.
     return {name: np.asarray(np.load(folder / f"{i}.npy", mmap_mode="c")) for i, name in enumerate(wanted)}
@@ -124,7 +131,7 @@ class _Table:
             raise ValueError(f"{files[0]} is no Parquet file: {problem}") from None
         return cls(path, files, identity, system, schema, modules)
 
-    def choose(self, columns: Columns | None) -> dict[str, list[str]]:
+    def choose(self, columns: Columns | None, casts: Mapping[str, np.dtype[Any]]) -> dict[str, list[str]]:
         """Return {name of an array: its columns}, all there and of numbers.
 
         Raises:
@@ -139,11 +146,17 @@ class _Table:
             if column not in there:
                 raise ValueError(f"{self.path} has no column {column!r}. It has: {', '.join(there)}")
             self._dtype(column, self.schema.field(column).type)
+        for name in casts:
+            if name not in wanted:
+                raise ValueError(f"dtypes names {name!r}, which is none of the arrays: {', '.join(wanted)}")
         for name, group in wanted.items():
             types = {column: self._dtype(column, self.schema.field(column).type) for column in group}
-            if len(set(types.values())) != 1:
+            if len(set(types.values())) != 1 and not (types and name in casts):
                 said = ", ".join(f"{column} {dtype}" for column, dtype in types.items()) or "no column"
-                raise ValueError(f"the array {name!r} takes columns of one type. Received: {said}. Cast them before")
+                raise ValueError(
+                    f"the array {name!r} takes columns of one type. Received: {said}. Give it one by dtypes, say "
+                    f"{{{name!r}: 'float32'}}"
+                )
         return wanted
 
     def _dtype(self, column: str, kind: Any) -> str:
@@ -202,7 +215,9 @@ def _advice(kind: Any, arrow: Any) -> str:
 # ---- unpacking
 
 
-def _unpack(table: _Table, wanted: Mapping[str, Sequence[str]], folder: Path) -> None:
+def _unpack(
+    table: _Table, wanted: Mapping[str, Sequence[str]], casts: Mapping[str, np.dtype[Any]], folder: Path
+) -> None:
     """Write each array of `wanted` into `folder`, which is there only once it is whole."""
     columns = list(dict.fromkeys(each for group in wanted.values() for each in group))
     rows = 0
@@ -213,7 +228,8 @@ def _unpack(table: _Table, wanted: Mapping[str, Sequence[str]], folder: Path) ->
             for file, first, batch in table.batches(columns):
                 arrays = {name: _as_array(batch.column(name), name, file, first) for name in columns}
                 for output, (name, group) in zip(outputs, wanted.items(), strict=True):
-                    output.add(_side_by_side([arrays[column] for column in group]), f"{name!r} of {file}")
+                    array = _side_by_side([arrays[column] for column in group])
+                    output.add(array.astype(casts.get(name, array.dtype), copy=False), f"{name!r} of {file}")
                 rows += batch.num_rows
             if not rows:
                 raise ValueError(f"{table.path} holds no samples. Received: {len(table.files)} files without rows")

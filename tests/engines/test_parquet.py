@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -89,7 +93,11 @@ def test_files_of_other_lengths_or_types_than_the_first_are_refused(tmp_path: Pa
     with pytest.raises(ValueError, match=r"b.parquet has another schema than .*a.parquet: see x"):
         hvdtrain.read_parquet(folder, cache_dir=cache)
     with pytest.raises(ValueError, match=r"takes columns of one type\. Received: a int64, b float64"):
-        hvdtrain.read_parquet(write(tmp_path / "two", {"a.parquet": {"a": [1], "b": [1.0]}}), {"x": ["a", "b"]})
+        hvdtrain.read_parquet(write(tmp_path / "two", {"a.parquet": {"a": [1], "b": [1.5]}}), {"x": ["a", "b"]})
+    found = hvdtrain.read_parquet(tmp_path / "two", {"x": ["a", "b"]}, dtypes={"x": "float32"}, cache_dir=cache)
+    assert (found["x"].dtype, found["x"].tolist()) == (np.float32, [[1.0, 1.5]])
+    with pytest.raises(ValueError, match="dtypes names 'z', which is none of the arrays: a, b"):
+        hvdtrain.read_parquet(tmp_path / "two", dtypes={"z": "float32"}, cache_dir=cache)
 
 
 def test_a_folder_that_is_half_written_partitioned_empty_or_not_there_is_refused(tmp_path: Path) -> None:
@@ -120,10 +128,10 @@ def test_a_host_unpacks_a_table_once_and_anew_when_it_changes(
     folder = write(tmp_path / "data", {"a.parquet": {"x": [1.0, 2.0]}})
     unpack, unpacked = parquet._unpack, []
 
-    def slowly(table: Any, wanted: Any, target: Path) -> None:
-        unpacked.append(target)
+    def slowly(*arguments: Any) -> None:
+        unpacked.append(arguments)
         time.sleep(0.3)
-        unpack(table, wanted, target)
+        unpack(*arguments)
 
     monkeypatch.setattr(parquet, "_unpack", slowly)
     found: list[Any] = []
@@ -189,3 +197,16 @@ def test_training_from_parquet_gives_the_weights_of_training_from_arrays(tmp_pat
     wanted = train((x, y))
     for name, value in train((columns["x"], columns["y"])).items():
         np.testing.assert_array_equal(value, wanted[name])
+
+
+def test_the_pages_script_runs_on_two_ranks(
+    tmp_path: Path, load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = load_script("readme/run_blocks.py")
+    page = (blocks.ROOT / "docs/pages/data.md").read_text(encoding="utf-8")
+    (block,) = [each for each in blocks.read(page) if each.file_name == "from_parquet.py"]
+    command = ["horovodrun", "--gloo", "-np", "2", sys.executable, blocks.save_block(block, tmp_path).name]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "epoch 2/2" in done.stdout

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -238,6 +241,25 @@ def test_a_data_frame_arrives_in_its_order_and_what_ranks_cannot_read_is_refused
         spark.write_parquet(frame, path, columns=["y"])
     with pytest.raises(ValueError, match="the DataFrame has no rows"):
         spark.write_parquet(frame.where("y > 5"), path, columns=["y"], overwrite=True)
+
+
+def test_the_pages_script_runs(tmp_path: Path, load_script: Callable[[str], ModuleType]) -> None:
+    blocks = load_script("readme/run_blocks.py")
+    page = (blocks.ROOT / "docs/pages/engines/spark.md").read_text(encoding="utf-8")
+    script, command = blocks.read(page)
+    where = "/tmp/hvdtrain-spark-table"
+    assert where in script.text
+    path = blocks.save_block(script, tmp_path)
+    path.write_text(path.read_text().replace(where, str(tmp_path / "table")))
+    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-euc", command.text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "2000 rows" in done.stdout
+    found = re.findall(r"rank (\d) of 2: accuracy (\S+)", done.stdout)
+    assert [rank for rank, _ in found] == ["0", "1"]
+    assert found[0][1] == found[1][1] > "0.8"
 
 
 def test_without_a_session_the_error_says_how_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
