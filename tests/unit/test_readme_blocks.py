@@ -23,6 +23,8 @@ README_SKIPS = [
     "multi-host: needs several hosts",
 ]
 PAGE_SKIPS = {
+    "data.md": ["ci: tests/engines/test_parquet.py runs it where pyarrow is installed"],
+    "spark.md": ["ci: tests/engines/test_spark.py runs it where PySpark is installed"] * 2,
     "start.md": ["ci: .ci/run makes the environment in its first step"],
     "kubernetes.md": ["multi-host: needs a Kubernetes cluster"] * 3,
     "mpirun.md": ["multi-host: needs several hosts"],
