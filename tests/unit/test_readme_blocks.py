@@ -24,6 +24,8 @@ PAGE_SKIPS = {
         "multi-host: needs several hosts",
         "multi-host: needs several hosts",
     ],
+    "data.md": ["ci: tests/engines/test_parquet.py runs it where pyarrow is installed"],
+    "spark.md": ["ci: tests/engines/test_spark.py runs it where PySpark is installed"] * 2,
     "start.md": ["ci: .ci/run makes the environment in its first step"],
     "kubernetes.md": ["multi-host: needs a Kubernetes cluster"] * 3,
     "mpirun.md": ["multi-host: needs several hosts"],

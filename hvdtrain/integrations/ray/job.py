@@ -6,7 +6,6 @@ import functools
 import logging
 import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -119,15 +118,14 @@ def _check(
 
 def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, str]:
     """Return the ranks' environment, but for what makes each of them a rank."""
-    own = tuning.without_ours(start.rank_environment({}, without=_NOT_PASSED))
+    ours = tuning.without_ours(start.rank_environment({}, without=_NOT_PASSED))
+    passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED)}
     threads = str(max(1, int(cpus)))  # not this process's: Ray sets some for its own processes, as a job's script is
     return {
-        surroundings.RUN_NAME: surroundings.run_name(name, secrets.token_hex(2)),
         "OMP_NUM_THREADS": threads,
         "TF_NUM_INTRAOP_THREADS": threads,
-        **{name: value for name, value in own.items() if name.startswith(_PASSED)},
-        surroundings.RUN_ID: uuid.uuid4().hex,  # one run for loggers, however often the ranks meet anew
-        **{name: str(value) for name, value in given.items()},
+        **surroundings.as_new_run(passed, name, secrets.token_hex(2)),
+        **{variable: str(value) for variable, value in given.items()},
     }
 
 
