@@ -137,18 +137,19 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
             return ending.cause.code or 1
         if ending.cause.code == 0:
             return 0
-        if options.way is not None:
-            reach.on_every_host(options.way, "end", run_dir)
         if ending.cause.code == STOPPED:
+            _end_elsewhere(options, run_dir)
             say("stopped on request; the same command goes on from the script's checkpoint, if it wrote one")
             return STOPPED
         if ending.requested is not None:
+            _end_elsewhere(options, run_dir)
             return _stopped_hard(ending, run_dir, job, host)
         error = causes.first_error(run_dir, listener=job.listener, cause=ending.cause)
         step = causes.latest_step(run_dir, rank=ending.cause.rank)
         attempts.append(restarts.Attempt(ending.cause, ending.seconds, step, error))
         verdict = restarts.judge(attempts, max_restarts=options.max_restarts)
         if verdict.pause_s is None:
+            _end_elsewhere(options, run_dir)
             return _give_up(attempts, verdict)
         say(
             f"restart {len(attempts)} of {options.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
@@ -161,6 +162,12 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
         deadline = time.monotonic() + verdict.pause_s
         while not signals.requests and time.monotonic() < deadline:
             signals.wait(deadline - time.monotonic())
+
+
+def _end_elsewhere(options: Options, run_dir: Path) -> None:
+    """End what other hosts have of a job that is not started again: a launcher that was killed leaves ranks there."""
+    if options.way is not None:
+        reach.on_every_host(options.way, "end", run_dir)
 
 
 def _reach(options: Options, run_dir: Path, signals: Signals, *, is_first: bool) -> str:

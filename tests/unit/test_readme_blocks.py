@@ -27,7 +27,7 @@ PAGE_SKIPS = {
     "kubernetes.md": ["multi-host: needs a Kubernetes cluster"] * 3,
     "mpirun.md": ["multi-host: needs several hosts"],
     "slurm.md": [
-        "multi-host: needs a Slurm cluster; tests/e2e/test_slurm.py submits this script to one",
+        "multi-host: needs a Slurm cluster; tests/engines/test_slurm.py submits this script to one",
         "multi-host: needs a Slurm cluster",
     ],
 }
