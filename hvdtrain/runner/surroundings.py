@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdtrain import launcher as around
 from hvdtrain import start
 from hvdtrain.errors import UsageError
-from hvdtrain.runner import arguments, loopback
+from hvdtrain.runner import arguments, loopback, remote
 
 # What hvdtrain.identity reads on the ranks; it is not imported here, where a job starts without NumPy.
 RUN_NAME, RUN_ID = "HVDTRAIN_RUN_NAME", "HVDTRAIN_RUN_ID"
@@ -68,6 +68,10 @@ def environment(
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if not arguments.places_ranks(passed):
             found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
-    if not elastic and loopback.is_here(slots):
+    if not loopback.is_here(slots):
+        found = {**remote.keepalive(), **found}
+        if launcher == arguments.MPIRUN:
+            found |= remote.without_bridges(slots, passed, found)
+    elif not elastic:
         found |= loopback.settings(run_dir, launcher, passed, found)
     return found

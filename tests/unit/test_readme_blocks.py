@@ -34,7 +34,7 @@ PAGE_SKIPS = {
         "multi-host: needs a Ray cluster",
     ],
     "slurm.md": [
-        "multi-host: needs a Slurm cluster; tests/e2e/test_slurm.py submits this script to one",
+        "multi-host: needs a Slurm cluster; tests/engines/test_slurm.py submits this script to one",
         "multi-host: needs a Slurm cluster",
     ],
 }
