@@ -1,1 +1,1 @@
-"""hvdtrain on other engines: each module asks for its package when it is used."""
+"""Ranks started by other engines than a launcher, each an optional extra."""

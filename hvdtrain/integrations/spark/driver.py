@@ -126,8 +126,8 @@ def _wait_for_slots(context: Any, np: int, deadline: float, limit_s: float) -> N
 def _environment(name: str, given: Mapping[str, str]) -> dict[str, str]:
     ours = tuning.without_ours(start.rank_environment({}))
     passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED_ON)}
-    run_name = surroundings.run_name(name, secrets.token_hex(2))
-    return {surroundings.RUN_NAME: run_name, **passed, **{key: str(value) for key, value in given.items()}}
+    named = surroundings.as_new_run(passed, name, secrets.token_hex(2))
+    return {**named, **{variable: str(value) for variable, value in given.items()}}
 
 
 @contextmanager
