@@ -13,7 +13,7 @@ BENCH ?=
 # `python` and `horovodrun` are the environment's, in every recipe and in what they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # One thread a rank: two ranks that both take every core slow each other down.
-RUN := OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3 horovodrun -np $(NP)
+RUN := OMP_NUM_THREADS=1 horovodrun -np $(NP)
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.

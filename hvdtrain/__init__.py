@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain import quiet
+
 if TYPE_CHECKING:
     from hvdtrain.data import Sharded as Sharded
     from hvdtrain.own_loop import prepare as prepare
@@ -33,6 +35,8 @@ _HOMES = {
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
 __all__ = ["History", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init", "prepare", "run"]
+
+quiet.begin()
 
 
 def __getattr__(name: str) -> Any:
