@@ -31,7 +31,9 @@ def report(
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Speed between hosts, such as 25Gb/s: the floor of a run on several hosts."),
+        typer.Option(
+            metavar="RATE", help="Speed between ranks, for the floor: 25Gb/s of a link, 9GB/s through memory."
+        ),
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the numbers as one JSON object; a page only with --out.")
@@ -106,6 +108,11 @@ def _floor(summary: Summary, measured: Path, link: str | None) -> float:
         speed = parse_rate(link)
     elif summary.hosts == 1 and "intra_bytes_per_s" in known:
         speed = known["intra_bytes_per_s"]
+    elif summary.hosts == 1:
+        raise ReportError(
+            f"the floor needs the speed between ranks, which {measured} does not tell. `hvdtrain bench` without "
+            "--script measures it; then type, say: --link 9GB/s"
+        )
     else:
         raise ReportError("the floor needs the speed between ranks. Give the link's between hosts: --link 25Gb/s")
     if not speed > 0:
