@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvdtrain import launcher
 from hvdtrain.errors import HvdTrainError, UsageError
-from hvdtrain.runner.arguments import MAX_RANKS_A_CORE
+from hvdtrain.runner.arguments import MAX_RANKS_A_CORE, is_count
 from hvdtrain.start import end_family, horovodrun, rank_environment
 
 _EXIT_GRACE_S = 20.0
@@ -75,7 +75,7 @@ def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
     names: dict[str, int] = {}
     for item in text.split(","):
         name, _, slots = item.strip().partition(":")
-        if not name or not slots.isdecimal() or int(slots) < 1 or name in names:
+        if not name or not is_count(slots, least=1) or name in names:
             raise BenchUsageError(f"-H must be like host1:2,host2:2, each host once. Received: -H {text}")
         names[name] = int(slots)
     if ranks > sum(names.values()):
