@@ -13,6 +13,7 @@ from hvdtrain import quiet
 if TYPE_CHECKING:
     from hvdtrain.data import Sharded as Sharded
     from hvdtrain.own_loop import prepare as prepare
+    from hvdtrain.parquet import read_parquet as read_parquet
     from hvdtrain.runner.function import run as run
     from hvdtrain.trainer import History as History
     from hvdtrain.trainer import Trainer as Trainer
@@ -30,11 +31,23 @@ _HOMES = {
     "World": "world",
     "init": "world",
     "prepare": "own_loop",
+    "read_parquet": "parquet",
     "run": "runner.function",
 }
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
-__all__ = ["History", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init", "prepare", "run"]
+__all__ = [
+    "History",
+    "Sharded",
+    "SoloWorld",
+    "Trainer",
+    "World",
+    "__version__",
+    "init",
+    "prepare",
+    "read_parquet",
+    "run",
+]
 
 quiet.begin()
 

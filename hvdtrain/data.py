@@ -300,7 +300,7 @@ def _own_share(
 def _array_source(parts: tuple[Any, ...], batch_size: int, world: World, seed: int) -> IndexedSource:
     num_samples = _common_length(parts, world)
     # Once: a conversion at every batch would copy the whole of what is not yet an array.
-    arrays = [tree_map(np.asarray, part) for part in parts]
+    arrays = [tree_map(as_array, part) for part in parts]
     source = _indexed(num_samples, lambda rows: tuple(take(part, rows) for part in arrays), batch_size, world, seed)
     # Ranks that each pass a part of their own would each share it out again: their ends differ.
     ends = np.array([0, num_samples - 1])
@@ -357,6 +357,13 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def as_array(leaf: Any) -> NDArray[Any]:
+    """Return `leaf` in NumPy, which cannot read torch's tensors everywhere; bfloat16, which it lacks, as float32."""
+    if hasattr(leaf, "detach"):
+        leaf = (leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf).detach().cpu()
+    return np.asarray(leaf)
+
+
 def num_rows(tree: Any) -> int:
     """Return the length of axis 0 of a tree of arrays or tensors."""
     first = leaves(tree)[0]
@@ -376,7 +383,7 @@ def collate(samples: Sequence[Any]) -> Any:
     if isinstance(first, tuple | list):
         columns = [collate(column) for column in zip(*samples, strict=True)]
         return rebuild(first, columns) if hasattr(first, "_fields") else tuple(columns)
-    return np.stack([np.asarray(sample) for sample in samples])
+    return np.stack([as_array(sample) for sample in samples])
 
 
 def _is_arrays(tree: Any) -> bool:

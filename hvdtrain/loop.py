@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
@@ -19,12 +19,15 @@ from hvdtrain.bad_numbers import BadNumbers
 from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.data import Batch, Source
+from hvdtrain.identity import Identity
 from hvdtrain.interval import Interval
 from hvdtrain.learning_rate import LearningRate
 from hvdtrain.position import Position, check_data, steps_done
 from hvdtrain.pulse import Beat, Pulse
 
 if TYPE_CHECKING:
+    from hvdtrain.elastic_fit import FitState
+    from hvdtrain.resume import Keeper
     from hvdtrain.trainer import Trainer
 
 
@@ -52,6 +55,7 @@ class Loop:
     Attributes:
         position: how far the run has come.
         history: what it has recorded so far.
+        run: which one it is; None before the first.
         in_epoch: whether steps are under way, whose metrics must not be mixed with others.
         stopped: whether the run ends within an epoch, which then has no metrics.
     """
@@ -59,6 +63,7 @@ class Loop:
     def __init__(self, trainer: Trainer, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]) -> None:
         self.position = Position()
         self.history = History()
+        self.run: Identity | None = None
         self.in_epoch = False
         self.stopped = False
         self._trainer = trainer
@@ -80,6 +85,24 @@ class Loop:
 
     # Checkpoints
 
+    def find(self, keepers: Sequence[Keeper], kept: FitState | None, *, anew: bool) -> None:
+        """Be where the run was that is to be gone on with: by what ranks have kept in memory, else by a checkpoint.
+
+        Args:
+            keepers: of checkpoints.
+            kept: in an elastic job.
+            anew: go on with no checkpoint, and move those there are out of the way.
+        """
+        found = None if kept is None else kept.find(lr_factor=self._lr.factor)
+        if found is not None:
+            self.load(found)
+            return
+        for keeper in keepers:
+            if anew:
+                keeper.set_aside()
+            else:
+                self.load(keeper.restore(self._adapter, lr_factor=self._lr.factor))
+
     def load(self, found: tuple[dict[str, Any], rank_state.Arrays] | None) -> None:
         """Be where the run was that `hvdtrain.resume` has found, and go on there; None changes nothing."""
         if found is not None:
@@ -88,17 +111,20 @@ class Loop:
             self.position = Position.from_json(self._loaded["position"])
             self.history = History(self._loaded["history"])
 
-    def begin(self, source: Source, hooks: CallbackList) -> list[Any]:
+    def begin(self, source: Source, hooks: CallbackList, run: Identity) -> list[Any]:
         """Take the place that a checkpoint has, or the beginning; return the states of its callbacks.
 
         Args:
             source: of the steps.
             hooks: called around them.
+            run: which one this is, unless it is one that goes on.
         """
         self._hooks, self._facts, self._pulse = hooks, source.facts, Pulse(self._world)
         self.stopped, self._ahead = False, 0
         self._earlier_samples = self._told_samples = 0
         meta, self._loaded = self._loaded, None
+        known = None if meta is None else meta.get("run")
+        self.run = Identity(**known, goes_on=True) if known else run
         if meta is None:
             self.position, self.history, self._held = Position(), History(), {}
             return []
@@ -116,6 +142,7 @@ class Loop:
         last = {} if self.position.step else {name: values[-1] for name, values in self.history.items()}
         return {
             "config": self._config,
+            "run": self.run and {"id": self.run.id, "name": self.run.name},
             "position": replace(self.position, seconds=seconds).to_json(),
             "history": self.history,
             "metrics": last,
@@ -233,7 +260,8 @@ class Loop:
         if self._world.is_root:
             what = "a checkpoint is written: start again to go on" if kept else "nothing is kept without checkpoint_dir"
             step, epoch = self.position.step, self.position.epoch
-            place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}"
+            last = ", the last" if epoch == self._trainer.epochs else ""
+            place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}{last}"
             sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
         # mpirun ends those that are still at work when the first one exits: a log may take a while to close.
         self._hooks.close()

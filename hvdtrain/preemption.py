@@ -55,6 +55,14 @@ def install() -> Callable[[], None]:
     return restore
 
 
+def pass_on() -> None:
+    """Let whoever takes signals now, the system as a rule, have the one that nobody has answered."""
+    global _requested
+    if _requested is not None:
+        number, _requested = _requested, None
+        signal.raise_signal(number)
+
+
 def _ask(number: int, frame: FrameType | None) -> None:
     global _requested, _at
     if _requested is None:

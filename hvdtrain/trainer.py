@@ -8,14 +8,13 @@ which framework it has.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain import agreement, launcher, learning_rate, prediction, preemption
+from hvdtrain import agreement, identity, launcher, learning_rate, prediction, preemption
 from hvdtrain import resume as resuming
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.bad_numbers import POLICIES
@@ -160,7 +159,7 @@ class Trainer:
         optimizer state are those the model has.
 
         Args:
-            train: data, as `hvdtrain.data.as_source` describes; all ranks give the same and share it out.
+            train: arrays `(x, y)`, a dataset or a loader (see Data in the docs), the same on all ranks, which share it.
             validation: data of the same kind, evaluated after each epoch into "val_" metrics.
             epochs: how many there are in all, those before a resumed checkpoint included.
             batch_size: samples a rank takes in a step; an optimizer step sees batch_size * size * accumulate.
@@ -174,7 +173,8 @@ class Trainer:
 
         A SIGTERM or SIGUSR1 to any rank ends the run in order: about a second later, or once validation is done, all
         ranks end after the same step, with a checkpoint where there is a checkpoint_dir, and exit with
-        `hvdtrain.preemption.EXIT_CODE`, 75.
+        `hvdtrain.preemption.EXIT_CODE`, 75. So they do where it comes while the run ends, though the training is
+        complete; one that comes later still is the script's, as it would be after `fit`.
 
         In an elastic job, when a rank dies or hosts come and go, those that are there go on from the last commit, which
         all ranks keep in memory: the beginning, each epoch's end, each checkpoint within an epoch, and the step after
@@ -205,6 +205,7 @@ class Trainer:
                 once()
         finally:
             give_back()
+        preemption.pass_on()
         return self.history
 
     def _fit(
@@ -220,12 +221,12 @@ class Trainer:
         held_out = None if validation is None else self._source(validation, batch_size)
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
-        self.hosts = [str(host) for host in self.world.allgather_object(socket.gethostname(), name="hosts")]
+        self.hosts, run = identity.meet(self.world)
         checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
         self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
         keepers = [each.open(self) for each in checkpoints]
-        self._find_progress(keepers, resume)
-        states = self._loop.begin(source, hooks)
+        self._loop.find(keepers, self.kept, anew=resume == "never")
+        states = self._loop.begin(source, hooks, run)
         self._stop = False
         self._adapter.start()
         if self.world.is_root:
@@ -236,6 +237,7 @@ class Trainer:
             hooks.close()
             for keeper in keepers:
                 keeper.finish()
+        self._is_to_stop(between=True)  # what was asked while the run ended
 
     def _run(self, source: Source, held_out: Source | None, hooks: CallbackList, states: list[Any]) -> None:
         hooks.on_fit_begin(self)
@@ -329,6 +331,11 @@ class Trainer:
         return self._loop.history
 
     @property
+    def run(self) -> identity.Identity | None:
+        """Which run the current or last `fit` is, alike on all ranks."""
+        return self._loop.run
+
+    @property
     def config(self) -> dict[str, Any]:
         """What this Trainer, and the current or last `fit`, were given, as JSON."""
         return {"model": type(self.model).__name__, **self._config, **self._fit_config}
@@ -381,18 +388,6 @@ class Trainer:
                 "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
                 "Use warmup_epochs=0, or data with a length."
             )
-
-    def _find_progress(self, keepers: Sequence[resuming.Keeper], resume: str) -> None:
-        if self.kept is not None:
-            found = self.kept.find(lr_factor=self._lr.factor)
-            if found is not None:
-                self._loop.load(found)
-                return
-        for keeper in keepers:
-            if resume == "never":
-                keeper.set_aside()
-            else:
-                self._loop.load(keeper.restore(self._adapter, lr_factor=self._lr.factor))
 
     def _evaluate(self, source: Source) -> dict[str, float]:
         for batch in source.epoch(0, shuffle=False):

@@ -329,7 +329,10 @@ def init(framework: str | None = None, *, seed: int | None = None) -> World:
 
     Raises:
         ValueError: unknown framework.
-        HorovodMissingError, HorovodMismatchError, LaunchError, EngineConflictError: see `load_engine`, `init_engine`.
+        HorovodMissingError: several processes were launched, but Horovod is not installed for this framework.
+        HorovodMismatchError: likewise, but built for other framework versions.
+        LaunchError: the launcher announced more ranks than Horovod found.
+        EngineConflictError: another framework's Horovod is already in use in this process.
     """
     global _world
     engine = launcher.engine_for(framework)

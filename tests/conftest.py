@@ -1,4 +1,4 @@
-"""What every kind of test shares: the `gpu` mark. Imports no framework and starts no Horovod."""
+"""What every kind of test shares: the `gpu` and `hosts` marks. Imports no framework and starts no Horovod."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 
 GPU_SWITCH = "HVDTRAIN_TEST_GPU"
+# Set to 1, they make a skip a failure: a run that skips its tests proves nothing, so it must not look green.
+SWITCHES = {"gpu": GPU_SWITCH, "hosts": "HVDTRAIN_TEST_HOSTS"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,6 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HVDTRAIN_RUNS", "")  # hundreds of trainings, none of which anybody wants to keep
     config.addinivalue_line(
         "markers", f"gpu: needs a GPU; skipped unless {GPU_SWITCH}=1, and then a skip of any kind is a failure"
+    )
+    config.addinivalue_line(
+        "markers",
+        f"hosts: on several hosts, which needs root, namespaces and sshd; {SWITCHES['hosts']}=1: must not skip",
     )
 
 
@@ -35,11 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # A GPU run that skips its tests proves nothing, so it must not look green.
-    if report.skipped and os.environ.get(GPU_SWITCH) == "1" and item.get_closest_marker("gpu"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} did not run although {GPU_SWITCH}=1. {reason}"
+    for mark, switch in SWITCHES.items():
+        if report.skipped and os.environ.get(switch) == "1" and item.get_closest_marker(mark):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} did not run although {switch}=1. {reason}"
     return report
 
 

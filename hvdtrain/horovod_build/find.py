@@ -279,8 +279,10 @@ def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) ->
     cuda = find_cuda()
     nccl = find_nccl(cuda)
     why = ""
-    if any(not f.cuda for f in frameworks if f.name == "torch"):
-        why = "torch is a CPU build"
+    cpu_builds = [f.name for f in frameworks if not f.cuda]
+    if cpu_builds:
+        # One set of GPU operations is compiled for all: beside a CPU build they lack symbols, or do not compile.
+        why = f"{cpu_builds[0]} is a CPU build (install its GPU build, or leave it out with --without {cpu_builds[0]})"
     elif cuda is None:
         why = "no CUDA toolkit with nvcc (looked at HOROVOD_CUDA_HOME, CUDA_HOME, PATH and /usr/local/cuda)"
     elif nccl is None:

@@ -121,10 +121,13 @@ PORTING: tuple[Edit, ...] = (
         "a CPU build must not fail on a CUDA toolkit that it does not use",
     ),
     Edit(
-        "horovod/torch/CMakeLists.txt",
-        "elseif (Pytorch_CUDA AND NOT HAVE_CUDA)\n",
-        "elseif (Pytorch_CUDA AND NOT HAVE_CUDA AND CMAKE_CUDA_COMPILER)\n",
-        "a CUDA torch may be given a Horovod without GPU operations",
+        "cmake/Modules/FindPytorch.cmake",
+        'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n',
+        'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n'
+        "if(NOT DEFINED ENV{HOROVOD_GPU_OPERATIONS})\n"
+        "    set(Pytorch_CUDA FALSE)\n"
+        "endif()\n",
+        "a CUDA torch may be given a Horovod without GPU operations; with any nvcc on PATH it was linked with cudart",
     ),
     Edit(
         "horovod/torch/CMakeLists.txt",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import hvdtrain.keras as hvd
 from hvdtrain import launcher
 from hvdtrain.adapter import Fault, Options, Reduce, State
-from hvdtrain.data import Batch
+from hvdtrain.data import Batch, as_array, tree_map
 from hvdtrain.keras import losses, rank_state, training_state
 from hvdtrain.keras.finite import guard_for
 from hvdtrain.keras.optimizer import distributed_part
@@ -290,7 +290,13 @@ def _data(batch: Batch, world: World) -> tuple[Any, Any, Any]:
             f"rank {world.rank} never had any data, so its Keras step has nothing to run on. Give every rank at least "
             "one sample, or use fewer ranks."
         )
-    return batch.inputs, batch.targets, batch.sample_weight
+    inputs, targets, weight = (tree_map(_readable, part) for part in (batch.inputs, batch.targets, batch.sample_weight))
+    return inputs, targets, weight
+
+
+def _readable(leaf: Any) -> Any:
+    """Return what Keras can read on its backend: of a torch DataLoader's tensors arrays, unless it is torch."""
+    return as_array(leaf) if hasattr(leaf, "detach") and keras.backend.backend() != "torch" else leaf
 
 
 def _set_precision(model: keras.Model, precision: str) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from hvdtrain.runner import family
@@ -32,6 +32,7 @@ class Call:
         size: number of ranks.
         grace_s: what ranks get to stop in order after an interrupt.
         show: takes lines that ranks print as they come, and with rank None what is said about the job.
+        rank: the one that the command line is, where it is no launcher; its lines have no mark.
 
     Attributes:
         cause: what ended the job; None where nobody can tell.
@@ -48,10 +49,11 @@ class Call:
         size: int,
         grace_s: float,
         show: Callable[[Sequence[Line]], None],
+        rank: int | None = None,
     ) -> None:
         self.cause: Cause | None = None
         self.seconds = 0.0
-        self._run_dir, self._show = run_dir, show
+        self._run_dir, self._show, self._rank = run_dir, show, rank
         self._output = [Lines(), Lines()]
         self._said = b""
         self._exchange = Exchange(run_dir, task, size=size)
@@ -83,11 +85,19 @@ class Call:
         self._report = report
         self._open = list(self._handlers)
 
-    def follow(self) -> None:
-        """Show what ranks print and take what they answer, until the job has ended; may be begun again."""
+    def follow(self, also: Mapping[Connection, Callable[[], None]] | None = None) -> None:
+        """Show what ranks print and take what they answer, until the job has ended; may be begun again.
+
+        Args:
+            also: what else to wait for meanwhile, and whom to call when it is ready.
+        """
+        also = also or {}
         while self._open:
-            for ready in wait([*self._open, *self._exchange.sources()]):
-                if isinstance(ready, int):
+            found = wait([*self._open, *self._exchange.sources(), *also])
+            for ready in [each for each in also if each in found] or found:  # first: it may close the others
+                if isinstance(ready, Connection) and ready in also:
+                    also[ready]()
+                elif isinstance(ready, int):
                     data = os.read(ready, 2**16)
                     if data:
                         self._handlers[ready](data)
@@ -144,6 +154,7 @@ class Call:
                 self._show([(None, line.decode(errors="replace"))])
 
     def _print(self, lines: Sequence[Line]) -> None:
+        lines = [(self._rank if rank is None else rank, text) for rank, text in lines]
         # A launcher's own words are told where no rank is to blame.
         wanted = [line for line in lines if line[0] is not None or os.environ.get(DEBUG) == "1"]
         if wanted:

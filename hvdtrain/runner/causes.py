@@ -6,10 +6,12 @@ import json
 import re
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.runner.lines import Lines
+from hvdtrain.watch.endings import STALLED
 
 STOPPED = 75  # EX_TEMPFAIL: stopped on request, to be started again
 
@@ -19,7 +21,14 @@ _SAID = re.compile(
     rb"|Process name: \[\[\d+,\d+\],(?P<rank_code>\d+)\]\s+Exit code:\s+(?P<code>\d+)(?=\D)"
     rb"|MPI_ABORT was invoked on rank (?P<rank_abort>\d+) in communicator [^\n]+\s+with errorcode (?P<abort>\d+)(?=\D)"
     rb"|Process (?P<rank_gloo>\d+) exit with status code (?P<gloo>-?\d+)\."
+    rb"|Remote daemon:\s+\S+ on node (?P<lost>\S+)\s"
 )
+# What Gloo says where nothing came from another rank, not even the end of a connection.
+_SILENCE = re.compile(rb"Timed out waiting (\d+)ms for")
+# What mpirun says before it waits for its daemons on other hosts to end theirs.
+_ABORTED = b"the job has been aborted"
+_LOST = 205  # mpirun's own status then
+_SSH_FAILED = 255
 _LONGEST = 400  # bytes that one of them takes
 _KEPT_BYTES = 2**19
 
@@ -32,11 +41,13 @@ class Cause:
         who: "rank 1 on host h", or the launcher's name.
         code: exit status, or 128 + signal.
         rank: None where it was not a rank.
+        how: it ended, in words, where its status says little.
     """
 
     who: str
     code: int
     rank: int | None = None
+    how: str = ""
 
     @property
     def killed(self) -> bool:
@@ -45,15 +56,22 @@ class Cause:
 
     def __str__(self) -> str:
         return f"{self.who} " + (
-            f"was killed by signal {self.code - 128}" if self.killed else f"ended with status {self.code}"
+            self.how or (f"was killed by signal {self.code - 128}" if self.killed else f"ended with status {self.code}")
         )
 
 
 class Listener:
-    """Hears what a launcher prints; keeps the end of it, and what it says of its ranks."""
+    """Hears what a launcher prints; keeps the end of it, and what it says of its ranks.
 
-    def __init__(self, host: str) -> None:
+    Args:
+        host: this one.
+        by_rank: the host of each rank, "" for one that is not known; this one where there is none.
+    """
+
+    def __init__(self, host: str, by_rank: Sequence[str] = ()) -> None:
         self._host = host
+        self._by_rank = by_rank
+        self._is_aborted = False
         self._lock = threading.Lock()
         self._kept = {"stdout": bytearray(), "stderr": bytearray()}
         self._cause: Cause | None = None
@@ -63,10 +81,12 @@ class Listener:
         with self._lock:
             kept = self._kept[stream]
             kept += data
+            new = max(0, len(kept) - len(data) - _LONGEST)
             if self._cause is None:
-                found = _SAID.search(kept, max(0, len(kept) - len(data) - _LONGEST))
+                found = _SAID.search(kept, new)
                 if found:
                     self._cause = self._read(found)
+            self._is_aborted = self._is_aborted or kept.find(_ABORTED, new) >= 0
             if len(kept) > 2 * _KEPT_BYTES:
                 del kept[:-_KEPT_BYTES]
 
@@ -75,6 +95,15 @@ class Listener:
         with self._lock:
             return self._cause
 
+    def is_aborted(self) -> bool:
+        """Return whether the launcher has said that it ends the job."""
+        with self._lock:
+            return self._is_aborted
+
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank, "" where it is not known."""
+        return self._by_rank[rank] if rank < len(self._by_rank) else "" if self._by_rank else self._host
+
     def text(self) -> str:
         """Return the end of what was printed."""
         with self._lock:
@@ -82,13 +111,23 @@ class Listener:
 
     def _read(self, found: re.Match[bytes]) -> Cause:
         facts = {name: value.decode() for name, value in found.groupdict().items() if value is not None}
+        if "lost" in facts:
+            return Cause(f"host {facts['lost']}", _LOST, how="no longer answers")
         rank = int(next(value for name, value in facts.items() if name.startswith("rank_")))
         code = int(next(facts[name] for name in ("signal", "code", "abort", "gloo") if name in facts))
         if "signal" in facts:
             code += 128
         elif code < 0:
             code = 128 - code
-        return Cause(f"rank {rank} on host {facts.get('node', self._host)}", code, rank)
+        host = facts.get("node") or self.host_of(rank)
+        by_ssh = "gloo" in facts and code == _SSH_FAILED and host not in ("", self._host)
+        how = "was killed, or the connection to it broke (ssh's status 255)" if by_ssh else ""
+        silence = _SILENCE.search(self._kept["stderr"])
+        if silence and "gloo" in facts and code == 1:
+            how = (
+                f"heard nothing from another one for {int(silence[1]) // 1000} s, whose host, network or process hangs"
+            )
+        return Cause(f"rank {rank}" + f" on host {host}" * bool(host), code, rank, how)
 
 
 @dataclass(frozen=True)
@@ -105,13 +144,12 @@ class RankError:
         return next((line for line in reversed(self.text.splitlines()) if line.strip()), "").strip()
 
 
-def first_error(run_dir: Path, *, printed: str, host: str, cause: Cause) -> RankError | None:
+def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError | None:
     """Return the exception that ended a rank first, None if it was no exception.
 
     Args:
         run_dir: where ranks write error-<rank>.json.
-        printed: the end of the launcher's output, searched where no rank has written one.
-        host: this one's name.
+        listener: knows the end of the launcher's output, which is searched where no rank has written one.
         cause: what ended the job. What the peers of a killed rank raise is a consequence, not the reason.
     """
     written = []
@@ -126,11 +164,26 @@ def first_error(run_dir: Path, *, printed: str, host: str, cause: Cause) -> Rank
         return next((error for _, error in written if error.rank == cause.rank), None)
     if written:
         return min(written, key=lambda item: item[0])[1]
-    streams = _by_rank(printed)
+    streams = _by_rank(listener.text())
     for rank in sorted(streams, key=lambda rank: rank != cause.rank):
         text = _traceback(streams[rank])
         if text:
-            return RankError(rank, host, text)
+            return RankError(rank, listener.host_of(rank), text)
+    return None
+
+
+def told_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
+    """Return why a rank of this host ended by what it wrote down, None if none wrote anything.
+
+    Args:
+        run_dir: where ranks write error-<rank>.json, and waits-<rank>.json when they have waited too long.
+        host: this one.
+    """
+    for fact, code in (("error", 1), ("waits", STALLED)):
+        ranks = sorted(int(path.stem.rpartition("-")[2]) for path in run_dir.glob(f"{fact}-*.json"))
+        if ranks:
+            how = "has waited too long for others" if code == STALLED else ""
+            return Cause(f"rank {ranks[0]} on host {host}", code, ranks[0], how)
     return None
 
 

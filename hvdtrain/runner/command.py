@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,8 +121,8 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     Raises:
         UsageError: what was asked for cannot be done.
     """
-    from hvdtrain import start, tuning
-    from hvdtrain.runner import allocation, arguments, loopback, supervise, surroundings
+    from hvdtrain import tuning
+    from hvdtrain.runner import allocation, arguments, loopback, remote, supervise, surroundings
 
     launcher, passed = settings.launcher, settings.options
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
@@ -140,14 +141,6 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
         allocation.check_ranks(count, given)
     hosts = slots or given
     crowded = arguments.check_ranks(count, slots=hosts, elastic=elastic, cores=tuning.usable_cores())
-    first = [found_mpirun] if launcher == arguments.MPIRUN and (found_mpirun := shutil.which("mpirun")) else []
-    if launcher == arguments.MPIRUN and not first:
-        raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
-    line = [*(first or start.horovodrun(Path(sys.executable))), "-np", str(count), *passed]
-    if given and launcher == arguments.HOROVODRUN:  # mpirun asks Slurm itself
-        line += ["-H", allocation.listed(given)]
-    if elastic and launcher == arguments.HOROVODRUN:
-        line += loopback.elastic_flags(passed)
     if crowded:
         supervise.say(crowded)
     run_dir = supervise.make_run_dir()
@@ -155,5 +148,31 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     environment = surroundings.environment(
         run_dir, name=script, launcher=launcher, passed=passed, slots=hosts, elastic=elastic
     )
-    far = launcher == arguments.MPIRUN and bool(hosts) and not any(loopback.is_here([host]) for host in hosts)
-    return supervise.Options([*line, *program], environment, restarts, grace_s, elastic, far), run_dir
+    line = [*_launcher(launcher), "-np", str(count), *passed]
+    if launcher == arguments.MPIRUN and not loopback.is_here(slots):
+        line += remote.exports(passed, environment)
+    if launcher == arguments.HOROVODRUN and given:  # mpirun asks Slurm itself
+        line += ["-H", allocation.listed(given)]
+    flags = loopback.elastic_flags(passed) if launcher == arguments.HOROVODRUN and elastic else []
+    line += flags
+    here = bool(flags) if elastic and not hosts else loopback.is_here(hosts)
+    is_known = not elastic and (launcher == arguments.HOROVODRUN or remote.fills_in_order(passed))
+    options = supervise.Options(
+        [*line, *program], environment, restarts, grace_s, elastic,
+        far=bool(hosts) and not any(loopback.is_here([host]) for host in hosts),
+        way=None if elastic else remote.way(hosts, launcher, passed, environment),
+        by_rank=() if here else remote.by_rank(hosts, count, own=socket.gethostname(), is_known=is_known),
+    )  # fmt: skip
+    return options, run_dir
+
+
+def _launcher(name: str) -> list[str]:
+    from hvdtrain import start
+    from hvdtrain.runner import arguments
+
+    if name == arguments.HOROVODRUN:
+        return start.horovodrun(Path(sys.executable))
+    found = shutil.which(name)
+    if found is None:
+        raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
+    return [found]

@@ -2,25 +2,27 @@
 
 Both sides unpickle what they get, which runs code. So nothing is read from disk, and nothing from a socket before the
 other side has proved who it is: they meet at a Unix socket in a folder that only this user may enter, and each answers
-a challenge with a key (HMAC, by Python's multiprocessing) that is drawn anew for each call and handed down in the
-environment alone, which other users cannot read. Who could write there, or read the key, could write into these
-processes' memory anyhow.
+a challenge with a key that is drawn anew for each call and handed down in the environment alone, which other users
+cannot read. Who could write there, or read the key, could write into these processes' memory anyhow. The challenges are
+ours, by HMAC-SHA256: before Python 3.12 multiprocessing's are by MD5, which FIPS machines refuse.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
 _ADDRESS, _KEY = "HVDTRAIN_CALL_SOCKET", "HVDTRAIN_CALL_KEY"
+_BYTES = 32  # of a challenge, and of what SHA-256 makes of one
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ class Exchange:
     def _let_in(self) -> None:
         connection = Connection(self._door.accept()[0].detach())
         try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
+            _know_rank(connection, self._key)
             rank = int(json.loads(connection.recv_bytes())["rank"])
             self._task.send(connection)
         except (AuthenticationError, EOFError, OSError):  # a stranger, or one that was killed
@@ -124,6 +125,36 @@ class Exchange:
                 self._door.close()
 
 
+def _know_rank(connection: Connection, key: bytes) -> None:
+    """Prove who this caller is to a rank that has proved itself.
+
+    Raises:
+        AuthenticationError, EOFError, OSError: it has not.
+    """
+    mine = secrets.token_bytes(_BYTES)
+    connection.send_bytes(mine)
+    answer = connection.recv_bytes(2 * _BYTES)
+    theirs = answer[:_BYTES]
+    _check(answer[_BYTES:], _proof(key, b"rank", mine, theirs), "a rank")
+    connection.send_bytes(_proof(key, b"caller", mine, theirs))
+
+
+def _know_caller(connection: Connection, key: bytes) -> None:
+    """Prove who this rank is, and let the caller do so; the other side of `_know_rank`."""
+    theirs, mine = connection.recv_bytes(_BYTES), secrets.token_bytes(_BYTES)
+    connection.send_bytes(mine + _proof(key, b"rank", theirs, mine))
+    _check(connection.recv_bytes(_BYTES), _proof(key, b"caller", theirs, mine), "the caller")
+
+
+def _proof(key: bytes, who: bytes, *challenges: bytes) -> bytes:
+    return hmac.digest(key, who + b"".join(challenges), "sha256")  # what one side says is no proof of the other's
+
+
+def _check(said: bytes, proof: bytes, who: str) -> None:
+    if not hmac.compare_digest(said, proof):
+        raise AuthenticationError(f"{who} has another key")
+
+
 def ask(rank: int) -> tuple[Message, Connection]:
     """Return, on a rank, the task and the connection for the answer.
 
@@ -132,11 +163,12 @@ def ask(rank: int) -> tuple[Message, Connection]:
     """
     # What the function starts is not to inherit the key.
     address, key = os.environ.pop(_ADDRESS), bytes.fromhex(os.environ.pop(_KEY))
-    connection = Client(address, family="AF_UNIX", authkey=key)
+    connection = Client(address, family="AF_UNIX")
+    _know_caller(connection, key)
     connection.send_bytes(json.dumps({"rank": rank}).encode())
     return Message.receive(connection), connection
 
 
-def each(messages: dict[int, Message], kind: str) -> Iterator[tuple[int, Message]]:
+def each(messages: Mapping[int, Message], kind: str) -> Iterator[tuple[int, Message]]:
     """Return rank and message, for those of a kind."""
     return ((rank, message) for rank, message in sorted(messages.items()) if message.facts["kind"] == kind)

@@ -1,4 +1,10 @@
-"""Find the processes of one job on this host, and end them. Run as a script: end them when its standard input ends.
+"""Find the processes of one job on this host, and end them.
+
+As a script it takes the job's folder and what to do:
+
+    guard COMMAND   end the job and remove its folder should standard input end without a word; then run the command
+    end             end the job, as another host's `hvdtrain run` asks by ssh
+    ask             ask its ranks to stop, likewise
 
 Every process of a job carries its run folder in its environment, whoever started it and whoever its parent is now.
 This file imports nothing of hvdtrain: as a guard it runs in a bare interpreter, for as long as the job.
@@ -9,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -160,14 +167,27 @@ def end(run_dir: str, *, below: int | None = None, without: tuple[int, ...] = ()
     return True
 
 
-def guard(run_dir: str) -> None:
-    """Wait for the end of standard input; without a word of farewell before it, end the job and remove its folder."""
+def guard(run_dir: str, elsewhere: list[str]) -> None:
+    """Wait for the end of standard input; without a word of farewell before it, end the job and remove its folder.
+
+    Args:
+        run_dir: the job's folder.
+        elsewhere: a command that ends what other hosts have of it; may be empty.
+    """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)
     if sys.stdin.buffer.read() != DONE:
         end(run_dir)
         shutil.rmtree(run_dir, ignore_errors=True)
+        if elsewhere:
+            subprocess.run(elsewhere, stdin=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
-    guard(sys.argv[1])
+    folder, task, *command = sys.argv[1:]
+    if task == "guard":
+        guard(folder, command)
+    elif task == "end":
+        end(folder)
+    else:
+        ask_to_stop(members(folder), told=set(), pids={})

@@ -55,10 +55,7 @@ def run(
             that `fn` raised on a rank, which is raised here as it is, and has the rank and its traceback.
     """
     slots, passed, crowded = _check(fn, args, np, output, options)
-    task = Message(
-        {"path": [str(path) for path in sys.path], "cells": _cells()},
-        pack({"fn": fn, "args": tuple(args), "kwargs": dict(kwargs or {})}, where="be sent to the ranks"),
-    )
+    task = make_task(fn, args, kwargs)
 
     def show(lines: Sequence[Line]) -> None:
         chosen = [(rank, text) for rank, text in lines if output == "all" or not rank]
@@ -67,8 +64,7 @@ def run(
 
     if crowded:
         show([(None, f"hvdtrain.run: {crowded}")])
-    name = re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
-    call = _run_job(task, name, np=np, passed=passed, slots=slots, show=show)
+    call = _run_job(task, name_of(fn), np=np, passed=passed, slots=slots, show=show)
     problem = outcome.problem(call, np, root_only=output == "root")
     if problem is not None:
         raise problem
@@ -76,6 +72,37 @@ def run(
         how = call.cause or "the process that ran the ranks was killed"
         show([(None, f"hvdtrain.run: {how}, after the function had returned on every rank")])
     return [outcome.value(rank, call.answers.pop(rank)) for rank in range(np)]
+
+
+def make_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Message:
+    """Return what `hvdtrain.runner.rank.load` loads.
+
+    Raises:
+        TypeError: something cannot be pickled.
+    """
+    return Message(
+        {"path": [str(path) for path in sys.path], "cells": _cells()},
+        pack({"fn": fn, "args": tuple(args), "kwargs": dict(kwargs or {})}, where="be sent to the ranks"),
+    )
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Return what a run of `fn` is called."""
+    return re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
+
+
+def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int) -> None:
+    """Raise unless `fn` can be called with `args` on `np` ranks, as far as can be told from here.
+
+    Raises:
+        TypeError, ValueError: see above.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function. Received: {fn!r}")
+    if not isinstance(args, (tuple, list)):  # (x) is no tuple, and a text has letters
+        raise TypeError(f"args must be a tuple, such as (x,). Received: a {type(args).__qualname__}")
+    if isinstance(np, bool) or not isinstance(np, int) or np < 1:
+        raise ValueError(f"np, the number of ranks, must be a whole number, at least 1. Received: np={np!r}")
 
 
 def _run_job(
@@ -118,12 +145,7 @@ def _check(
     Returns:
         {host: slots}, the launcher's options, and what to say of ranks that share cores.
     """
-    if not callable(fn):
-        raise TypeError(f"fn must be a function. Received: {fn!r}")
-    if not isinstance(args, (tuple, list)):  # (x) is no tuple, and a text has letters
-        raise TypeError(f"args must be a tuple, such as (x,). Received: a {type(args).__qualname__}")
-    if isinstance(np, bool) or not isinstance(np, int) or np < 1:
-        raise ValueError(f"np, the number of ranks, must be a whole number, at least 1. Received: np={np!r}")
+    check_call(fn, args, np)
     if output not in ("all", "root"):
         raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
     surroundings.check_place("hvdtrain.run")

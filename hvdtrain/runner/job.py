@@ -26,10 +26,16 @@ _HALF_LINE_S = 1.0
 
 
 class Guard:
-    """A process that ends the job should this one be killed."""
+    """A process that ends the job should this one be killed.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        run_dir: the job's folder.
+        elsewhere: a command that ends what other hosts have of it; may be empty.
+    """
+
+    def __init__(self, run_dir: Path, elsewhere: Sequence[str] = ()) -> None:
         self._run_dir = run_dir
+        self._elsewhere = elsewhere
         self._process = self._start()
 
     @property
@@ -62,7 +68,7 @@ class Guard:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", family.__file__, str(self._run_dir)],
+            [sys.executable, "-I", "-S", family.__file__, str(self._run_dir), "guard", *self._elsewhere],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -87,11 +93,12 @@ class Job:
         run_dir: Path,
         guard: Guard,
         host: str,
+        by_rank: Sequence[str] = (),
         far: bool = False,
     ) -> None:
         self.run_dir = run_dir
         self._far = far
-        self.listener = Listener(host)
+        self.listener = Listener(host, by_rank)
         self.began = time.monotonic()
         self._guard = guard
         self._told: set[int] = set()
@@ -134,7 +141,7 @@ class Job:
         job = self.members()
         family.ask_to_stop(job, told=self._told, pids=pids)
         if self._far:
-            if self._process.pid not in self._told:
+            if self._is_deaf and self._process.pid not in self._told:
                 self._told.add(self._process.pid)
                 family.send(self._process.pid, signal.SIGUSR1)  # mpirun passes it on
             return self.status() is None

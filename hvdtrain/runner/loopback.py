@@ -39,7 +39,7 @@ def _own_addresses() -> set[str]:
     }
 
 
-def _interface() -> str:
+def interface() -> str:
     """Return the loopback interface's name."""
     psutil = importlib.import_module("psutil")
     for name, addresses in psutil.net_if_addrs().items():
@@ -73,7 +73,7 @@ def elastic_flags(passed: Sequence[str]) -> list[str]:
     script = value(passed, "--host-discovery-script")
     if script is None or value(passed, "--network-interfaces", "--network-interface") is not None:
         return []
-    return ["--network-interfaces", _interface()] if is_here(discovered_hosts(script)) else []
+    return ["--network-interfaces", interface()] if is_here(discovered_hosts(script)) else []
 
 
 def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

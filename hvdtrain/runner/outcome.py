@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import cloudpickle
 
 from hvdtrain.errors import RankFailedError
-from hvdtrain.runner.call import Call
-from hvdtrain.runner.causes import STOPPED
+from hvdtrain.runner.causes import STOPPED, Cause
 from hvdtrain.runner.exchange import Message, each
 
 
-def problem(call: Call, np: int, *, root_only: bool) -> Exception | None:
+class Ended(Protocol):
+    """A function's run that has ended; `hvdtrain.runner.call.Call` says what these are."""
+
+    @property
+    def cause(self) -> Cause | None: ...  # noqa: D102
+    @property
+    def seconds(self) -> float: ...  # noqa: D102
+    @property
+    def answers(self) -> Mapping[int, Message]: ...  # noqa: D102
+
+    def tail(self, rank: int | None) -> Sequence[str]: ...  # noqa: D102
+    def status(self) -> int: ...  # noqa: D102
+
+
+def problem(call: Ended, np: int, *, root_only: bool) -> Exception | None:
     """Return what is to be raised; None where every rank has returned."""
     failed = dict(each(call.answers, "error"))
     own = {rank: answer for rank, answer in failed.items() if not answer.facts["others"]}
@@ -43,7 +57,7 @@ def _raised(rank: int, answer: Message) -> Exception:
     return error
 
 
-def _without_result(call: Call, np: int, *, root_only: bool) -> RankFailedError:
+def _without_result(call: Ended, np: int, *, root_only: bool) -> RankFailedError:
     """Return the error for ranks that ended without a word."""
     if call.cause is None:
         return RankFailedError(f"the process that ran the ranks ended with status {call.status()}; so did they")

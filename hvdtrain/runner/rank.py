@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from typing import Any
 
@@ -29,21 +30,10 @@ def main() -> None:
         task, connection = exchange.ask(rank)
     except (EOFError, OSError, AuthenticationError) as problem:
         sys.exit(f"rank {rank}: whoever called hvdtrain.run is gone: {problem}")
-    # What the caller can import can be imported here, and tracebacks show the lines of its notebook's cells.
-    sys.path[:] = task.facts["path"]
-    for name, lines in task.facts["cells"].items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    exit_request: SystemExit | None = None
-    what = "could not load the function"
-    try:
-        call = _load(task)
-        del task  # which may hold as much as the arguments
-        what = "raised"
-        answer = _answer(call)
-    except SystemExit as request:
-        exit_request, answer = request, Message({"kind": "exit", "code": _status(request)})
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is to know
-        answer = _failure(what, error)
+    sys.path[:] = task.facts["path"]  # what the caller can import can be imported here
+    call = load(task)
+    del task  # which may hold as much as the arguments
+    answer, exit_request = perform(call)
     try:
         answer.send(connection)
         connection.close()
@@ -62,14 +52,28 @@ def _status(request: SystemExit) -> int:
     return 0 if request.code is None else 1
 
 
-def _load(task: Message) -> Any:
-    fn, args, kwargs = cloudpickle.loads(task.pickled)
+def load(task: Message) -> Callable[[], Any] | Message:
+    """Return the call that is the task, or the answer where it cannot be loaded."""
+    # Tracebacks show the lines of the caller's notebook's cells.
+    for name, lines in task.facts["cells"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    try:
+        fn, args, kwargs = cloudpickle.loads(task.pickled)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is to know
+        return _failure("could not load the function", error)
     return lambda: fn(*args, **kwargs)
 
 
-def _answer(call: Any) -> Message:
-    """Return what the function returned, or why that cannot be sent."""
-    return Message({"kind": "result"}, pack({"what it returned": call()}, where="be sent back"))
+def perform(call: Callable[[], Any] | Message) -> tuple[Message, SystemExit | None]:
+    """Return the answer: what `call` returned, or why not; and the request to exit, where that is why."""
+    if isinstance(call, Message):
+        return call, None
+    try:
+        return Message({"kind": "result"}, pack({"what it returned": call()}, where="be sent back")), None
+    except SystemExit as request:
+        return Message({"kind": "exit", "code": _status(request)}), request
+    except BaseException as error:  # noqa: BLE001 - see above
+        return _failure("raised", error), None
 
 
 def _failure(what: str, error: BaseException) -> Message:

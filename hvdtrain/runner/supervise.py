@@ -14,15 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.runner import causes, family, restarts
+from hvdtrain import watch
+from hvdtrain.runner import causes, family, reach, restarts
+from hvdtrain.runner.arguments import MPIRUN
 from hvdtrain.runner.causes import STOPPED, Cause
 from hvdtrain.runner.job import Guard, Job, adopt_orphans
+from hvdtrain.runner.remote import Way
 from hvdtrain.runner.signals import Signals
 
 _POLL_S = 0.5
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
 _TERM_S = 5.0  # from SIGTERM to SIGKILL
 _UNDYING = "some processes of this job do not die, see ps: a device or file system may hang"
+_ABORTED_S = 15.0  # for a launcher that ends the job, to hear of ranks on other hosts
+_STARTING_S = 30.0  # for hosts that cannot be reached before the first start
+_AWAY_S = 600.0  # for hosts that could be reached before, HVDTRAIN_STALL_S permitting
 _CLOSING_S = 5.0  # for a launcher without ranks: where they have ended, their status comes through it
 
 
@@ -36,7 +42,9 @@ class Options:
         max_restarts: how often it is started anew.
         grace_s: from a request to stop to the end of patience.
         elastic: the launcher replaces ranks itself, so a rank's end is not the job's.
-        far: every rank is on another host, and the launcher is mpirun.
+        far: every rank is on another host.
+        way: to other hosts, where it is by ssh.
+        by_rank: the host of each rank, "" where it is not known; empty for this one.
     """
 
     line: Sequence[str]
@@ -45,6 +53,8 @@ class Options:
     grace_s: float
     elastic: bool = False
     far: bool = False
+    way: Way | None = None
+    by_rank: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ def run(options: Options, run_dir: Path) -> int:
         options: see there.
         run_dir: the job's private folder; removed at the end.
     """
-    with _supervision(run_dir) as (guard, signals):
+    with _supervision(run_dir, reach.ending(options.way, run_dir)) as (guard, signals):
         return _run(options, run_dir, guard, signals)
 
 
@@ -90,11 +100,11 @@ def once(options: Options, run_dir: Path) -> Ending:
 
 
 @contextlib.contextmanager
-def _supervision(run_dir: Path) -> Iterator[tuple[Guard, Signals]]:
+def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple[Guard, Signals]]:
     """Take charge of all that a job starts, and leave nothing of it behind."""
     adopt_orphans()
     with Signals() as signals:
-        guard = Guard(run_dir)
+        guard = Guard(run_dir, elsewhere)
         try:
             yield guard, signals
         finally:
@@ -107,9 +117,17 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
     host = socket.gethostname()
     attempts: list[restarts.Attempt] = []
     while True:
+        barred = _reach(options, run_dir, signals, is_first=not attempts)
+        if signals.requests:
+            say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
+            return 128 + signals.requests[0]
+        if barred:
+            say(f"gave up: {barred}")
+            return attempts[-1].cause.code if attempts else 1
         job = Job(
-            options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=host, far=options.far
-        )
+            options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=host,
+            by_rank=options.by_rank, far=options.far,
+        )  # fmt: skip
         try:
             ending = _follow(job, options, signals, guard)
         finally:
@@ -120,15 +138,18 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
         if ending.cause.code == 0:
             return 0
         if ending.cause.code == STOPPED:
+            _end_elsewhere(options, run_dir)
             say("stopped on request; the same command goes on from the script's checkpoint, if it wrote one")
             return STOPPED
         if ending.requested is not None:
+            _end_elsewhere(options, run_dir)
             return _stopped_hard(ending, run_dir, job, host)
-        error = causes.first_error(run_dir, printed=job.listener.text(), host=host, cause=ending.cause)
+        error = causes.first_error(run_dir, listener=job.listener, cause=ending.cause)
         step = causes.latest_step(run_dir, rank=ending.cause.rank)
         attempts.append(restarts.Attempt(ending.cause, ending.seconds, step, error))
         verdict = restarts.judge(attempts, max_restarts=options.max_restarts)
         if verdict.pause_s is None:
+            _end_elsewhere(options, run_dir)
             return _give_up(attempts, verdict)
         say(
             f"restart {len(attempts)} of {options.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
@@ -141,9 +162,28 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
         deadline = time.monotonic() + verdict.pause_s
         while not signals.requests and time.monotonic() < deadline:
             signals.wait(deadline - time.monotonic())
-        if signals.requests:
-            say(f"stopped by {signals.requests[0].name} before the restart")
-            return 128 + signals.requests[0]
+
+
+def _end_elsewhere(options: Options, run_dir: Path) -> None:
+    """End what other hosts have of a job that is not started again: a launcher that was killed leaves ranks there."""
+    if options.way is not None:
+        reach.on_every_host(options.way, "end", run_dir)
+
+
+def _reach(options: Options, run_dir: Path, signals: Signals, *, is_first: bool) -> str:
+    """Wait until the job's other hosts can be reached; return what stands in the way, "" for nothing.
+
+    One that has just died may start again, which takes minutes: as long as a rank may wait for others.
+    """
+    if options.way is None:
+        return ""
+
+    def wait(seconds: float) -> bool:
+        signals.wait(seconds)
+        return bool(signals.requests)
+
+    limit_s = _STARTING_S if is_first else min(watch.limit_s(), _AWAY_S)
+    return reach.wait_for_hosts(options.way, run_dir, limit_s=limit_s, wait=wait, say=say)
 
 
 def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Ending:
@@ -152,6 +192,12 @@ def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Endin
     ranks_at = 0.0  # when there were ranks last, once it was asked to stop
     terminated_at: float | None = None
     failed_at: float | None = None
+    aborted_at: float | None = None
+
+    def wait_and_hear(seconds: float) -> bool:
+        signals.wait(seconds)
+        return signals.requests.count(signal.SIGINT) > 1
+
     while (status := job.status()) is None:
         now = time.monotonic()
         guard.keep()
@@ -162,6 +208,8 @@ def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Endin
         if signals.requests and asked_at is None:
             asked_at = ranks_at = now
             say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(options.grace_s)}")
+            if options.way is not None and not options.line[0].endswith(MPIRUN):  # which passes it on itself
+                reach.on_every_host(options.way, "ask", job.run_dir, wait=wait_and_hear)
         if asked_at is not None and terminated_at is None:
             ranks = job.ask_to_stop(causes.rank_pids(job.run_dir))
             if ranks:
@@ -176,6 +224,10 @@ def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Endin
         if cause is not None and cause.code not in (0, STOPPED) and not options.elastic:
             failed_at = failed_at or now
             if now - failed_at > _LAST_WORDS_S and asked_at is None:
+                break
+        if job.listener.is_aborted() and not options.elastic:
+            aborted_at = aborted_at or now
+            if now - aborted_at > _ABORTED_S:
                 break
         signals.wait(_POLL_S if asked_at is None and failed_at is None else 0.1)
     seconds = job.seconds()
@@ -193,13 +245,14 @@ def _cause(job: Job, status: int | None, launcher: str) -> Cause:
     if said is not None and said.code:
         return said
     if status is None:
-        return Cause(launcher, 128 + signal.SIGKILL)
+        told = causes.told_by_ranks(job.run_dir, host=socket.gethostname()) if job.listener.is_aborted() else None
+        return told or Cause(launcher, 128 + signal.SIGKILL)
     return Cause(launcher, 128 - status if status < 0 else status)
 
 
 def _stopped_hard(ending: Ending, run_dir: Path, job: Job, host: str) -> int:
     assert ending.requested is not None
-    error = causes.first_error(run_dir, printed=job.listener.text(), host=host, cause=ending.cause)
+    error = causes.first_error(run_dir, listener=job.listener, cause=ending.cause)
     if error is not None:
         _show(error)
     say(f"stopped by {ending.requested.name}, but not in order: {ending.cause}; the last checkpoint is what is left")

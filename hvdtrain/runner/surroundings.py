@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain import launcher as around
 from hvdtrain import start
 from hvdtrain.errors import UsageError
-from hvdtrain.runner import arguments, loopback
+from hvdtrain.runner import arguments, loopback, remote
+
+# What hvdtrain.identity reads on the ranks; it is not imported here, where a job starts without NumPy.
+RUN_NAME, RUN_ID = "HVDTRAIN_RUN_NAME", "HVDTRAIN_RUN_ID"
+
+
+def as_new_run(environment: Mapping[str, str], name: str, token: str) -> dict[str, str]:
+    """Return the environment of ranks of a run that begins now.
+
+    All starts of a job have it, so they are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder, and
+    loggers know them by one id.
+
+    Args:
+        environment: theirs so far; a name that the user chose is kept.
+        name: what is run.
+        token: tells it from others of this second.
+    """
+    named = {RUN_NAME: f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{token}"}
+    return {**named, **environment, RUN_ID: uuid.uuid4().hex}
 
 
 def check_place(who: str = "it") -> None:
@@ -42,15 +61,17 @@ def environment(
         slots: {host: slots} as they name them.
         elastic: hosts may come and go.
     """
-    found = start.rank_environment({})
-    # All starts of a job are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder.
-    found.setdefault("HVDTRAIN_RUN_NAME", f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{run_dir.name[-4:]}")
+    found = as_new_run(start.rank_environment({}), name, run_dir.name[-4:])
     # A rank that failed has failed the others too: none of them has anything to wait for.
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if not arguments.places_ranks(passed):
             found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
-    if not elastic and loopback.is_here(slots):
+    if not loopback.is_here(slots):
+        found = {**remote.keepalive(), **found}
+        if launcher == arguments.MPIRUN:
+            found |= remote.without_bridges(slots, passed, found)
+    elif not elastic:
         found |= loopback.settings(run_dir, launcher, passed, found)
     return found

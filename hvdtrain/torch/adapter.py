@@ -15,7 +15,7 @@ from hvdtrain import launcher
 from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data import Batch, leaves, tree_map
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import training_state
+from hvdtrain.torch import fused_update, training_state
 from hvdtrain.torch.finite import Guard, all_finite, first_non_finite
 from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
@@ -79,6 +79,7 @@ class TorchAdapter:
         self._totals = Totals(metrics, self._device)
         self._reduced = world.size > 1 or launcher.is_elastic()  # one rank now, perhaps more later
         self._optimizer: Any = optimizer
+        self._fuses = fused_update.applies_to(type(optimizer))
         if self._reduced:
             self._optimizer = hvd.DistributedOptimizer(
                 optimizer,
@@ -290,10 +291,17 @@ class TorchAdapter:
             self._scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-        with optimizer.skip_synchronize() if self._reduced else _AS_IT_IS:
+        with self._how_to_step:
             self._scaler.step(optimizer)
         self._scaler.update()
         return False
+
+    @property
+    def _how_to_step(self) -> AbstractContextManager[Any]:
+        if self._reduced:
+            how: AbstractContextManager[Any] = self._optimizer.skip_synchronize()  # and fuses by itself
+            return how
+        return fused_update.chosen(self._optimizer) if self._fuses else _AS_IT_IS
 
     def _fault(self, batches: Sequence[Batch]) -> Fault:
         """Say what is not finite, and forget the step as far as that is asked for."""

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine, wire
+from hvdtrain.torch.compression import FP16Compressor, NoneCompressor
 from hvdtrain.torch.units import Unit, dense_gradient, drain, store_gradient
 
 if TYPE_CHECKING:
@@ -55,12 +56,22 @@ def _split_end(params: list[Parameter]) -> list[list[Parameter]]:
     return [params[:first], params[first:]] if first > 0 else [params]
 
 
-def can_tell(param: Parameter) -> bool:
+def can_pack(options: ReducerOptions) -> bool:
+    """Return whether gradients may travel in buckets; under bf16 compression they do so anyhow: `units.partition`."""
+    return options.groups in (None, 0) and options.compression in (NoneCompressor, FP16Compressor)
+
+
+def can_tell(param: Parameter, options: ReducerOptions) -> bool:
     """Return whether a bucket of gradients such as this one's can carry counts.
 
     On a GPU reading them would make the host wait for the device, and float16 counts to 2048 only.
     """
-    return param.device.type == "cpu" and param.dtype in (torch.float32, torch.float64)
+    return param.device.type == "cpu" and _wire_type(param, options) in (torch.float32, torch.float64)
+
+
+def _wire_type(param: Parameter, options: ReducerOptions) -> torch.dtype:
+    is_cast = options.compression is FP16Compressor and param.is_floating_point()
+    return FP16Compressor.dtype if is_cast else param.dtype
 
 
 class Bucket(Unit):
@@ -80,11 +91,16 @@ class Bucket(Unit):
         super().__init__(params, names, options, scale)
         self._shapes = [p.shape for p in params]
         sizes = [p.numel() for p in params]
-        self._flat = torch.zeros(header + sum(sizes), dtype=params[0].dtype, device=params[0].device)
+        dtype, wire_type = params[0].dtype, _wire_type(params[0], options)
+        self._flat = torch.zeros(header + sum(sizes), dtype=wire_type, device=params[0].device)
         # In NumPy, where a small operation costs a tenth of torch's.
         self._header = self._flat[:header].numpy() if header else np.zeros(0)
-        views = self._flat[header:].split(sizes)
-        self._views = [view.view(p.shape) for view, p in zip(views, params, strict=True)]
+        # What came of the gradients, in their own type: it may be multiplied yet.
+        self._result = self._flat if dtype is wire_type else torch.zeros_like(self._flat, dtype=dtype)
+        self._views, self._results = (
+            [view.view(p.shape) for view, p in zip(flat[header:].split(sizes), params, strict=True)]
+            for flat in (self._flat, self._result)
+        )
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
@@ -134,11 +150,13 @@ class Bucket(Unit):
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and copy the results into the gradients; see `Unit.finish`."""
         self._wait()
+        if self._result is not self._flat:
+            self._result.copy_(self._flat)
         if correction != 1.0:
-            self._flat.mul_(correction)
+            self._result.mul_(correction)
         gradients: list[Tensor] = []
         results: list[Tensor] = []
-        for index, (param, result) in enumerate(zip(self.params, self._views, strict=True)):
+        for index, (param, result) in enumerate(zip(self.params, self._results, strict=True)):
             grad = param.grad
             if not (grad is not None if present is None else present[index]):
                 continue

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain import sampling
 from hvdtrain.data import NOTHING, Batch, Consumed, IteratedSource, Source, unpack
+from hvdtrain.torch.worker_seeds import SeededBatches
 from hvdtrain.world import World, current
 
 
@@ -106,8 +107,8 @@ class _SharedOrder(ShardSampler):
         return self._drawn.__getitem__
 
 
-def shard_loader(loader: DataLoader[Any], *, world: World, seed: int) -> DataLoader[Any]:
-    """Return a DataLoader like `loader` over this rank's samples: same dataset, batch size, workers and collation.
+def _shard_sampler(loader: DataLoader[Any], *, world: World, seed: int) -> ShardSampler:
+    """Return what samples this rank's loader takes.
 
     A RandomSampler is replaced by a shuffle by (seed, epoch), a SequentialSampler by the dataset's order; any other
     sampler is asked on rank 0 and its order shared out.
@@ -129,12 +130,12 @@ def shard_loader(loader: DataLoader[Any], *, world: World, seed: int) -> DataLoa
     plain = isinstance(given, SequentialSampler | DistributedSampler | ShardSampler) or (
         isinstance(given, RandomSampler) and not given.replacement and given._num_samples is None
     )
-    sampler = ShardSampler(loader.dataset, **options) if plain else _SharedOrder(given, **options)  # type: ignore[arg-type]
-    return _like(loader, batch_size=loader.batch_size, sampler=sampler)
+    return ShardSampler(loader.dataset, **options) if plain else _SharedOrder(given, **options)  # type: ignore[arg-type]
 
 
 def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
     """Return a DataLoader over the same dataset with the same workers and collation, in another order."""
+    dataset = next((each.dataset for each in order.values() if isinstance(each, SeededBatches)), loader.dataset)
     workers: dict[str, Any] = {}
     if loader.num_workers:
         workers = {
@@ -145,7 +146,7 @@ def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
             "persistent_workers": loader.persistent_workers,
         }
     return DataLoader(
-        loader.dataset,
+        dataset,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         num_workers=loader.num_workers,
@@ -160,9 +161,15 @@ class LoaderSource:
 
     def __init__(self, loader: DataLoader[Any], *, world: World, seed: int) -> None:
         self._world = world
-        self._loader = shard_loader(loader, world=world, seed=seed)
-        self._sampler: ShardSampler = self._loader.sampler  # type: ignore[assignment]
+        self._sampler = _shard_sampler(loader, world=world, seed=seed)
         self._batch_size = int(loader.batch_size or 1)
+        self._seeded: SeededBatches | None = None
+        if loader.num_workers:
+            batches = BatchSampler(self._sampler, self._batch_size, drop_last=False)
+            self._seeded = SeededBatches(batches, loader.dataset)
+            self._loader = _like(loader, batch_sampler=self._seeded)
+        else:
+            self._loader = _like(loader, batch_size=self._batch_size, sampler=self._sampler)
         num_samples = self._sampler.num_samples
         if not num_samples:
             raise ValueError(
@@ -206,6 +213,9 @@ class LoaderSource:
         Counts are arithmetic: what a collate_fn returns need not tell how many samples it holds.
         """
         self._sampler.set_epoch(epoch, start=after.samples)
+        if self._seeded is not None:
+            rank, size = self._world.rank, self._world.size
+            self._seeded.begin(count(after.samples + rank, size * self._batch_size), self._sampler.seed, epoch)
         return self._counted(iter(self._loader), self._sampler.num_samples - after.samples)
 
     def _counted(self, batches: Iterator[Any], left: int) -> Iterator[tuple[Any, int, int]]:
@@ -229,17 +239,20 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
             f"data holds no samples. Received: a DataLoader over a dataset of length 0 on rank {world.rank}"
         )
     if data.batch_size is None:  # a batch_sampler of the user's own
-        return IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, world), world=world)
+        return IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, world, seed), world=world)
     return LoaderSource(data, world=world, seed=seed)
 
 
-def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: World) -> Iterator[Any]:
+def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: World, seed: int) -> Iterator[Any]:
     """Share out the batches that a user's batch_sampler makes on rank 0: it may draw at random on each rank."""
     sampler: Any = loader.batch_sampler or loader.sampler
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     batches = world.broadcast_object([np.asarray(batch).tolist() for batch in sampler], name="batch_sampler")
-    mine = batches[after.batches + world.rank :: world.size]
+    mine: Any = batches[after.batches + world.rank :: world.size]
+    if loader.num_workers:
+        mine = SeededBatches(mine, loader.dataset)
+        mine.begin(count(after.batches + world.rank, world.size), seed, epoch)
     return iter(
         _like(loader, batch_sampler=mine) if loader.batch_sampler else _like(loader, batch_size=None, sampler=mine)
     )

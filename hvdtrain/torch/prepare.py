@@ -26,11 +26,11 @@ def prepare(
     model.to(device)
     training_state.move_optimizer(optimizer, device)
     loaders = [_prepare_loader(each, model, world) for each in data]
-    if world.size == 1:
-        return (model, optimizer, *loaders)
+    # On one rank too, which has nothing to reduce: a loop that clips calls `synchronize` there as well.
     distributed = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(distributed, root_rank=0)
+    if world.size > 1:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(distributed, root_rank=0)
     return (model, distributed, *loaders)
 
 

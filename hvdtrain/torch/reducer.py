@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from hvdtrain import waited
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import bucket, engine, presence, units
-from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor
+from hvdtrain.torch.compression import BF16Compressor, Compression
 from hvdtrain.torch.engine import Average
 from hvdtrain.torch.handles import Handle
 from hvdtrain.torch.reduce_ops import Reduction, active_ranks_async
@@ -81,7 +81,7 @@ class Reducer:
         self._generation = engine.generation()
         self._abandoned_active: Handle | None = None
         self._abandoned_numbers: Handle | None = None
-        self._packs = options.groups in (None, 0) and options.compression is NoneCompressor
+        self._packs = bucket.can_pack(options)
         self._dense: list[Parameter] | None = None  # whose gradients are, on all ranks, once that is known
         self._closing: bucket.Bucket | None = None  # the bucket that waits for what ranks tell each other
         included = options.process_set.included() is not False
@@ -146,7 +146,7 @@ class Reducer:
         packed = {param for members in buckets for param in members}
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:
-            last = members is buckets[-1] and bucket.can_tell(members[0])
+            last = members is buckets[-1] and bucket.can_tell(members[0], self.options)
             header = 2 + 2 * len(self._names) if last else 0
             made = bucket.Bucket(members, self._names_of(members), self.options, self.scale, header=header)
             self._closing = made if last else None

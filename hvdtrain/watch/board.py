@@ -94,9 +94,8 @@ class Board:
 def open_board(rank: int, *, elastic: bool = False) -> Board:
     """Return this job's board; an empty one where ranks have nothing in common, or change their numbers."""
     given = os.environ.get(RUN_DIR)
-    if given:
-        directory = Path(given)
-        return Board(directory if directory.is_dir() else None, rank=rank)
+    if given and Path(given).is_dir():  # it is not where `hvdtrain run` runs on another host
+        return Board(Path(given), rank=rank)
     job = [os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)]
     directory_or_none = _private_folder(job) if job and not elastic else None
     return Board(directory_or_none, rank=rank, ours=True)

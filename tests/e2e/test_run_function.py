@@ -280,3 +280,28 @@ def test_a_caller_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     while family(str(tmp_path)) or Path(folder).exists():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+FIPS = """
+import hashlib, hmac
+
+def without_md5(make, place):
+    def checked(*args, usedforsecurity=True, **kwargs):
+        if usedforsecurity and (place is None or args[place:place + 1] in (("md5",), (hashlib.md5,))):
+            raise ValueError("[digital envelope routines] unsupported")
+        return make(*args, **kwargs)
+    return checked
+
+hmac.new = without_md5(hmac.new, 2)
+hashlib.new = without_md5(hashlib.new, 0)
+hashlib.md5 = without_md5(hashlib.md5, None)
+"""
+
+
+def test_a_machine_that_refuses_md5_runs_functions(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FIPS)
+    script = tmp_path / "train.py"
+    script.write_text("import hvdtrain\nif __name__ == '__main__':\n    print(hvdtrain.run(divmod, (7, 2), np=2))\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("[(3, 1), (3, 1)]\n", 0), done.stderr

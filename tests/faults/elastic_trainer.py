@@ -12,7 +12,7 @@ import numpy as np
 from elastic_job import FOLDER, HOST, SCENARIO, adds_host, dies, say
 
 import hvdtrain
-from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.callbacks import Callback, Checkpoint, Logger
 
 FRAMEWORK = sys.argv[3]
 SAMPLES, BATCH, EPOCHS, COMMIT_EVERY, FAULT_STEP = 96, 4, 3, 3, 7
@@ -64,6 +64,19 @@ class Script(Callback):
                 time.sleep(0.05)
 
 
+class Log:
+    """Says under which id the run is logged."""
+
+    def open(self, run: Any) -> None:
+        say("logs", id=run.id, step=run.global_step)
+
+    def write(self, record: Any) -> None:
+        pass
+
+    def close(self, *, finished: bool) -> None:
+        say("logged", finished=finished)
+
+
 class PartEndedError(Exception):
     """The end of what one process does with the global batch of before."""
 
@@ -95,7 +108,7 @@ def fit_alone() -> hvdtrain.Trainer:
 if HOST == "alone":
     trainer = fit_alone()
 else:
-    trainer = fit(Script(), Checkpoint(FOLDER / f"checkpoints-{HOST}", every_steps=COMMIT_EVERY))
+    trainer = fit(Script(), Logger(Log()), Checkpoint(FOLDER / f"checkpoints-{HOST}", every_steps=COMMIT_EVERY))
 history = {name: values for name, values in trainer.history.items() if name not in ("seconds", "samples_per_s")}
 weights = {name: array.ravel().tolist() for name, array in trainer.state().arrays.items() if "model." in name}
 say("end", **place(trainer), history=history, weights=weights)

@@ -1,10 +1,15 @@
-"""What the tests of the Trainer share: a small PyTorch model, and a Trainer over it in one process."""
+"""What tests of one process share: a small PyTorch model, a Trainer over it, and no clock in hypothesis."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 
 from hvdtrain import world
+
+# A busy machine is no failure of an example.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture

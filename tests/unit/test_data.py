@@ -54,6 +54,15 @@ def test_a_map_style_dataset_is_collated():
     assert second.targets.tolist() == [16]
 
 
+def test_tensors_that_numpy_cannot_read_are_collated():
+    torch = pytest.importorskip("torch")
+    half = torch.arange(4, dtype=torch.bfloat16)
+    (batch,) = batches([(each, each.float().requires_grad_()) for each in half], shuffle=False)
+    assert batch.inputs.tolist() == batch.targets.tolist() == [0, 1, 2, 3]
+    (batch,) = batches((half[:, None], half), shuffle=False)
+    assert batch.inputs.dtype == np.float32
+
+
 def test_a_rank_that_runs_out_goes_on_without_samples():
     class World(FakeWorld):
         def allreduce(self, array, op="sum", *, name="host"):

@@ -18,7 +18,7 @@ SIZES = st.one_of(
     st.integers(8 * BLOCK - 4100, 8 * BLOCK + 4100),
     st.integers(8 * BLOCK, 24 * BLOCK),
 )
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=150)
 
 
 def numbers(size):

@@ -176,6 +176,18 @@ class TestWhole:
         self.hardware(gpus=(), cuda="13.0", nccl="2.28.3")
         assert find.find_all().planes == ("gloo",)
 
+    def test_a_cpu_tensorflow_beside_a_cuda_torch_leaves_nccl_out(self) -> None:
+        # Compiled with GPU operations, Horovod's library for it has undefined symbols and cannot be loaded.
+        self.install(TORCH_CUDA, TENSORFLOW)
+        self.hardware(gpus=(), cuda="13.0", nccl="2.28.3")
+        found = find.find_all()
+        assert found.planes == ("gloo",)
+        assert any("NCCL left out: tensorflow is a CPU build" in note for note in found.notes)
+        self.hardware(gpus=("9.0",), cuda="13.0", nccl="2.28.3")
+        with pytest.raises(MissingToolError, match="--without tensorflow"):
+            find.find_all()
+        assert find.find_all(without=frozenset({"tensorflow"})).planes == ("gloo", "nccl")
+
     @pytest.mark.parametrize(
         ("cuda", "nccl", "reason"),
         [(None, "2.28.3", "no CUDA toolkit"), ("13.0", None, "no NCCL"), ("12.4", "2.28.3", "nvcc in /cuda is 12.4")],

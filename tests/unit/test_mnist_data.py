@@ -117,7 +117,7 @@ def test_unreadable_file_is_named_with_the_systems_reason(tmp_path: Path) -> Non
         mnist_data.load(data_dir=str(tmp_path))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 96), at=st.integers(0, 95), value=st.integers(0, 255), zipped=st.booleans())
 def test_damaged_file_is_read_or_refused_but_never_fails_otherwise(
     tmp_path: Path, cut: int, at: int, value: int, zipped: bool

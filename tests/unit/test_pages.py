@@ -152,3 +152,31 @@ def test_a_message_that_hvdtrain_does_not_have_would_be_found() -> None:
         == []
     )
     assert unknown("Horovod itself is stuck: a rank does not answer, so that this process ends.") != []
+
+
+def test_messages_in_the_index_of_the_troubleshooting_page_are_hvdtrains() -> None:
+    index = prose(PAGES / "troubleshooting.md").partition("## By message")[2].partition("Messages of others")[0]
+    rows = re.findall(r"^\| (`.+?) \| .+ \|$", index, re.MULTILINE)
+    assert len(rows) > 20
+    texts = [
+        re.sub(r"\s+", " ", node.value)
+        for file in (ROOT / "hvdtrain").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for row in rows:
+        for message in re.findall(r"`(.+?)`", row):
+            for piece in filter(None, (part.strip() for part in message.split("..."))):
+                assert any(piece in text for text in texts), f"{message}: {piece}"
+
+
+def test_the_settings_page_has_every_variable_that_hvdtrain_reads_or_sets() -> None:
+    named = {
+        name
+        for file in (ROOT / "hvdtrain").rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+        for name in re.findall(r"HVDTRAIN_[A-Z0-9_]*[A-Z0-9](?![:_])\b", file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20
+    page = (PAGES / "settings.md").read_text(encoding="utf-8")
+    assert not [name for name in sorted(named) if f"`{name}`" not in page]

@@ -35,6 +35,30 @@ def test_a_new_fit_was_not_asked(monkeypatch):
     assert preemption.requested() is None
 
 
+def test_what_comes_after_fit_has_looked_last_is_the_scripts(make, monkeypatch):
+    torch = pytest.importorskip("torch")
+    install, heard = preemption.install, []
+
+    def in_the_last_moment():
+        give_back = install()
+
+        def late():
+            os.kill(os.getpid(), signal.SIGTERM)
+            give_back()
+
+        return late
+
+    monkeypatch.setattr(preemption, "install", in_the_last_moment)
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        history = make().fit((torch.randn(4, 4), torch.zeros(4).long()), progress=False)
+        assert (heard, len(history["loss"])) == ([signal.SIGTERM], 1)
+        preemption.pass_on()
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_what_was_to_be_ignored_stays_ignored():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:

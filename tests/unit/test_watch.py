@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
 
 def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.delenv(board.RUN_DIR, raising=False)
+    monkeypatch.setenv(board.RUN_DIR, str(tmp_path / "another-hosts"))  # `hvdtrain run` runs there
     for name in board._JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert board.open_board(0).directory is None

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import socket
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.loggers.background import Background, give_up
 from hvdtrain.callbacks.records import Facts, Records
-from hvdtrain.callbacks.run_folder import NAME, default_name, describe_environment, plain
+from hvdtrain.callbacks.run_folder import describe_environment, plain
 from hvdtrain.errors import PackageMissingError
 from hvdtrain.interval import Interval
 
@@ -33,9 +32,9 @@ class Run:
     """What a sink is told of the run when it opens.
 
     Attributes:
-        id: a name that no other run has: the same in all starts of a run that goes on from checkpoints.
+        id: a name that no other run has: the same in all starts of a run that goes on, whichever rank is the root.
         name: for people.
-        goes_on: whether an earlier start has logged under this id.
+        goes_on: whether an earlier start may have logged under this id.
         global_step: optimizer steps done before this start; later ones that were logged are taken again.
         config: what the Trainer, fit and the logger were given; of nested dicts, names are put together with dots.
         environment: where and with what it runs, likewise; secrets left out, as `RunFolder` does.
@@ -160,8 +159,7 @@ class Logger(Callback):
         self._options = options or {}
         self._given_name = name
         self._package = package
-        self._run = {"run": "", "name": ""}
-        self._goes_on = self._finished = self._begun = False
+        self._finished = self._begun = False
         self._background: Background | None = None
 
     @property
@@ -170,33 +168,25 @@ class Logger(Callback):
         return f"hvdtrain.{type(self).__name__}"
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Begin a run, which may turn out to be one that goes on."""
-        self._run = {"run": uuid.uuid4().hex, "name": self._given_name or os.environ.get(NAME) or default_name()}
-        self._goes_on = self._finished = self._begun = False
+        """Load what the sink needs, on rank 0."""
+        self._finished = self._begun = False
         if trainer.world.is_root and self._package is not None:
             # Here, where all ranks wait: beside the first steps it would make this rank look slow.
             self._try(self._package.load)
 
-    def state(self) -> dict[str, Any]:
-        """Return which run it is."""
-        return dict(self._run) if self._run["run"] else {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on with that run."""
-        self._run, self._goes_on = {"run": state["run"], "name": state["name"]}, True
-
     def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
-        """Open the sink before the first epoch: only now is it known which run this is."""
+        """Open the sink before the first epoch; a run that has none has nothing to log."""
         if self._begun or not trainer.world.is_root:
             return
         self._begun = True
         self._try(partial(self._open, trainer))
 
     def _open(self, trainer: Trainer) -> None:
+        assert trainer.run is not None  # within fit
         run = Run(
-            id=self._run["run"],
-            name=self._run["name"],
-            goes_on=self._goes_on,
+            id=trainer.run.id,
+            name=self._given_name or trainer.run.name,
+            goes_on=trainer.run.goes_on,
             global_step=trainer.global_step,
             config=_flat({**trainer.config, "options": self._options}),
             environment=_flat(describe_environment(trainer)),

@@ -54,6 +54,27 @@ def test_a_compiled_model_keeps_its_loss_metrics_and_optimizer(kit):
     assert equal_on_all_ranks(model)
 
 
+@pytest.mark.world_size(2)
+def test_a_torch_dataloader_trains_what_arrays_of_its_samples_train(kit):
+    torch = pytest.importorskip("torch")
+    x, y = kit.data()
+    weight = np.linspace(0.5, 1.5, len(x)).astype(np.float32)
+    inputs = {"left": x[:, :1], "right": x[:, 1:]}
+    rows = [({name: torch.tensor(each[i]) for name, each in inputs.items()}, y[i], weight[i]) for i in range(len(x))]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+
+    def trained(data):
+        sides = {name: keras.Input(each.shape[1:], name=name) for name, each in inputs.items()}
+        both = keras.layers.Concatenate()(list(sides.values()))
+        model = keras.Model(sides, keras.layers.Dense(y.shape[1], kernel_initializer="ones")(both))
+        trainer = hvdtrain.Trainer(model, optimizer="sgd", loss="mse")
+        trainer.fit(data, epochs=2, batch_size=4, progress=False)
+        return [*model.get_weights(), trainer.evaluate(data, batch_size=4)["loss"]]
+
+    for ours, theirs in zip(trained(loader), trained((inputs, y, weight)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
 @SIZES
 def test_a_train_step_of_the_users_own_is_run(kit):
     inner = kit.model()

@@ -18,8 +18,8 @@ DATA = (np.zeros((24, 6), np.float32), np.arange(24) % 3)
 class Ask(Callback):
     """Sends the last rank a signal at one moment."""
 
-    def __init__(self, *, step=None, epoch=None):
-        self._step, self._epoch = step, epoch
+    def __init__(self, *, step=None, epoch=None, end=None):
+        self._step, self._epoch, self._end = step, epoch, end
 
     def on_step_end(self, trainer, step):
         if trainer.global_step == self._step:
@@ -28,6 +28,15 @@ class Ask(Callback):
     def on_epoch_end(self, trainer, epoch, logs):
         if epoch == self._epoch:
             self._ask(trainer)
+
+    def on_fit_end(self, trainer):
+        self._trainer = trainer
+        if self._end == "on_fit_end":
+            self._ask(trainer)
+
+    def close(self):
+        if self._end == "close":
+            self._ask(self._trainer)
 
     def _ask(self, trainer):
         if trainer.world.rank == trainer.world.size - 1:
@@ -55,3 +64,12 @@ def test_within_an_epoch_it_is_after_a_step(kit, world, shared_tmp_path):
 def test_what_is_asked_after_an_epochs_last_step_is_heard_before_the_next(kit, world, shared_tmp_path, epochs):
     position = stopped_at(kit, shared_tmp_path, Ask(epoch=0), epochs=epochs)
     assert (position["epoch"], position["step"]) == (1, 0)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("end", ["on_fit_end", "close"])
+def test_what_is_asked_while_the_run_ends_is_heard_once_all_is_kept(kit, world, shared_tmp_path, capfd, end):
+    position = stopped_at(kit, shared_tmp_path, Ask(end=end), epochs=2)
+    assert (position["epoch"], position["step"]) == (2, 0)
+    said = "stopped on request after epoch 2, the last; a checkpoint is written" in capfd.readouterr().err
+    assert said is world.is_root

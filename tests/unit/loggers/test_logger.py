@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import time
 import numpy as np
 import pytest
 
+from hvdtrain import identity
 from hvdtrain.callbacks import Callback, CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 from hvdtrain.callbacks.loggers import background, logger
 from hvdtrain.errors import PackageMissingError
@@ -114,6 +116,18 @@ def test_a_run_that_goes_on_keeps_its_id_and_another_run_has_another(fit, killed
     assert [run.goes_on for run in sink.runs] == [False, True, False]
     assert [run.global_step for run in sink.runs] == [0, 4, 0]
     assert second.name == first.name
+
+
+def test_starts_of_one_job_are_one_run_without_a_checkpoint_too(fit, monkeypatch):
+    sink = Listen()
+    monkeypatch.setenv(identity.ID, "job")  # as `hvdtrain run` does
+    for _ in ("killed", "started anew"):
+        monkeypatch.setattr(identity, "_runs_here", itertools.count(1))
+        fit(Logger(sink), epochs=1)
+        fit(Logger(sink), epochs=1)  # the script's second run
+    ids = [run.id for run in sink.runs]
+    assert ids[0] == ids[2] != ids[1] == ids[3]
+    assert all(run.goes_on for run in sink.runs)
 
 
 @pytest.mark.parametrize("at", [0, 4])

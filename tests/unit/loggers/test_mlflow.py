@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import socket
 
 import pytest
 
+from hvdtrain import identity
 from hvdtrain.callbacks import MLflowLogger
 from hvdtrain.callbacks.loggers import logger
 
@@ -72,6 +74,19 @@ def test_runs_that_do_not_go_on_are_runs_of_their_own_and_one_that_raises_has_fa
     fit(MLflowLogger(tmp_path / "ml"), epochs=1)
     fit_until(2, MLflowLogger(tmp_path / "ml"))
     assert sorted(run.info.status for run in the_runs(client(tmp_path / "ml"))) == ["FAILED", "FINISHED"]
+
+
+def test_a_run_that_is_started_anew_before_its_first_checkpoint_is_one_run(
+    fit, fit_until, client, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(identity.ID, "job")
+    fit_until(2, MLflowLogger(tmp_path / "ml", every_s=0))
+    monkeypatch.setattr(identity, "_runs_here", itertools.count(1))
+    fit(MLflowLogger(tmp_path / "ml", every_s=0), epochs=1)
+    reader = client(tmp_path / "ml")
+    (run,) = the_runs(reader)
+    assert run.info.status == "FINISHED"
+    assert [step for step, _ in history_of(reader, run, "interval/loss")] == [1, 2, 3]
 
 
 def test_more_parameters_than_mlflow_takes_at_once_are_all_there(fit, client, tmp_path):

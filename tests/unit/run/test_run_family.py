@@ -91,8 +91,8 @@ def test_a_rank_is_asked_once_by_a_signal_that_it_listens_to(folder: Path, usr1:
         shell.wait()
 
 
-def guard(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", family.__file__, str(folder)]
+def guard(folder: Path, *elsewhere: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", family.__file__, str(folder), "guard", *elsewhere]
     return subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/")
 
 
@@ -107,7 +107,7 @@ def test_the_guard_ends_the_job_when_its_principal_is_gone(folder: Path) -> None
     mine = folder / "run"
     mine.mkdir()
     shell = start(mine)
-    watching = guard(mine)
+    watching = guard(mine, "touch", str(folder / "elsewhere"))
     assert watching.stdin is not None
     wait_for(lambda: ignores(watching.pid, signal.SIGUSR1))  # the last that it sees to
     watching.send_signal(signal.SIGTERM)  # whoever ends everything that has this command's name
@@ -116,13 +116,24 @@ def test_the_guard_ends_the_job_when_its_principal_is_gone(folder: Path) -> None
     shell.wait(timeout=30)
     assert family.members(str(mine)) == {}
     assert not mine.exists()
+    assert (folder / "elsewhere").exists()  # what ends the job on other hosts
+
+
+def test_another_host_asks_ranks_to_stop_and_ends_them_by_the_jobs_folder(folder: Path) -> None:
+    shell = start(folder)
+    for task, done in (("ask", lambda: Path("heard-usr1").exists()), ("end", lambda: shell.poll() is not None)):
+        subprocess.run([sys.executable, "-I", "-S", family.__file__, str(folder), task], cwd="/", check=True)
+        wait_for(done)
+    assert family.members(str(folder)) == {}
+    assert folder.exists()
 
 
 def test_a_guard_that_is_dismissed_touches_nothing(folder: Path) -> None:
     shell = start(folder)
-    watching = guard(folder)
+    watching = guard(folder, "touch", str(folder / "elsewhere"))
     watching.communicate(family.DONE, timeout=30)
     assert watching.returncode == 0
     assert len(family.members(str(folder))) == 3
+    assert not (folder / "elsewhere").exists()
     family.end(str(folder))
     shell.wait()

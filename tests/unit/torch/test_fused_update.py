@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hvdtrain.torch import fused_update
+from hvdtrain.torch import adapter, fused_update
 
 SHAPES = ((37, 5), (3,), ())
 KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -205,6 +206,28 @@ def test_groups_are_looked_at_one_by_one(kernels: list[str]) -> None:
     give_gradients(half, 0)
     train(optimizer, whole, chosen=True, steps=1)
     assert kernels == ["_fused_sgd_"]
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01}, {"precision": "fp16"}])
+def test_a_trainer_of_one_process_takes_the_steps_of_one_of_ranks(
+    make: Any, net: Any, hvd: Any, kernels: list[str], monkeypatch: pytest.MonkeyPatch, switch: str, options: dict
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_FUSED_UPDATE", switch)
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    weights = []
+    for is_elastic in (False, True):  # such a job has a DistributedOptimizer on one rank too
+        monkeypatch.setattr(adapter, "launcher", SimpleNamespace(is_elastic=lambda answer=is_elastic: answer))
+        torch.manual_seed(0)
+        model = net()
+        trainer = make(model, optimizer=Adam(model.parameters(), lr=0.01), **options)
+        trainer.fit((x, y), epochs=2, batch_size=4, progress=False)
+        assert len(kernels) == (6 if switch == "1" else 0)
+        kernels.clear()
+        assert {group["fused"] for group in trainer._adapter._optimizer.param_groups} == {None}
+        weights.append([param.detach() for param in model.parameters()])
+    assert all(torch.equal(alone, of_ranks) for alone, of_ranks in zip(*weights, strict=True))
 
 
 def test_it_applies_to_these_classes_and_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from hvdtrain.data import Consumed, as_source
 from hvdtrain.world import SoloWorld
@@ -43,6 +54,51 @@ DATA = {
     "own batches": lambda: DataLoader(ROWS, batch_sampler=BatchSampler(SequentialSampler(ROWS), 3, drop_last=False)),
     "stream": lambda: DataLoader(Stream(), batch_size=3),
 }
+
+
+class Augmented(Dataset):
+    """Draws from every generator that workers seed; and says from which worker it was asked."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        assert get_worker_info().dataset.__len__() == 24
+        return index, torch.rand(()).item(), random.random(), float(np.random.random())  # noqa: NPY002
+
+
+class AugmentedTogether(Augmented):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+AUGMENTED = {
+    "shuffled": lambda **options: DataLoader(Augmented(), batch_size=3, shuffle=True, **options),
+    "persistent": lambda **options: DataLoader(AugmentedTogether(), 3, persistent_workers=True, **options),
+    "own batches": lambda **options: DataLoader(
+        Augmented(), batch_sampler=BatchSampler(SequentialSampler(range(24)), 3, drop_last=False), **options
+    ),
+    "own samples": lambda **options: DataLoader(Augmented(), batch_size=None, **options),
+}
+
+
+@pytest.mark.parametrize("kind", AUGMENTED)
+def test_workers_augment_the_rest_of_an_epoch_as_if_it_had_not_been_interrupted(kind):
+    def epochs(*places, workers=2):
+        data = AUGMENTED[kind](num_workers=workers, collate_fn=lambda rows: np.array(rows).reshape(-1, 4))
+        source = as_source(data, batch_size=3, world=FakeWorld(1, 2), seed=0)
+        taken = []
+        for epoch, done in places:
+            torch.manual_seed(7)  # as a checkpoint brings it back
+            taken.append([b.inputs for b in source.epoch(epoch, shuffle=True, after=done) if b.local_count])
+        return taken
+
+    first, second = epochs((0, Consumed()), (1, Consumed()))
+    numbers = np.concatenate([*first, *second])[:, 1:]
+    assert len(np.unique(numbers)) == numbers.size
+    per_step = len(first[0]) if kind != "own samples" else 1
+    (rest,) = epochs((1, Consumed(3 * 2 * per_step, 3 * 2, 2)), workers=1)  # nor does it hang on the number of workers
+    np.testing.assert_array_equal(np.concatenate(second[3:]), np.concatenate(rest))
 
 
 @pytest.mark.parametrize("kind", DATA)

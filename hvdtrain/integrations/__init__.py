@@ -1,0 +1,1 @@
+"""Ranks started by other engines than a launcher, each an optional extra."""

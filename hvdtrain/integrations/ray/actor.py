@@ -1,0 +1,68 @@
+"""What runs on the cluster: one rank in an actor, and the means to ask ranks to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdtrain.runner.exchange import Message
+
+
+class Rank:
+    """A process that becomes a rank when `run` is called, in its main thread: signals reach a Trainer.
+
+    Args:
+        name: what stands before the lines that it prints.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def facts(self) -> dict[str, Any]:
+        """Return where this process is: pid, host, node, address, the interface that has it, and its GPUs."""
+        ray = importlib.import_module("ray")
+        address = ray.util.get_node_ip_address()
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "address": address,
+            "interface": interface(address),
+            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
+        }
+
+    def run(self, environment: Mapping[str, str], facts: Mapping[str, Any], pickled: bytes) -> tuple[Any, bytes]:
+        """Call the function of a task, as facts and pickled, and return the answer likewise."""
+        os.environ.update(environment)
+        # What the caller can import can be imported here; this node's own packages come first.
+        sys.path += [path for path in facts["path"] if path not in sys.path]
+        from hvdtrain.runner import rank  # with a Horovod of this node
+
+        answer, _ = rank.perform(rank.load(Message(dict(facts), pickled)))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        return answer.facts, answer.pickled
+
+
+def interface(address: str) -> str:
+    """Return the network interface of this host that has `address`; "" if none has."""
+    psutil = importlib.import_module("psutil")
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return str(name)
+    return ""
+
+
+def signal_processes(pids: Sequence[int], number: int) -> None:
+    """Send a signal to processes of this node."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)

@@ -1,0 +1,255 @@
+"""A Ray cluster as a place for ranks: how to reach it, start actors there, hear of their end, and leave nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.errors import HvdTrainError, PackageMissingError, UsageError
+from hvdtrain.integrations.ray import actor
+from hvdtrain.runner.causes import Cause
+from hvdtrain.runner.exchange import Message
+
+POLL_S = 0.2
+_LEAVING_S = 10.0  # for what is registered for a rank's exit: a logger's last lines, for example
+_LAST_LINES_S = 0.5  # Ray looks for what ranks print ten times a second
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a job asks of the cluster.
+
+    Attributes:
+        task: what each rank runs.
+        ranks: how many to begin with.
+        cpus: for each of them.
+        gpus: likewise.
+        start_timeout_s: how long to wait for room, and for processes to start.
+        environment: of the ranks.
+    """
+
+    task: Message
+    ranks: int
+    cpus: float
+    gpus: int
+    start_timeout_s: float
+    environment: Mapping[str, str]
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What one rank takes, in Ray's names."""
+        return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
+
+
+@dataclass(frozen=True)
+class Death(Cause):
+    """The end of a rank's process, as Ray tells it: a signal's number is not among what it knows."""
+
+    how: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.who} died ({self.how})"
+
+
+@dataclass(eq=False)
+class Worker:
+    """An actor that is a rank, or will be one.
+
+    Attributes:
+        handle: Ray's.
+        asked: for its facts.
+        facts: where it is; {} until it has started.
+    """
+
+    handle: Any
+    asked: Any
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def who(self, rank: int | None) -> str:
+        """Return what it is called in messages."""
+        name = "a rank that had not started yet" if rank is None else f"rank {rank}"
+        return f"{name} on host {self.facts['host']} (pid {self.facts['pid']})" if self.facts else name
+
+
+def load() -> Any:
+    """Return the module ray.
+
+    Raises:
+        PackageMissingError: it is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError as problem:
+        raise PackageMissingError(
+            f"hvdtrain.integrations.ray needs the package ray ({problem}). Type: pip install 'hvdtrain[ray]'"
+        ) from None
+
+
+class Cluster:
+    """Ray, as this job uses it. Every actor that it starts has ended when it is left.
+
+    Raises:
+        PackageMissingError: there is no Ray.
+        UsageError: this process reaches it by Ray Client only.
+    """
+
+    def __init__(self) -> None:
+        self.ray = load()
+        self._workers: list[Worker] = []
+        self._leaving: dict[Worker, Any] = {}
+        self._own = False
+
+    def __enter__(self) -> Cluster:
+        """Connect, unless that was done: to the cluster of RAY_ADDRESS or of this host, or to a new one here."""
+        if not self.ray.is_initialized():
+            self.ray.init()
+            self._own = True
+        if importlib.import_module("ray.util.client").ray.is_connected():
+            self._disconnect()
+            raise UsageError(
+                "hvdtrain.integrations.ray.run must run on the cluster, and this process reaches it by Ray Client "
+                "(ray://), where ranks cannot call back. Submit the script: ray job submit -- python train.py"
+            )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End all actors, at once those that do not leave by themselves."""
+        try:
+            self.kill([worker for worker in self._workers if worker not in self._leaving])
+            if self._leaving:
+                self.ray.wait(list(self._leaving.values()), num_returns=len(self._leaving), timeout=_LEAVING_S)
+        finally:
+            self.kill(self._workers)
+            self._disconnect()
+
+    def start(self, name: str, request: Request, **options: Any) -> Worker:
+        """Start an actor; Ray may take its time."""
+        handle = (
+            self.ray.remote(actor.Rank)
+            .options(num_cpus=request.cpus, num_gpus=request.gpus, max_restarts=0, **options)
+            .remote(name)
+        )
+        worker = Worker(handle, handle.facts.remote())
+        self._workers.append(worker)
+        return worker
+
+    def has_started(self, worker: Worker) -> bool:
+        """Return whether its process is there, and note where.
+
+        Raises:
+            HvdTrainError: it could not be started.
+        """
+        if not worker.facts and self.ray.wait([worker.asked], timeout=0)[0]:
+            try:
+                worker.facts = self.ray.get(worker.asked)
+            except self.ray.exceptions.RayError as problem:
+                raise HvdTrainError(
+                    f"a rank could not be started on the Ray cluster: {_why(problem)}. Every node needs the same "
+                    "Python, hvdtrain, and a Horovod that `hvdtrain build` has built there"
+                ) from None
+        return bool(worker.facts)
+
+    def answer(self, ref: Any, worker: Worker, rank: int) -> Message | Death:
+        """Return what a worker's `run` has answered, or its death; its process ends now, as a script's does."""
+        try:
+            answer = Message(*self.ray.get(ref))
+        except self.ray.exceptions.RayError as problem:
+            return Death(worker.who(rank), 128 + signal.SIGKILL, rank, _how(str(problem)))
+        self._leaving[worker] = worker.handle.__ray_terminate__.remote()
+        return answer
+
+    def ask_to_stop(self, workers: Sequence[Worker]) -> None:
+        """Send SIGTERM to the processes of `workers`: a Trainer writes a checkpoint."""
+        affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        nodes: dict[str, list[int]] = {}
+        for worker in workers:
+            if worker.facts:
+                nodes.setdefault(worker.facts["node"], []).append(worker.facts["pid"])
+        actor.signal_processes(nodes.pop(self.node(), []), signal.SIGTERM)
+        send = self.ray.remote(actor.signal_processes)
+        for node, pids in nodes.items():
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": affinity(node, soft=False)}
+            send.options(**options).remote(pids, int(signal.SIGTERM))
+
+    def kill(self, workers: Sequence[Worker]) -> None:
+        """End actors at once."""
+        for worker in workers:
+            self.ray.kill(worker.handle, no_restart=True)
+
+    def node(self) -> str:
+        """Return the node of this process."""
+        return str(self.ray.get_runtime_context().get_node_id())
+
+    def address(self) -> str:
+        """Return the address of this process's node."""
+        return str(self.ray.util.get_node_ip_address())
+
+    def check_room(self, request: Request) -> str:
+        """Return "", or what to say where the cluster is too small as it is; it may grow."""
+        has = self.ray.cluster_resources()
+        short = [name for name, amount in request.resources.items() if has.get(name, 0) < amount * request.ranks]
+        if not short:
+            return ""
+        return f"there is no room for {_wanted(request)} on this Ray cluster, which has {_amounts(request, has)}"
+
+    def no_room(self, request: Request) -> UsageError:
+        """Return the error for ranks that found no place in time."""
+        has, free = self.ray.cluster_resources(), self.ray.available_resources()
+        return UsageError(
+            f"there was no room for {_wanted(request)} on this Ray cluster within {request.start_timeout_s:g} s: it "
+            f"has {_amounts(request, has)}, and free are {_amounts(request, free)}. Use fewer ranks (np), ask for less "
+            "a rank (cpus_per_rank, gpus_per_rank), add nodes, or wait longer (start_timeout_s)"
+        )
+
+    def _disconnect(self) -> None:
+        if self._own:
+            time.sleep(_LAST_LINES_S)
+            self.ray.shutdown()
+
+
+@contextlib.contextmanager
+def placement_group(cluster: Cluster, request: Request) -> Iterator[Any]:
+    """Hold room for all ranks at once, on as few nodes as can be.
+
+    Raises:
+        UsageError: there was none within the limit.
+    """
+    until = time.monotonic() + request.start_timeout_s
+    # A bundle must hold something; ranks that ask for nothing need no room.
+    bundles = [request.resources or {"CPU": 0.001} for _ in range(request.ranks)]
+    group = cluster.ray.util.placement_group(bundles, strategy="PACK")
+    try:
+        while not group.wait(1):  # in short waits, which an interrupt gets through
+            if time.monotonic() > until:
+                raise cluster.no_room(request)
+        yield group
+    finally:
+        cluster.ray.util.remove_placement_group(group)
+
+
+def _wanted(request: Request) -> str:
+    each = _amounts(request, request.resources)
+    return f"{request.ranks} ranks with {each} each" if request.ranks > 1 else f"1 rank with {each}"
+
+
+def _amounts(request: Request, resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in request.resources or ("CPU",))
+
+
+def _how(text: str) -> str:
+    """Return what Ray says of a process's end, without its guesses at the cause."""
+    found = re.search(r"Worker exit detail: (.*?)\.? (?:Some common causes|$)", text, re.DOTALL)
+    return " ".join(found.group(1).split()) if found else text.strip().splitlines()[-1].strip()
+
+
+def _why(problem: BaseException) -> str:
+    """Return the line that names what went wrong on the node, of several tracebacks."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [repr(problem)]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (named or lines)[-1]

@@ -1,0 +1,233 @@
+"""A job whose ranks come and go. Horovod's driver takes each process for a host of one slot: one's end costs one rank.
+
+A node taken for a host would be given up as a whole when one of its processes died, and never be used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.errors import HvdTrainError, RankFailedError
+from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker
+from hvdtrain.integrations.ray.fixed import Follow, Outcome, serving, settings
+from hvdtrain.runner.exchange import Message
+
+log = logging.getLogger("hvdtrain")
+
+_TOO_FEW_S = 600  # how long the others wait for enough ranks: Horovod's default
+_ENDING_S = 10.0
+_MOST_STILLBORN = 5  # processes in a row that could not be started
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far the job may shrink and grow, and how often ranks may meet anew."""
+
+    least: int
+    most: int
+    resets: int | None
+
+
+class Pool:
+    """The job's processes, as Horovod's driver asks for them: those that have started, each a host of its own name.
+
+    One that dies is replaced as soon as Ray has room.
+
+    Args:
+        cluster: where they are.
+        request: what each takes.
+        most: how many there are to be.
+
+    Attributes:
+        problem: why no further processes are started, where they could not be.
+    """
+
+    def __init__(self, cluster: Cluster, request: Request, *, most: int) -> None:
+        self.problem: HvdTrainError | None = None
+        self._cluster, self._request, self._most = cluster, request, most
+        self._workers: dict[str, Worker] = {}
+        self._gone: set[str] = set()
+        self._made = self._stillborn = 0
+        self._lock = threading.Lock()
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Return {name: 1} of all that have started. The driver itself forgets those that died."""
+        with self._lock:
+            for name, worker in list(self._workers.items()):
+                self._look_at(name, worker)
+            while self.problem is None and len(self._workers) - len(self._gone) < self._most:
+                name = f"worker-{self._made}"
+                self._workers[name] = self._cluster.start(name.replace("-", " "), self._request)
+                self._made += 1
+            return {name: 1 for name, worker in self._workers.items() if worker.facts}
+
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
+
+    def present(self) -> list[Worker]:
+        """Return those that have not ended."""
+        with self._lock:
+            return [worker for name, worker in self._workers.items() if name not in self._gone]
+
+    def remove(self, name: str) -> None:
+        """Note that one has ended."""
+        with self._lock:
+            self._gone.add(name)
+
+    def close(self) -> None:
+        """Start no more, and end all."""
+        with self._lock:
+            self.problem = self.problem or HvdTrainError("the job is over")
+        self._cluster.kill(self.present())
+
+    def _look_at(self, name: str, worker: Worker) -> None:
+        if worker.facts:
+            return
+        try:
+            if self._cluster.has_started(worker):
+                self._stillborn = 0
+        except HvdTrainError as problem:
+            del self._workers[name]
+            self._stillborn += 1
+            if self._stillborn >= _MOST_STILLBORN:
+                self.problem = problem
+
+
+class Job:
+    """One run: the threads of Horovod's driver call `work`, each for one process.
+
+    Args:
+        cluster: where.
+        request: what.
+        limits: how far it may shrink and grow.
+        pool: the processes.
+    """
+
+    def __init__(self, cluster: Cluster, request: Request, limits: Limits, pool: Pool) -> None:
+        self._cluster, self._request, self._pool = cluster, request, pool
+        self._gloo = importlib.import_module("horovod.runner.gloo_run")
+        self._task = cluster.ray.put(request.task.pickled)
+        self._answers: dict[str, Message] = {}
+        self._deaths: list[Death] = []
+        self._over = False
+        self._address, self._port = cluster.address(), 0
+        self._server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
+        self._driver = importlib.import_module("horovod.runner.elastic.driver").ElasticDriver(
+            rendezvous=self._server,
+            discovery=pool,
+            min_num_proc=limits.least,
+            max_num_proc=limits.most,
+            timeout=_TOO_FEW_S,
+            reset_limit=limits.resets,
+        )
+
+    def run(self, follow: Follow) -> Outcome:
+        """Run to the end.
+
+        Raises:
+            RankFailedError: ranks have met anew too often.
+        """
+        handler = importlib.import_module("horovod.runner.elastic.rendezvous").create_rendezvous_handler(self._driver)
+        began = time.monotonic()
+        with serving(self._server, self._address, handler) as self._port:
+            try:
+                self._driver.start(self._request.ranks, self.work)
+                follow(self._ended, self._pool.present)
+            finally:
+                self._end()
+            told = self._driver.get_results().error_message
+        outcome = self._outcome()
+        outcome.seconds = time.monotonic() - began
+        if told is not None:
+            last = f"; the last death: {self._deaths[-1]}" if self._deaths else ""
+            raise RankFailedError(f"{told}{last}")
+        return outcome
+
+    def work(self, slot: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
+        """Run the function in the process that is this slot's host; return its exit status, and when it ended."""
+        try:
+            return self._work(slot, events)
+        except Exception:  # the driver would wait for this thread for ever
+            log.exception("%s is given up", slot.hostname)
+            self._cluster.kill([self._pool[slot.hostname]])
+            return 1, time.time()
+
+    def _work(self, slot: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
+        name, worker = slot.hostname, self._pool[slot.hostname]
+        place = settings(self._gloo, self._address, self._port, worker.facts["interface"], elastic=True)
+        environment = {**self._request.environment, **place, **self._gloo.create_slot_env_vars(slot)}
+        ref = worker.handle.run.remote(environment, self._request.task.facts, self._task)
+        while not self._cluster.ray.wait([ref], timeout=POLL_S)[0]:
+            if any(event.is_set() for event in events):
+                self._cluster.kill([worker])
+        answer = self._cluster.answer(ref, worker, self._driver.get_slot_info(name, 0).rank)
+        self._pool.remove(name)
+        if isinstance(answer, Message):
+            self._answers[name] = answer
+            if answer.facts["kind"] == "error" and not answer.facts["others"]:  # it would come again
+                self._over = True
+            return int(answer.facts.get("code", answer.facts["kind"] == "error")), time.time()
+        if not self._over and not any(event.is_set() for event in events):
+            self._deaths.append(answer)
+            log.warning("%s; the others go on", answer)
+        return 1, time.time()
+
+    def _ended(self) -> bool:
+        """Look for a moment; return whether the job has ended, or is to end."""
+        time.sleep(POLL_S)
+        return self._over or self._pool.problem is not None or self._driver.finished()
+
+    def _end(self) -> None:
+        """Bring the driver to its end: it waits until it has heard of all processes of a round."""
+        self._over = True
+        self._pool.close()
+        until = time.monotonic() + _ENDING_S
+        while not self._driver.finished() and time.monotonic() < until:
+            time.sleep(POLL_S / 4)
+        if not self._driver.finished():
+            self._driver.stop()
+
+    def _outcome(self) -> Outcome:
+        slots = {name: slots[0].rank for name, slots in self._driver.host_assignments.items() if slots}
+        outcome = Outcome(len(slots))
+        for name, rank in slots.items():
+            if name in self._answers:
+                outcome.take(rank, self._answers[name], self._pool[name])
+        if self._deaths and not outcome.is_explained:
+            outcome.cause = self._deaths[-1]
+        return outcome
+
+
+def run(cluster: Cluster, request: Request, limits: Limits, follow: Follow) -> Outcome:
+    """Run the job to its end; see `hvdtrain.integrations.ray.fixed.run`."""
+    pool = Pool(cluster, request, most=limits.most)
+    until = time.monotonic() + request.start_timeout_s
+    while len(pool.find_available_hosts_and_slots()) < request.ranks:
+        if pool.problem is not None:
+            raise pool.problem
+        if time.monotonic() > until:
+            raise cluster.no_room(request)
+        time.sleep(POLL_S)
+    with _own_words():
+        return Job(cluster, request, limits, pool).run(follow)
+
+
+@contextlib.contextmanager
+def _own_words() -> Iterator[None]:
+    """Keep Horovod's driver from setting logging up for the whole process, as its calls of `logging.info` would."""
+    root = logging.getLogger()
+    if root.handlers or logging.lastResort is None:
+        yield
+        return
+    root.addHandler(logging.lastResort)  # what a process without handlers uses
+    try:
+        yield
+    finally:
+        root.removeHandler(logging.lastResort)

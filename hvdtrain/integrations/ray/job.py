@@ -1,0 +1,157 @@
+"""`hvdtrain.integrations.ray.run`: a function on ranks of a Ray cluster."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hvdtrain import start, tuning
+from hvdtrain.integrations.ray import elastic, fixed
+from hvdtrain.integrations.ray.cluster import Cluster, Request, Worker
+from hvdtrain.runner import outcome, surroundings
+from hvdtrain.runner.function import check_call, make_task, name_of
+
+log = logging.getLogger("hvdtrain")
+
+T = TypeVar("T")
+
+_GRACE_S = 30.0  # as in `hvdtrain run`
+
+# What of this process's environment concerns ranks, wherever they are. Ray passes on what its runtime_env says.
+_PASSED = ("HVDTRAIN_", "HOROVOD_", "KERAS_", "NCCL_", "TF_")
+_NOT_PASSED = ("HVDTRAIN_RUN_DIR", "HVDTRAIN_CALL_", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_")
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int,
+    cpus_per_rank: float = 1,
+    gpus_per_rank: int = 0,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    reset_limit: int | None = 10,
+    start_timeout_s: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Call `fn(*args, **kwargs)` on `np` ranks of a Ray cluster and return what it returned on each, in rank order.
+
+    It means what `hvdtrain.run` means, on other machines: arguments and results travel by value, what ranks print
+    appears here by Ray's own means, an interrupt asks the ranks to stop and gives them 30 s to write a checkpoint, a
+    second one ends them at once. Nothing is left on the cluster.
+
+    With min_np or max_np the job is elastic, for a Trainer or an elastic state in `fn`: when a rank's process dies, the
+    others go on from their last commit, and once Ray has room for another process, ranks meet anew with it. An
+    exception of `fn`'s own still ends the job.
+
+    Args:
+        fn: what to call. hvdtrain and its Horovod must be installed on every node.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        np: number of ranks; of an elastic job, to begin with.
+        cpus_per_rank: CPUs that Ray holds for each rank, and, rounded down, its threads.
+        gpus_per_rank: GPUs likewise.
+        min_np: elastic: with fewer ranks it waits for others; by default 1.
+        max_np: elastic: so many are used if there is room; by default np.
+        reset_limit: elastic: how often ranks may meet anew, for a death and for a newcomer each; None for no limit.
+        start_timeout_s: how long to wait for room on the cluster, which may have to grow.
+        environment: variables for the ranks. HVDTRAIN_*, HOROVOD_*, KERAS_*, NCCL_* and TF_* are this process's.
+
+    Raises:
+        TypeError: `fn` cannot be called, or an argument or a returned value cannot be pickled.
+        ValueError: a number is out of range.
+        PackageMissingError: Ray is not installed.
+        UsageError: no ranks can be started from here, or there was no room for them in time.
+        RankFailedError: a rank's process died or ended without a result. It is also the cause (`__cause__`) of an
+            exception that `fn` raised on a rank, which is raised here as it is, and has the rank and its traceback.
+    """
+    check_call(fn, args, np)
+    limits = _check(np, cpus_per_rank, gpus_per_rank, min_np, max_np, reset_limit, start_timeout_s)
+    surroundings.check_place("hvdtrain.integrations.ray.run")
+    task = make_task(fn, args, kwargs)
+    with Cluster() as cluster:
+        chosen = _environment(name_of(fn), cpus_per_rank, environment or {})
+        request = Request(task, np, cpus_per_rank, gpus_per_rank, start_timeout_s, chosen)
+        too_small = cluster.check_room(request)
+        if too_small:
+            log.warning("%s: waiting up to %g s for it to grow", too_small, start_timeout_s)
+        following = functools.partial(_look_after, cluster)
+        if limits is None:
+            ended = fixed.run(cluster, request, following)
+        else:
+            ended = elastic.run(cluster, request, limits, following)
+    problem = outcome.problem(ended, ended.size, root_only=False)
+    if problem is not None:
+        raise problem
+    return [outcome.value(rank, ended.answers.pop(rank)) for rank in range(ended.size)]
+
+
+def _check(
+    np: int, cpus: float, gpus: int, min_np: int | None, max_np: int | None, reset_limit: int | None, timeout_s: float
+) -> elastic.Limits | None:
+    """Check numbers; return an elastic job's.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+    if isinstance(cpus, bool) or not isinstance(cpus, (int, float)) or not 0 <= cpus < float("inf"):
+        raise ValueError(f"cpus_per_rank must be a number, 0 or more. Received: cpus_per_rank={cpus!r}")
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 0:  # NCCL wants no two ranks on one GPU
+        raise ValueError(f"gpus_per_rank must be a whole number, 0 or more. Received: gpus_per_rank={gpus!r}")
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError(f"start_timeout_s must be a number of seconds above 0. Received: {timeout_s!r}")
+    if min_np is None and max_np is None:
+        return None
+    least, most = 1 if min_np is None else min_np, np if max_np is None else max_np
+    if not 1 <= least <= np <= most:
+        raise ValueError(f"1 <= min_np <= np <= max_np must hold. Received: min_np={least}, np={np}, max_np={most}")
+    if reset_limit is not None and reset_limit < 0:
+        raise ValueError(f"reset_limit must be 0 or more, or None. Received: reset_limit={reset_limit}")
+    return elastic.Limits(least, most, reset_limit)
+
+
+def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the ranks' environment, but for what makes each of them a rank."""
+    ours = tuning.without_ours(start.rank_environment({}, without=_NOT_PASSED))
+    passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED)}
+    threads = str(max(1, int(cpus)))  # not this process's: Ray sets some for its own processes, as a job's script is
+    return {
+        "OMP_NUM_THREADS": threads,
+        "TF_NUM_INTRAOP_THREADS": threads,
+        **surroundings.as_new_run(passed, name, secrets.token_hex(2)),
+        **{variable: str(value) for variable, value in given.items()},
+    }
+
+
+def _look_after(cluster: Cluster, ended: Callable[[], bool], workers: Callable[[], Sequence[Worker]]) -> None:
+    """Follow a job to its end.
+
+    Args:
+        cluster: where it is.
+        ended: looks at the job for a moment and returns whether it has ended.
+        workers: returns its present ones.
+
+    Raises:
+        KeyboardInterrupt: there was one. The ranks have ended in order, or had the time for it.
+    """
+    try:
+        while not ended():
+            pass
+        return
+    except KeyboardInterrupt as first:
+        interrupt = first
+    log.warning("interrupted: asking the ranks to stop; they get %g s", _GRACE_S)
+    until = time.monotonic() + _GRACE_S
+    try:
+        cluster.ask_to_stop(workers())
+        while not ended() and time.monotonic() < until:
+            pass
+    except KeyboardInterrupt:
+        log.warning("interrupted again: ending everything at once")
+    raise interrupt.with_traceback(None)  # not of where this file was

@@ -1,0 +1,143 @@
+"""`hvdtrain.integrations.spark.run`: a function on several ranks, each a task of one Spark job."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+from hvdtrain import start, tuning
+from hvdtrain.errors import PackageMissingError, UsageError
+from hvdtrain.integrations.spark.job import slots
+from hvdtrain.integrations.spark.ranks import Ranks
+from hvdtrain.runner import function, outcome, surroundings
+from hvdtrain.runner.lines import Line
+
+T = TypeVar("T")
+
+_PASSED_ON = ("HVDTRAIN_", "HOROVOD_", "KERAS_BACKEND")  # of the caller's environment: executors have their own
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int,
+    output: Literal["all", "root"] = "all",
+    environment: Mapping[str, str] | None = None,
+    start_timeout_s: float = 120.0,
+) -> list[T]:
+    """Call `fn(*args, **kwargs)` on `np` new ranks, one a Spark task, and return what each returned, in rank order.
+
+    As `hvdtrain.run`, on the executors of the active SparkSession instead of this host: what ranks print appears here
+    as it comes; interrupted, it asks them to stop and gives them 30 s to write a checkpoint; interrupted again, it ends
+    them at once. All ranks start together, or none (Spark's barrier mode), so dynamic allocation must be off. hvdtrain
+    and its Horovod must be installed on the executors, which talk by Gloo, or NCCL where Horovod was built with it.
+
+    Args:
+        fn: what to call. Its data should be loaded in it, on each rank: arguments are copied to all of them.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        np: number of ranks.
+        output: "all" shows every rank's lines, behind "[rank] "; "root" shows rank 0's as they are.
+        environment: variables for the ranks. They have their executor's own, and of this process HVDTRAIN_...,
+            HOROVOD_... and KERAS_BACKEND.
+        start_timeout_s: how long to wait for executors, and for slots that other jobs take.
+
+    Raises:
+        TypeError: `fn` cannot be called, or an argument or a returned value cannot be pickled.
+        ValueError: np or output is out of range; np is more than the cluster has slots.
+        UsageError: there is no SparkSession, or no ranks can be started.
+        PackageMissingError: PySpark is not installed.
+        RankFailedError: a rank was killed, lost with its executor, or ended without a result. It is also the cause
+            (`__cause__`) of an exception that `fn` raised on a rank, which is raised here as it is.
+    """
+    function.check_call(fn, args, np)
+    if output not in ("all", "root"):
+        raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
+    if not start_timeout_s > 0:
+        raise ValueError(f"start_timeout_s must be > 0. Received: start_timeout_s={start_timeout_s!r}")
+    context = _context()
+    surroundings.check_place("hvdtrain.integrations.spark.run")
+    deadline = time.monotonic() + start_timeout_s
+    _wait_for_slots(context, np, deadline, start_timeout_s)
+    task = function.make_task(fn, args, kwargs)
+    chosen = _environment(function.name_of(fn), environment or {})
+    show = functools.partial(_show, output=output)
+    ranks = Ranks(context, np, show=show, deadline=deadline, limit_s=start_timeout_s)
+    try:
+        with _plain_interrupts():
+            ranks.run(task, chosen)
+    finally:
+        ranks.close()
+    problem = ranks.own_problem() or outcome.problem(ranks, np, root_only=output == "root")
+    if problem is not None:
+        raise problem
+    if ranks.cause is not None and ranks.cause.code:
+        show([(None, f"hvdtrain: {ranks.cause}, after the function had returned on every rank")])
+    return [outcome.value(rank, ranks.answers.pop(rank)) for rank in range(np)]
+
+
+def _show(lines: Sequence[Line], *, output: str) -> None:
+    chosen = [(rank, text) for rank, text in lines if output == "all" or not rank]
+    marked = [text if rank is None or output == "root" else f"[{rank}] {text}" for rank, text in chosen]
+    print("".join(f"{line}\n" for line in marked), end="", flush=True)
+
+
+def _context() -> Any:
+    try:
+        pyspark = importlib.import_module("pyspark")
+    except ImportError:
+        raise PackageMissingError("PySpark is not installed. Run: pip install 'hvdtrain[spark]'") from None
+    context = pyspark.SparkContext._active_spark_context
+    if context is None:
+        raise UsageError(
+            "no SparkSession is active in this process. Begin with SparkSession.builder.getOrCreate(); a session of "
+            "Spark Connect has no barrier jobs that hvdtrain could use"
+        )
+    return context
+
+
+def _wait_for_slots(context: Any, np: int, deadline: float, limit_s: float) -> None:
+    """Wait until executors have room for all ranks.
+
+    Raises:
+        ValueError: they have not.
+    """
+    local = bool(context._jsc.sc().isLocal())
+    while (there := slots(context)) < np:
+        if local or time.monotonic() > deadline:
+            waited = "" if local else f", also after {limit_s:g} s"
+            more = f'master("local[{np}]")' if local else "more executors or cores, or a smaller spark.task.cpus"
+            raise ValueError(
+                f"a rank takes a task slot, and Spark ({context.master}) has {there}{waited}. Received: np={np}. "
+                f"Use fewer ranks, or {more}"
+            )
+        time.sleep(0.5)
+
+
+def _environment(name: str, given: Mapping[str, str]) -> dict[str, str]:
+    ours = tuning.without_ours(start.rank_environment({}))
+    passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED_ON)}
+    named = surroundings.as_new_run(passed, name, secrets.token_hex(2))
+    return {**named, **{variable: str(value) for variable, value in given.items()}}
+
+
+@contextmanager
+def _plain_interrupts() -> Iterator[None]:
+    """Make Ctrl-C a KeyboardInterrupt alone: PySpark's own handler would end all jobs before ranks could stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

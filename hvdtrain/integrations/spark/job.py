@@ -1,0 +1,71 @@
+"""The Spark job whose tasks are the ranks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import secrets
+from typing import Any
+
+from hvdtrain.integrations.spark.task import Came, Plan, run_rank
+
+
+def slots(context: Any) -> int:
+    """Return how many tasks can run at once on the executors that there are now, busy or not."""
+    spark = context._jsc.sc()
+    return int(spark.maxNumConcurrentTasks(spark.resourceProfileManager().resourceProfileFromId(0)))
+
+
+class SparkJob:
+    """One job of as many tasks as ranks, which Spark starts together. A task that fails is not tried again.
+
+    Attributes:
+        end: a file descriptor that can be read once the job has ended.
+        came: what came of the ranks.
+        error: why the job failed.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.came: list[Came] = []
+        self.error: Exception | None = None
+        self._context = context
+        self._group = f"hvdtrain-{secrets.token_hex(4)}"
+        self._thread: Any = None
+        self.end, self._write_end = os.pipe()
+
+    def start(self, plan: Plan) -> None:
+        """Start it, in a thread of its own."""
+        thread = importlib.import_module("pyspark").InheritableThread
+        self._thread = thread(target=self._run, args=(plan,), daemon=True, name=self._group)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Have Spark end its tasks. One that was not there yet does not hear it: say it again until the end."""
+        self._context.cancelJobGroup(self._group)
+
+    def close(self, limit_s: float) -> None:
+        """Wait for its end, which was seen or asked for."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        if self._thread is None or not self._thread.is_alive():
+            os.close(self.end)
+            os.close(self._write_end)
+
+    def reason(self) -> str:
+        """Return in a line why it failed."""
+        lines = [line.strip() for line in str(self.error).splitlines()]
+        # Of a task's exception, what stands below its traceback; else the first line that is not py4j's.
+        own = [line for line in lines if ": " in line and line.split(": ")[0].rpartition(".")[2].endswith("Error")]
+        spark = [line for line in lines if line.startswith(": ")]
+        return [*own, *(line[2:] for line in spark), *lines, ""][0]
+
+    def _run(self, plan: Plan) -> None:
+        try:
+            self._context.setJobGroup(self._group, f"hvdtrain: {plan.size} ranks", True)
+            tasks = self._context.parallelize(range(plan.size), plan.size).barrier()
+            self.came = tasks.mapPartitionsWithIndex(functools.partial(run_rank, plan)).collect()
+        except Exception as error:  # noqa: BLE001 - py4j's and Spark's: the caller tells
+            self.error = error
+        finally:
+            os.write(self._write_end, b".")

@@ -1,0 +1,250 @@
+"""The caller's side of ranks on Spark: their lines as they come, their ends, and an end to all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from hvdtrain.errors import RankFailedError, UsageError
+from hvdtrain.integrations.spark import wire
+from hvdtrain.integrations.spark.job import SparkJob
+from hvdtrain.integrations.spark.task import Plan
+from hvdtrain.runner.causes import STOPPED, Cause
+from hvdtrain.runner.exchange import Message
+from hvdtrain.runner.lines import Line
+
+_GRACE_S = 30.0  # as in `hvdtrain run`
+_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
+_END_S = 30.0  # from the request to end at once to the end of patience
+_RESULTS_S = 600.0  # for what ranks returned to come through Spark
+
+
+@dataclass(frozen=True)
+class _End:
+    rank: int
+    code: int
+    answer: str  # its kind; "" for none
+
+    @property
+    def sort(self) -> int:
+        """0 for what a rank did not do itself: its peers' errors follow from that, and may be heard before."""
+        return 0 if self.code > 128 and not self.answer else 1
+
+
+class Ranks:
+    """A function's run. Everything happens in the calling thread: an interrupt reaches it at any moment.
+
+    Args:
+        context: the SparkContext.
+        np: number of ranks.
+        show: takes lines that ranks print as they come, and with rank None what is said about the job.
+        deadline: when all ranks must have been started, of time.monotonic().
+        limit_s: the same in seconds, for messages.
+
+    Attributes:
+        answers: what ranks have answered.
+        seconds: how long they ran.
+    """
+
+    def __init__(
+        self, context: Any, np: int, *, show: Callable[[Sequence[Line]], None], deadline: float, limit_s: float
+    ) -> None:
+        conf = context.getConf()
+        local = bool(context._jsc.sc().isLocal())
+        name = "127.0.0.1" if local else conf.get("spark.driver.host")
+        self.answers: dict[int, Message] = {}
+        self.seconds = 0.0
+        self._np, self._show, self._deadline, self._limit_s = np, show, deadline, limit_s
+        self._tails: dict[int, list[str]] = {}
+        self._hosts: dict[int, str] = {}
+        self._ends: list[_End] = []
+        self._own: Exception | None = None
+        self._connections: dict[Connection, int | None] = {}
+        self._end_others_at = self._give_up_at = float("inf")
+        self._stopping = self._ending = self._cancelled = False
+        self._door = wire.Door(name if local else conf.get("spark.driver.bindAddress", name), name)
+        self._job = SparkJob(context)
+
+    def run(self, task: Message, environment: Mapping[str, str]) -> None:
+        """Start the ranks and return when all have ended.
+
+        Raises:
+            KeyboardInterrupt: there was one; now they have ended.
+        """
+        self._job.start(Plan(self._door.address, task, environment, self._np, _GRACE_S))
+        interrupts: list[KeyboardInterrupt] = []
+        heard = 0
+        while True:
+            try:
+                while heard < len(interrupts):
+                    heard += 1
+                    self._interrupt(first=heard == 1)
+                self._follow()
+                break
+            except KeyboardInterrupt as again:
+                interrupts.append(again)
+        if interrupts:
+            raise interrupts[0].with_traceback(None)
+        for came in self._job.came:
+            self._tails[came.rank] = came.tail
+            if came.answer is not None:
+                self.answers[came.rank] = came.answer
+
+    def own_problem(self) -> Exception | None:
+        """Return what went wrong with the job itself."""
+        if self._own is None and self._job.error is not None and not (self._cancelled and self._ends):
+            kind = RankFailedError if len(self._hosts) == self._np else UsageError
+            return kind(f"the Spark job of the ranks failed: {self._job.reason()}")
+        return self._own
+
+    @property
+    def cause(self) -> Cause | None:
+        """What ended them."""
+        failed = [end for end in self._ends if end.code] or self._ends[:1]
+        if not failed:
+            return None
+        first = min(failed, key=lambda end: end.sort)
+        return Cause(f"rank {first.rank} on host {self._hosts[first.rank]}", first.code, first.rank)
+
+    def tail(self, rank: int | None) -> list[str]:
+        """Return the last lines that a rank printed."""
+        return self._tails.get(rank, []) if rank is not None else []
+
+    def status(self) -> int:
+        """Return 1: a job that ended without an end of its ranks has failed."""
+        return 1
+
+    def close(self) -> None:
+        """Leave nothing behind, however it ended."""
+        self._door.close()
+        for connection in self._connections:
+            connection.close()  # the rank's task ends it
+        self._job.close(_END_S)
+
+    # ---- while they run
+
+    def _follow(self) -> None:
+        """Show what ranks print, and see to their end, until the job has ended."""
+        while True:
+            now = time.monotonic()
+            if len(self._hosts) < self._np and now > self._deadline:
+                self._refuse(UsageError(self._not_started()))
+            if now > self._end_others_at:
+                self._end()
+            if now > self._give_up_at:
+                self._cancelled = True
+                if now > self._give_up_at + _END_S:
+                    self._own = self._own or RankFailedError("the Spark job of the ranks was cancelled, and goes on")
+                    return
+            if self._cancelled:
+                self._job.cancel()
+            doors = [self._door.socket] if self._door.socket.fileno() >= 0 else []
+            ready = wait([self._job.end, *doors, *self._connections], timeout=self._pause(now))
+            for each in ready:
+                self._take(each)
+            if self._job.end in ready:
+                self._follow_to_the_end()
+                return
+
+    def _follow_to_the_end(self) -> None:
+        """Hear what was said before the job ended, and wait for tasks that end only now: they leave nothing behind."""
+        self._door.close()
+        until = time.monotonic() + _END_S
+        while self._connections and (left := until - time.monotonic()) > 0:
+            for each in wait(list(self._connections), timeout=left):
+                self._take(each)
+
+    def _pause(self, now: float) -> float | None:
+        if self._cancelled:
+            return 1.0
+        moments = [self._end_others_at, self._give_up_at]
+        if len(self._hosts) < self._np:
+            moments.append(self._deadline)
+        soon = min(moments)
+        return None if soon == float("inf") else max(0.0, soon - now) + 0.01
+
+    def _take(self, source: object) -> None:
+        if isinstance(source, Connection):
+            heard = wire.hear(source)
+            if heard is None:
+                self._lose(source)
+            elif heard["kind"] == "lines":
+                self._show([(rank, text) for rank, text in heard["lines"]])
+            elif heard["kind"] == "here":
+                self._connections[source] = heard["rank"]
+                self._hosts[heard["rank"]] = heard["host"]
+            elif heard["kind"] == "refused":
+                self._refuse(UsageError(heard["text"]))
+            elif (rank := self._connections[source]) is not None:
+                self._note_end(rank, heard)
+        elif source is self._door.socket:
+            connection = self._door.let_in()
+            if connection is not None:
+                self._connections[connection] = None
+                if len(self._connections) == self._np:
+                    self._door.close()
+
+    def _note_end(self, rank: int, heard: Mapping[str, Any]) -> None:
+        self.seconds = max(self.seconds, float(heard["seconds"]))
+        code = 0 if self._ending else heard["code"]  # of those that are ended here, nothing is learnt
+        self._ends.append(_End(rank, code, heard["answer"]))
+        if code not in (0, STOPPED) and not self._stopping:
+            self._end_others_at = min(self._end_others_at, time.monotonic() + _LAST_WORDS_S)
+        if len(self._ends) == self._np:
+            self._end_others_at = float("inf")
+            self._give_up_at = min(self._give_up_at, time.monotonic() + _RESULTS_S)
+
+    def _lose(self, connection: Connection) -> None:
+        """Take leave of a task: of one that has said nothing of its rank's end, because it was lost."""
+        rank = self._connections.pop(connection)
+        connection.close()
+        if rank is None or rank in [end.rank for end in self._ends] or self._ending:
+            return
+        who = f"rank {rank} on host {self._hosts[rank]}"
+        self._own = self._own or RankFailedError(
+            f"{who} was lost with its Spark task: its executor was killed or cannot be reached",
+            rank=rank,
+        )
+        self._end()
+
+    def _refuse(self, problem: Exception) -> None:
+        if self._own is None:
+            self._own = problem
+            self._deadline = float("inf")
+            self._cancelled = True
+            self._end()
+
+    def _interrupt(self, *, first: bool) -> None:
+        """Ask the ranks to stop; the second time, or before they are there, end them at once."""
+        self._stopping = True
+        if not first or len(self._hosts) < self._np:
+            self._deadline = float("inf")
+            self._cancelled = True
+            self._end()
+            return
+        self._give_up_at = time.monotonic() + _GRACE_S + _END_S
+        self._tell_all("stop")
+
+    def _end(self) -> None:
+        self._end_others_at = float("inf")
+        if not self._ending:
+            self._ending = True
+            self._give_up_at = min(self._give_up_at, time.monotonic() + _END_S)
+            self._tell_all("end")
+
+    def _tell_all(self, kind: str) -> None:
+        for connection in self._connections:
+            try:
+                wire.tell(connection, kind=kind)
+            except OSError:  # it has ended
+                pass
+
+    def _not_started(self) -> str:
+        there = f"{len(self._hosts)} of {self._np} ranks had been started after {self._limit_s:g} s"
+        return (
+            f"{there}. Spark starts them together, once so many of its task slots are free: other jobs may hold them. "
+            "Wait for those, use fewer ranks, or give it longer by start_timeout_s"
+        )

@@ -1,0 +1,78 @@
+"""A DataFrame as Parquet files that `hvdtrain.read_parquet` reads."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.errors import HvdTrainError, PackageMissingError
+
+_ROW_GROUP_BYTES = 16 * 2**20  # a rank unpacks one at a time
+_NUMBERS = ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double")
+
+
+def write_parquet(data: Any, path: str, *, columns: Sequence[str] | None = None, overwrite: bool = False) -> int:
+    """Write a DataFrame for ranks to read, once, and return its number of rows.
+
+    ML vectors become lists. Rows keep the DataFrame's order: sort it where that is to be the same in another run.
+
+    Args:
+        data: a Spark DataFrame of numbers, lists of numbers of one length, and ML vectors.
+        path: a folder, or a URL such as s3a://bucket/folder, in a file system that the executors and all ranks share.
+        columns: names; None for all.
+        overwrite: replace what is there.
+
+    Raises:
+        PackageMissingError: PySpark is not installed.
+        ValueError: no rows, a missing column, or one that is not of numbers.
+        FileExistsError: there is something at `path`.
+        HvdTrainError: the folder does not hold what was written.
+    """
+    try:
+        sql = importlib.import_module("pyspark.sql")
+        functions = importlib.import_module("pyspark.sql.functions")
+        errors = importlib.import_module("pyspark.errors")
+    except ImportError:
+        raise PackageMissingError("PySpark is not installed. Run: pip install 'hvdtrain[spark]'") from None
+    chosen = data.select(*[_as_numbers(data, name) for name in (columns or data.columns)])
+    seen = sql.Observation()
+    counted = chosen.observe(seen, functions.count(functions.lit(1)).alias("rows"))
+    writer = counted.write.option("parquet.block.size", _ROW_GROUP_BYTES)
+    try:
+        writer.mode("overwrite" if overwrite else "error").parquet(path)
+    except errors.AnalysisException as problem:
+        if "PATH_ALREADY_EXISTS" not in str(problem):
+            raise
+        raise FileExistsError(f"{path} is there already. Say overwrite=True to replace it") from None
+    rows = int(seen.get["rows"])
+    if not rows:
+        raise ValueError(f"the DataFrame has no rows: there is nothing to train from. Written: an empty {path}")
+    there = data.sparkSession.read.parquet(path).count()
+    if there != rows:
+        raise HvdTrainError(
+            f"{path} holds {there} rows of the {rows} that were written. Executors may have written to disks of their "
+            "own: choose a path in a file system that all hosts share"
+        )
+    return rows
+
+
+def _as_numbers(data: Any, name: str) -> Any:
+    """Return the column as it is written.
+
+    Raises:
+        ValueError: see `write_parquet`.
+    """
+    if name not in data.columns:
+        raise ValueError(f"the DataFrame has no column {name!r}. It has: {', '.join(data.columns)}")
+    kind = data.schema[name].dataType
+    column = data[f"`{name}`"]
+    if kind.typeName() == "vectorudt" or type(kind).__name__ == "VectorUDT":
+        return importlib.import_module("pyspark.ml.functions").vector_to_array(column).alias(name)
+    item = kind.elementType if kind.typeName() == "array" else kind
+    if item.simpleString() not in _NUMBERS:
+        raise ValueError(
+            f"column {name!r} is of {kind.simpleString()}, and a model takes numbers, lists of numbers and ML vectors. "
+            "Encode or cast it, or leave it out by columns=[...]"
+        )
+    return column

@@ -1,0 +1,209 @@
+"""One rank, in a task of a Spark job: meets the others, runs the function in a process of its own, tells the caller.
+
+The rank is supervised as `hvdtrain.run`'s are: when this task ends, however it does, nothing of the rank is left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hvdtrain import start
+from hvdtrain.errors import UsageError
+from hvdtrain.integrations.spark import wire
+from hvdtrain.runner import loopback, supervise, surroundings
+from hvdtrain.runner.call import Call
+from hvdtrain.runner.causes import Cause
+from hvdtrain.runner.exchange import Message
+from hvdtrain.runner.lines import Line
+
+_WORKER = ["-m", "hvdtrain.runner.rank"]
+_SPARKS = ("PYTHON_WORKER_FACTORY_",)  # how a worker finds its executor, and its secret: not for ranks
+_LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every task is given.
+
+    Attributes:
+        address: the caller's.
+        task: the function, for `hvdtrain.runner.rank`.
+        environment: variables for ranks, on top of the executor's own.
+        size: number of ranks.
+        grace_s: what ranks get to stop in order.
+    """
+
+    address: wire.Address
+    task: Message
+    environment: Mapping[str, str]
+    size: int
+    grace_s: float
+
+
+@dataclass(frozen=True)
+class Came:
+    """What came of one rank.
+
+    Attributes:
+        rank: which one.
+        answer: what it said; None for nothing.
+        tail: its last lines.
+    """
+
+    rank: int
+    answer: Message | None
+    tail: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One task, as it tells the others."""
+
+    host: str
+    address: str
+    gpus: list[str]
+
+
+def run_rank(plan: Plan, partition: int, _: object) -> Iterator[Came]:
+    """Run a rank to its end, and yield what came of it; nothing where the caller was told that it cannot run."""
+    try:
+        connection = wire.knock(plan.address)
+    except (OSError, AuthenticationError) as problem:
+        where = f"{plan.address.host}:{plan.address.port}"
+        raise RuntimeError(f"the driver cannot be reached at {where} from {socket.gethostname()}: {problem}") from None
+    try:
+        came = _run_rank(plan, partition, connection)
+    except UsageError as problem:
+        wire.tell(connection, kind="refused", text=f"on host {socket.gethostname()}: {problem}")
+    else:
+        yield came
+    finally:
+        connection.close()
+
+
+def _run_rank(plan: Plan, partition: int, connection: Connection) -> Came:
+    surroundings.check_place("hvdtrain.integrations.spark.run")
+    context = importlib.import_module("pyspark").BarrierTaskContext.get()
+    gpus = [list(found.addresses) for name, found in context.resources().items() if name == "gpu"]
+    mine = Place(socket.gethostname(), wire.own_address(connection), gpus[0] if gpus else [])
+    places = [Place(**json.loads(said)) for said in context.allGather(json.dumps(vars(mine)))]
+    order = rank_order([place.host for place in places])
+    rank = order.index(partition)
+    wire.tell(connection, kind="here", rank=rank, host=mine.host)
+    with _rendezvous(rank, [places[each] for each in order], context) as found:
+        return _call(plan, rank, mine.host, found, connection)
+
+
+def rank_order(hosts: Sequence[str]) -> list[int]:
+    """Return the partitions in the order of ranks: host by host, as Horovod numbers them."""
+    first = {host: hosts.index(host) for host in hosts}
+    return sorted(range(len(hosts)), key=lambda partition: (first[hosts[partition]], partition))
+
+
+@contextmanager
+def _rendezvous(rank: int, places: Sequence[Place], context: Any) -> Iterator[dict[str, str]]:
+    """Let ranks find each other, at a server of rank 0's; yields the variables that Horovod reads.
+
+    Args:
+        rank: this one.
+        places: of each rank.
+        context: Spark's, to pass the server's port on.
+    """
+    hosts = importlib.import_module("horovod.runner.common.util.hosts")
+    gloo_run = importlib.import_module("horovod.runner.gloo_run")
+    server = importlib.import_module("horovod.runner.http.http_server")
+    counts = {place.host: 0 for place in places}
+    for place in places:
+        counts[place.host] += 1
+    slots = hosts.get_host_assignments([hosts.HostInfo(*each) for each in counts.items()], len(places))
+    meeting, address = None, _LOCAL if len(counts) == 1 else places[0].address
+    interface = _interface(_LOCAL if len(counts) == 1 else places[rank].address)
+    try:
+        port = 0
+        if rank == 0:
+            meeting = server.RendezvousServer()
+            port = meeting.start(host=address)
+            meeting.init(slots)
+        port = max(int(said) for said in context.allGather(str(port)))
+        named = gloo_run.create_slot_env_vars(slots[rank]) | gloo_run.create_run_env_vars(address, [interface], port)
+        yield {**{name: str(value) for name, value in named.items()}, **visible_gpus(rank, places)}
+    finally:
+        if meeting is not None:
+            meeting.stop()
+
+
+def visible_gpus(rank: int, places: Sequence[Place]) -> dict[str, str]:
+    """Return what shows a rank the GPUs that Spark gave to the ranks of its host, by local rank; {} without GPUs."""
+    here = [place for place in places if place.host == places[rank].host]
+    if not all(place.gpus for place in here):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus[0] for place in here)}
+
+
+def _interface(address: str) -> str:
+    """Return the name of the network interface that has an IP address."""
+    if address == _LOCAL:
+        return loopback.interface()
+    psutil = importlib.import_module("psutil")
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            return str(name)
+    raise UsageError(f"no network interface has the address {address}, by which this executor reaches the driver")
+
+
+class _CallerGoneError(Exception):
+    """The caller wants an immediate end, or there is none any more."""
+
+
+def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> Came:
+    """Run the rank's process; see `run_rank`."""
+    environment = {**start.rank_environment(plan.environment, without=_SPARKS), **found, "PYTHONUNBUFFERED": "1"}
+    # What the executor can import comes first: it may keep its own copies elsewhere than the caller.
+    path = [*sys.path, *(each for each in plan.task.facts["path"] if each not in sys.path)]
+    task = Message({**plan.task.facts, "path": path}, plan.task.pickled)
+
+    def show(lines: Sequence[Line]) -> None:
+        # What is said of the job, each of its ranks would say.
+        told = [line for line in lines if line[0] is not None or rank == 0]
+        if told:
+            wire.tell(connection, kind="lines", lines=told)
+
+    def heed() -> None:
+        said = wire.hear(connection)
+        if said is None or said["kind"] != "stop":
+            raise _CallerGoneError
+        call.interrupt()
+
+    run_dir = supervise.make_run_dir()
+    try:
+        call = Call(
+            [sys.executable, *_WORKER],
+            environment=environment, run_dir=run_dir, task=task, size=1, grace_s=plan.grace_s, show=show, rank=rank,
+        )  # fmt: skip
+        try:
+            call.follow({connection: heed})
+        except (_CallerGoneError, OSError):
+            pass  # closing it ends the rank
+        finally:
+            call.close()
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    cause = call.cause or Cause("", 128 + 9)
+    answer = call.answers.get(rank)
+    try:
+        kind = answer.facts["kind"] if answer else ""
+        wire.tell(connection, kind="ended", code=cause.code, seconds=call.seconds, answer=kind, pid=os.getpid())
+    except OSError:
+        pass
+    return Came(rank, answer, call.tail(None))

@@ -1,0 +1,215 @@
+"""`hvdtrain run` on several hosts, which are namespaces of this machine with an ssh daemon each."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import hosts
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing() or "-"),
+]
+
+LAUNCHERS = {"gloo": "--gloo", "mpi": "--mpi", "mpirun": "--launcher mpirun"}
+RANK = {"gloo": "HOROVOD_RANK", "mpi": "OMPI_COMM_WORLD_RANK", "mpirun": "OMPI_COMM_WORLD_RANK"}
+
+# Slow until one rank has been killed, or as long as the test likes.
+TRAIN = """
+import os, socket, sys, time
+from pathlib import Path
+import torch, hvdtrain
+from hvdtrain.callbacks import Callback
+
+world = hvdtrain.init()
+line = f"rank {world.rank} of {world.size} on {socket.gethostname()}, local {world.local_rank} of {world.local_size}"
+sys.stdout.write(f"{line}, mark {os.environ.get('MARK')}\\n")
+sys.stdout.flush()
+torch.manual_seed(0)
+x = torch.rand(256, 4)
+model = torch.nn.Linear(4, 1)
+
+
+class Slow(Callback):
+    def on_step_end(self, trainer, step):
+        if world.is_root:
+            Path("steps").write_text(str(trainer.global_step))
+        time.sleep(0 if Path("fast").exists() else 0.1)
+
+
+trainer = hvdtrain.Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.MSELoss())
+trainer.fit((x, x.sum(1, keepdim=True)), epochs=30, batch_size=32, checkpoint_dir="kept", callbacks=[Slow()])
+if world.is_root:
+    sys.stdout.write(f"steps {trainer.global_step}\\n")
+"""
+
+# No framework: what starts ranks and ends them is the same.
+LIGHT = """
+import os, signal, socket, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+name = socket.gethostname()
+Path(f"on-{name}").write_text("")
+while not Path("fast").exists():
+    time.sleep(0.05)
+Path(f"done-{name}").write_text("")
+"""
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hosts.Hosts]:
+    folder = tmp_path_factory.mktemp("hosts")
+    with hosts.Hosts("hosta", "hostb", "hostc", "hostd", folder=folder, silent=["hostd"]) as network:
+        # As Docker makes one on every host: it leads nowhere.
+        for name in network.names[:3]:
+            for words in (
+                "link add docker0 type bridge",
+                "address add 172.17.0.1/16 dev docker0",
+                "link set docker0 up",
+            ):
+                network.run(name, "ip", *words.split())
+        yield network
+
+
+class Run:
+    """One `hvdtrain run` on hosta."""
+
+    def __init__(self, network: hosts.Hosts, folder: Path, program: str, options: str, **variables: str) -> None:
+        self.network, self.folder = network, folder
+        (folder / "train.py").write_text(program)
+        line = [str(Path(sys.executable).parent / "hvdtrain"), "run", "-np", "2", *options.split(), "train.py"]
+        self.process = network.start("hosta", *line, cwd=folder, log=folder / "log", **variables)
+
+    def output(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    def there(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def step(self) -> int:
+        return int((self.folder / "steps").read_text() or 0) if self.there("steps") else 0
+
+    def wait_for(self, condition: Callable[[], object], limit_s: float = 100) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.05)
+
+    def send(self, number: int) -> None:
+        """Send a signal to `hvdtrain run` itself, which is below what took it to its host."""
+        psutil.Process(self.process.pid).children()[0].send_signal(number)
+
+    def let_go(self) -> None:
+        (self.folder / "fast").touch()
+
+    def status(self) -> int:
+        return self.process.wait(100)
+
+    def ranks(self, host: str) -> list[int]:
+        """Return the ranks' processes on a host, the shell of ssh's among them."""
+        return [
+            pid
+            for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+            for rank in "01"
+            for pid in self.network.processes(host, having={name: rank})
+        ]
+
+
+@pytest.fixture
+def start(network: hosts.Hosts) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(program: str, options: str, **variables: str) -> Run:
+        folder = network.folder / f"run-{time.monotonic_ns()}"
+        folder.mkdir()
+        runs.append(Run(network, folder, program, options, **variables))
+        return runs[-1]
+
+    yield begin
+    network.plug("hostb")
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_killed_on_another_host_is_named_and_training_goes_on(start: Callable[..., Run], launcher: str) -> None:
+    run = start(TRAIN, f"-H hosta:1,hostb:1 {LAUNCHERS[launcher]}", MARK="mine", HVDTRAIN_RUNS="runs")
+    run.wait_for(lambda: run.step() >= 12)
+    (rank,) = [
+        pid for pid, line in run.network.processes("hostb", having={RANK[launcher]: "1"}).items() if "train.py" in line
+    ]
+    psutil.Process(rank).kill()
+    run.let_go()
+    assert run.status() == 0, run.output()
+    output = run.output()
+    assert re.search(r"hvdtrain run: restart 1 of 3: rank 1 on host hostb was killed", output), output
+    for rank, name in enumerate(("hosta", "hostb")):
+        assert output.count(f"rank {rank} of 2 on {name}, local 0 of 1, mark mine") == 2, output
+    assert "steps 120" in output
+    # Written by rank 0 alone, and found again.
+    assert output.count("epoch 1/30 ") == output.count("epoch 30/30 ") == 1
+    assert [path.name for path in (run.folder / "kept").iterdir() if "30" in path.name]
+    (kept,) = (run.folder / "runs").iterdir()
+    assert (kept / "metrics.jsonl").exists()
+
+
+def test_a_host_whose_network_goes_is_named_and_the_job_goes_on_when_it_is_back(start: Callable[..., Run]) -> None:
+    quick = {f"OMPI_MCA_oob_tcp_keepalive_{name}": "1" for name in ("time", "intvl", "probes")}
+    run = start(LIGHT, "-H hosta:1,hostb:1 --launcher mpirun", **quick)
+    run.wait_for(lambda: run.there("on-hosta") and run.there("on-hostb"))
+    run.network.unplug("hostb")
+    run.wait_for(lambda: "host hostb cannot be reached by ssh" in run.output())
+    run.let_go()
+    run.network.plug("hostb")
+    assert run.status() == 0, run.output()
+    assert "restart 1 of 3: host hostb no longer answers after" in run.output()
+    assert "hvdtrain run: hostb can be reached" in run.output()
+    assert run.there("done-hosta")
+    assert run.there("done-hostb")
+
+
+def test_over_gloo_a_silent_host_ends_the_job_with_a_word(start: Callable[..., Run]) -> None:
+    run = start(TRAIN, "-H hosta:1,hostb:1 --gloo --max-restarts 0 --gloo-timeout-seconds 3")
+    run.wait_for(lambda: run.step() >= 4)
+    run.network.unplug("hostb")
+    assert run.status() == 1, run.output()
+    assert "rank 0 on host hosta heard nothing from another one for 3 s, whose host, network or process" in run.output()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_that_are_all_elsewhere_stop_when_they_are_asked_to(start: Callable[..., Run], launcher: str) -> None:
+    run = start(LIGHT, f"-H hostb:1,hostc:1 {LAUNCHERS[launcher]}")
+    run.wait_for(lambda: run.there("on-hostb") and run.there("on-hostc"))
+    run.send(signal.SIGTERM)
+    assert run.status() == 75, run.output()
+    assert not run.ranks("hostb") + run.ranks("hostc")
+
+
+def test_ranks_elsewhere_do_not_outlive_a_launcher_that_is_killed(start: Callable[..., Run]) -> None:
+    run = start(LIGHT, "-H hostb:1,hostc:1 --gloo")
+    run.wait_for(lambda: run.there("on-hostb") and run.there("on-hostc"))
+    assert run.ranks("hostb")
+    assert run.ranks("hostc")
+    run.send(signal.SIGKILL)
+    run.wait_for(lambda: not run.ranks("hostb") + run.ranks("hostc"))
+
+
+def test_a_host_without_ssh_is_named_before_anything_is_started(start: Callable[..., Run]) -> None:
+    run = start(LIGHT, "-H hosta:1,hostd:1 --gloo")
+    run.wait_for(lambda: "trying for 30 s" in run.output())
+    run.send(signal.SIGTERM)
+    assert run.status() == 143, run.output()
+    assert "host hostd cannot be reached by ssh: connect to host hostd port 22: Connection refused" in run.output()
+    assert not run.there("on-hosta")

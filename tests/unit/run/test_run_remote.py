@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.runner import remote
+from hvdtrain.runner.remote import Way
+
+THERE = {"localhost": 1, "198.51.100.1": 2, "198.51.100.2": 1}
+LIMITS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "environment", "ssh"),
+    [
+        ("horovodrun", "", {}, ("ssh", *LIMITS, "-o", "StrictHostKeyChecking=no")),
+        (
+            "horovodrun", "-p 2222 --ssh-identity-file=key", {},
+            ("ssh", *LIMITS, "-o", "StrictHostKeyChecking=no", "-p", "2222", "-i", "key"),
+        ),
+        ("mpirun", "", {}, ("ssh", "-x", *LIMITS)),
+        ("mpirun", "", {"OMPI_MCA_plm_rsh_args": "-p 2222"}, ("ssh", "-x", "-p", "2222", *LIMITS)),
+        ("mpirun", "", {"SLURM_JOB_ID": "7"}, None),
+        ("mpirun", "--mca plm_rsh_agent rsh", {}, None),
+    ],
+)  # fmt: skip
+def test_other_hosts_are_reached_as_the_launcher_reaches_them(
+    launcher: str, options: str, environment: dict[str, str], ssh: tuple[str, ...] | None
+) -> None:
+    expected = None if ssh is None else Way(("198.51.100.1", "198.51.100.2"), ssh)
+    assert remote.way(THERE, launcher, options.split(), environment) == expected
+
+
+def test_a_job_of_this_host_needs_no_way() -> None:
+    assert remote.way({"localhost": 2}, "horovodrun", [], {}) is None
+    assert remote.way({}, "mpirun", [], {}) is None
+
+
+def test_mpiruns_ssh_arguments_may_be_options() -> None:
+    found = remote.way(THERE, "mpirun", ["--mca", "plm_rsh_args", "-p 2222 -o 'ProxyJump a b'"], {})
+    assert found is not None
+    assert found.ssh[2:6] == ("-p", "2222", "-o", "ProxyJump a b")
+
+
+def test_mpirun_takes_the_environment_along_but_for_what_is_a_hosts_own() -> None:
+    own = ("HOSTNAME", "SSH_CLIENT", "SLURM_NODEID", "PWD", "_", "CUDA_VISIBLE_DEVICES", "TMPDIR", "BASH_FUNC_x%%")
+    environment = dict.fromkeys([*own, "HVDTRAIN_STALL_S", "OMP_NUM_THREADS", "PYTHONPATH", "MINE", "TERMINAL"], "1")
+    exported = remote.exports(["-x", "MINE=2", "--bind-to", "none"], environment)
+    assert exported[::2] == ["-x"] * 5
+    assert exported[1::2] == ["HVDTRAIN_RUN_DIR", "HVDTRAIN_STALL_S", "OMP_NUM_THREADS", "PYTHONPATH", "TERMINAL"]
+    assert remote.exports(["--mca", "mca_base_env_list", "MINE"], environment) == []
+
+
+def test_ranks_fill_one_host_after_the_other() -> None:
+    assert remote.by_rank(THERE, 3, own="me", is_known=True) == ("me", "198.51.100.1", "198.51.100.1")
+    assert remote.by_rank(THERE, 3, own="me", is_known=False) == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [("--bind-to none --map-by slot", True), ("--map-by node", False), ("-npernode 2", False), ("", True)],
+)
+def test_mpirun_may_be_told_to_fill_them_otherwise(options: str, expected: bool) -> None:
+    assert remote.fills_in_order(options.split()) == expected
+
+
+def test_mpirun_leaves_bridges_alone_that_lead_to_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_own_bridges", lambda: [remote.ipaddress.IPv4Network("10.9.0.0/24")])
+    none = remote.without_bridges(["198.51.100.1"], [], {})
+    assert none == dict.fromkeys(
+        ["OMPI_MCA_btl_tcp_if_exclude", "OMPI_MCA_oob_tcp_if_exclude"],
+        "127.0.0.1/8,sppp,10.9.0.0/24,172.17.0.0/16,192.168.122.0/24",
+    )
+    used = remote.without_bridges(["10.9.0.7", "172.17.0.2"], [], {"OMPI_MCA_oob_tcp_if_include": "eth0"})
+    assert used == {"OMPI_MCA_btl_tcp_if_exclude": "127.0.0.1/8,sppp,192.168.122.0/24"}
+    assert "OMPI_MCA_btl_tcp_if_exclude" not in remote.without_bridges([], ["--mca", "btl_tcp_if_include", "eth0"], {})
