@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -31,14 +31,23 @@ _IS_NOTE = re.compile(_NOTE)
 _FILTER = ("grep", "--text", "--line-buffered", "-vE", f"^{_NOTE}")
 _WAIT_S = 2.0
 
+_set_here = False
+
 
 def begin() -> None:
     """Leave out the notes of frameworks that are imported from now on."""
+    global _set_here
     if os.environ.get(QUIET) == "0":
         return
+    _set_here = _set_here or LEVEL not in os.environ
     os.environ.setdefault(LEVEL, "1")
     if wanted() and "tensorflow" not in sys.modules and not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` as the user has it."""
+    return {name: value for name, value in environment.items() if name != LEVEL or not _set_here}
 
 
 def wanted() -> bool:

@@ -32,6 +32,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (quiet.QUIET, quiet.LEVEL):
         monkeypatch.setenv(name, "")  # so that what is set here is taken back
         monkeypatch.delenv(name)
+    monkeypatch.setattr(quiet, "_set_here", False)
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, quiet._Finder)])
 
@@ -54,6 +55,7 @@ def test_of_an_import_only_notes_are_left_out(package: Path, capfd: pytest.Captu
     os.write(2, f"{NOTES[0]} after\n".encode())
     assert capfd.readouterr().err.splitlines() == [*OTHERS, f"{NOTES[0]} after"]
     assert os.environ[quiet.LEVEL] == "1"
+    assert quiet.LEVEL not in quiet.without_ours(os.environ)  # what `doctor --report` shows of it
 
 
 def test_what_is_printed_before_a_crash_comes_through(package: Path) -> None:
@@ -97,7 +99,7 @@ def test_either_setting_of_the_users_turns_all_of_it_on(
 def test_a_level_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(quiet.LEVEL, "3")
     quiet.begin()
-    assert os.environ[quiet.LEVEL] == "3"
+    assert os.environ[quiet.LEVEL] == quiet.without_ours(os.environ)[quiet.LEVEL] == "3"
 
 
 def test_without_grep_everything_is_shown(
