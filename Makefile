@@ -12,13 +12,14 @@ BENCH ?=
 
 # `python` and `horovodrun` are the environment's, in every recipe and in what they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+PIP := python -m pip install --quiet --disable-pip-version-check
 # One thread a rank: two ranks that both take every core slow each other down.
-RUN := OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3 horovodrun -np $(NP)
+RUN := OMP_NUM_THREADS=1 horovodrun -np $(NP)
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e faults faults-short bench docs docker-test clean
+.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e engines faults faults-short bench docs docker-test clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +58,10 @@ ranks: $(STAMP) ## Tests under horovodrun
 e2e: $(STAMP) ## Commands as a person types them
 	python -m pytest tests/e2e
 
+engines: $(STAMP) ## Ray, Spark (both installed here), Slurm, mpirun, several hosts: what this machine lacks is skipped
+	python -c "import ray, pyspark, pyarrow" 2>/dev/null || $(PIP) -e ".[ray,spark]"
+	python -m pytest tests/engines
+
 faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULTS_SEED=0)
 	HVDTRAIN_FAULTS=long python -m pytest tests/faults
 
@@ -67,7 +72,7 @@ bench: $(STAMP) ## Step times side by side with peers (BENCH="--workload mlp"; p
 	python -m benchmarks $(BENCH)
 
 docs: $(STAMP) ## The site, in build/site/index.html: every link and name in it must be found
-	python -c "import mkdocs" 2>/dev/null || python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	python -c "import mkdocs" 2>/dev/null || $(PIP) -e ".[docs]"
 	python -m mkdocs build --strict --config-file docs/mkdocs.yml
 
 docker-test: $(STAMP) ## The Dockerfile's cpu steps, run in a clean root (needs root and debootstrap)

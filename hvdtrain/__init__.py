@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain import quiet
+
 if TYPE_CHECKING:
     from hvdtrain.data import Sharded as Sharded
     from hvdtrain.own_loop import prepare as prepare
@@ -46,6 +48,8 @@ __all__ = [
     "read_parquet",
     "run",
 ]
+
+quiet.begin()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from hvdtrain.command_line import (
     Debug,
     Group,
     TyperUsageError,
+    check_page,
     file,
     folder,
     matching,
@@ -133,7 +134,7 @@ def doctor(
         bool, typer.Option("--report", help="Print Markdown to paste into an issue: no addresses, names or secrets.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report there instead of printing it.")
+        Path | None, typer.Option(metavar="FILE", help="Write the report there instead of printing it.", readable=False)
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -147,8 +148,8 @@ def doctor(
         raise UsageError("--json and --report are two forms of one answer. Give one of them")
     if out is not None and not report:
         raise UsageError(f"--out is for --report. Type: hvdtrain doctor --report --out {out}")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UsageError(f"--out: there is no folder {out.parent}. Type: mkdir -p {out.parent}")
+    if out is not None:
+        check_page(out)
     from hvdtrain.doctor import run as run_doctor
 
     raise typer.Exit(run_doctor(as_json=json, report=report, out=out))

@@ -94,14 +94,27 @@ def one_of(*names: str) -> dict[str, Any]:
 
 
 def file(metavar: str = "FILE") -> dict[str, Any]:
-    """Return the options of a file that is there."""
+    """Return the options of a file that is there and can be read."""
 
     def parse(text: str) -> Path:
         if not Path(text).is_file():
             raise ValueError(f"must be a file. There is none at {text}")
+        if not os.access(text, os.R_OK):
+            raise ValueError(f"must be a file that can be read. {text} cannot")
         return Path(text)
 
     return _kind(parse, metavar)
+
+
+def check_page(path: Path, option: str = "--out") -> None:
+    """Raise a UsageError where no file can be written at `path`, before the work for it is done."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{option}: there is no folder {path.parent}. Type: mkdir -p {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{option} must be a file. {path} is a folder. Type: {option} {path / 'report'}{path.suffix}")
+    if not os.access(path if path.exists() else parent, os.W_OK):
+        raise UsageError(f"{path} cannot be written: permission denied. Name a file elsewhere: {option} FILE")
 
 
 def folder(metavar: str = "DIR") -> dict[str, Any]:

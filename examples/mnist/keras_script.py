@@ -7,15 +7,11 @@ KERAS_BACKEND=jax horovodrun -np 2 python keras_script.py
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported: its start-up notes, once a rank
-
+import hvdtrain.keras as hvd  # isort: skip  before Keras: then TensorFlow's start-up notes are left out
 import keras
 import mnist_data
-
-import hvdtrain.keras as hvd
 
 
 def make_model(side: int) -> keras.Model:

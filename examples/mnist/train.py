@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 
 import mnist_data
@@ -92,8 +91,6 @@ def print_table(row: dict[str, str]) -> None:
 def main() -> None:
     """Train, test and print the result."""
     args = parse_arguments()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's start-up notes, once a rank, would bury the rest
-
     # Before the model is made, so that it is made on this rank's GPU.
     world = hvdtrain.init(args.framework)
     if world.is_root:

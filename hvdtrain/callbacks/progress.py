@@ -15,6 +15,7 @@ from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.interval import Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
+    from hvdtrain.callbacks.live import Display
     from hvdtrain.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
@@ -50,8 +51,7 @@ class Progress(Callback):
         if not every_s >= 0:
             raise ValueError(f"every_s must be >= 0. Received: every_s={every_s!r}")
         self._style, self._every_s = style, every_s
-        self._live: Any = None
-        self._bar: Any = None
+        self._live: Display | None = None
         self._lines = False
         self._printed = self._began = 0.0
         self._sum = _Sum()
@@ -70,6 +70,11 @@ class Progress(Callback):
         else:
             self._lines = True
 
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """Begin the display's bar anew: an epoch may be over before there is an interval."""
+        if self._live is not None:
+            self._live.show(_place(trainer, epoch), 0, steps=trainer.steps_per_epoch)
+
     def on_interval(self, trainer: Trainer, interval: Interval) -> None:
         """Show how the latest steps went."""
         self._sum.add(interval)
@@ -79,11 +84,13 @@ class Progress(Callback):
         words.append(f"lr {interval.learning_rate:.3g}")
         left_s = _seconds_left(trainer, interval)
         if self._live is not None:
-            total = trainer.steps_per_epoch
-            place = f"epoch {interval.epoch + 1}/{trainer.epochs}"
             left = "" if left_s is None else f"{_clock(left_s)} left"
-            self._live.update(
-                self._bar, completed=interval.step, total=total, place=place, words="  ".join(words), left=left
+            self._live.show(
+                _place(trainer, interval.epoch),
+                interval.step,
+                steps=trainer.steps_per_epoch,
+                words="  ".join(words),
+                left=left,
             )
         elif self._lines and time.monotonic() - self._printed >= self._every_s:
             self._printed = time.monotonic()
@@ -110,7 +117,7 @@ class Progress(Callback):
         self._close()
 
     def _print(self, trainer: Trainer, epoch: int, words: list[str]) -> None:
-        self._write("  ".join([f"epoch {epoch + 1}/{trainer.epochs}", *words]))
+        self._write("  ".join([_place(trainer, epoch), *words]))
 
     def _write(self, line: str) -> None:
         if self._live is not None:
@@ -125,11 +132,9 @@ class Progress(Callback):
             log.warning("progress is shown no more: %s", problem)
 
     def _open(self, trainer: Trainer) -> None:
-        from rich import progress
+        from hvdtrain.callbacks.live import Display  # which loads rich
 
-        columns = ("{task.fields[place]}", progress.BarColumn(), progress.MofNCompleteColumn())
-        self._live = progress.Progress(*columns, "{task.fields[words]}", "{task.fields[left]}", transient=True)
-        self._bar = self._live.add_task("", total=trainer.steps_per_epoch, place="", words="", left="")
+        self._live = Display(steps=trainer.steps_per_epoch)
         self._live.start()
 
     def _close(self) -> None:
@@ -169,6 +174,10 @@ class _Sum:
             whose = f"rank {slowest} on host {trainer.hosts[slowest]}"
             line += f" ({whose}, the slowest: {100 * above:.0f} % above the median)"
         return line
+
+
+def _place(trainer: Trainer, epoch: int) -> str:
+    return f"epoch {epoch + 1}/{trainer.epochs}"
 
 
 def _metrics(logs: dict[str, float]) -> list[str]:

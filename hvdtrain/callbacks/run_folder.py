@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -33,6 +34,10 @@ CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl
 
 _PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy")
 _VARIABLES = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "HVDTRAIN_", "OMP_NUM_THREADS", "KERAS_BACKEND", "CUDA_VISIBLE_DEVICES")
+# Set by a launcher for its ranks to find each other: nobody's choice, and different each time.
+_OF_THE_LAUNCH = re.compile(
+    r"OMPI_MCA_(orte_|ess|initial_wdir|pmix|shmem_RUNTIME)|HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_RENDEZVOUS)"
+)
 
 _runs_here = itertools.count(1)  # of a job with a name
 
@@ -153,7 +158,11 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    chosen = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES) and not _OF_THE_LAUNCH.match(name)
+    }
     return {
         "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": redact.without_secrets(sys.argv),

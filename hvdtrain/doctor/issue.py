@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from hvdtrain import redact
+from hvdtrain import quiet, redact
 from hvdtrain.doctor.facts import Facts
 from hvdtrain.doctor.rules import Verdict
 from hvdtrain.horovod_build.install import installed_record
@@ -53,7 +53,7 @@ def markdown(facts: Facts, probes: Sequence[Probe], verdicts: Sequence[Verdict])
         "Live allreduce", ((f"{each.framework} over {each.plane}", _outcome(each)) for each in probes), scrub
     )
     lines += _table("Network interfaces", _interfaces(facts), scrub)
-    lines += _table("Environment", variables(os.environ).items(), scrub)
+    lines += _table("Environment", variables(quiet.without_ours(os.environ)).items(), scrub)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -38,7 +38,7 @@ def read_measured(path: Path) -> dict[str, float]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not text
+    except (ValueError, RecursionError) as error:  # not JSON, or not text
         raise ValueError(f"{path} is not JSON: {error}") from None
     values = document.get("plan_input") if isinstance(document, dict) else None
     if not isinstance(values, dict):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hvdtrain.command_line import Debug, file
+from hvdtrain.command_line import Debug, check_page, file
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.measured import read_measured
 from hvdtrain.plan.units import parse_rate
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 def report(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN [RUN]", help="A run's folder, or two to compare.")
+        list[Path] | None,
+        # Whether it can be read shows when it is read.
+        typer.Argument(metavar="RUN [RUN]", help="A run's folder, or two to compare.", readable=False),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The page; default: report.html in RUN, for two runs in this folder."),
+        typer.Option(
+            metavar="FILE", help="The page; default: report.html in RUN, for two runs in this folder.", readable=False
+        ),
     ] = None,
     measured: Annotated[
         Path | None,
@@ -31,7 +35,9 @@ def report(
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Speed between hosts, such as 25Gb/s: the floor of a run on several hosts."),
+        typer.Option(
+            metavar="RATE", help="Speed between ranks, for the floor: 25Gb/s of a link, 9GB/s through memory."
+        ),
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the numbers as one JSON object; a page only with --out.")
@@ -61,15 +67,16 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
 
     if not folders:
         raise ReportError("name a run, or two to compare. Type: hvdtrain report runs/NAME (to see them: ls runs)")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ReportError(f"--out: there is no folder {out.parent}. Type: mkdir -p {out.parent}")
     if len(folders) > 2:
         raise ReportError(f"one run or two can be shown. Received: {len(folders)}. Type: hvdtrain report A B")
     if measured is not None and len(folders) == 2:
         raise ReportError("--measured is for one run. Leave it out, or name one run")
     if link is not None and measured is None:
         raise ReportError("--link needs --measured, which tells how many bytes of gradients there are")
+    path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     found = [read_run(folder) for folder in folders]
+    if out is not None or not as_json:
+        check_page(path)
     summaries = [summarize(run) for run in found]
     if measured is not None:
         floor_s = _floor(summaries[0], measured, link)
@@ -77,7 +84,6 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
     if as_json:
         shown = [summary.as_json() for summary in summaries]
         print(json_format.dumps(shown[0] if len(shown) == 1 else _pair(summaries), indent=2, allow_nan=False))
-    path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     if out is not None or not as_json:
         from hvdtrain.report.page import page
         from hvdtrain.report.plots import draw
@@ -106,6 +112,11 @@ def _floor(summary: Summary, measured: Path, link: str | None) -> float:
         speed = parse_rate(link)
     elif summary.hosts == 1 and "intra_bytes_per_s" in known:
         speed = known["intra_bytes_per_s"]
+    elif summary.hosts == 1:
+        raise ReportError(
+            f"the floor needs the speed between ranks, which {measured} does not tell. `hvdtrain bench` without "
+            "--script measures it; then type, say: --link 9GB/s"
+        )
     else:
         raise ReportError("the floor needs the speed between ranks. Give the link's between hosts: --link 25Gb/s")
     if not speed > 0:

@@ -23,7 +23,8 @@ class Slowest:
     Attributes:
         rank: which.
         host: its host's name, "" where the run does not tell.
-        own_s: seconds that a step takes it by itself, data and compute; the median over intervals.
+        own_s: seconds that a step takes it by itself, data and compute; the mean over steps, so that a while in which
+            it was slow counts by what the others waited.
         median_own_s: the same of the median rank, the lower one of two.
         above_median: own_s / median_own_s - 1.
         cause: "data" or "compute": at which of them it loses more against the median rank.
@@ -43,8 +44,9 @@ class Summary:
 
     Attributes:
         starts: how often the run began.
+        seconds: from the first step that was kept to the end, without what lies between starts.
         metrics: of the last epoch; of the last interval, where no epoch has ended.
-    settled: whether times are of more than the first step, which also compiles and connects.
+        settled: whether times are of more than the first step, which also compiles and connects.
         samples_per_s: over all ranks; the median over intervals, of epochs where only the first interval was kept.
         step_s: seconds of a step, the mean over ranks; the median over intervals.
         parts_s: the same of "compute", "data" and "reduction".
@@ -55,6 +57,7 @@ class Summary:
     ranks: int | None
     hosts: int | None
     starts: int
+    seconds: float | None
     epochs: int
     global_step: int
     metrics: dict[str, float]
@@ -86,6 +89,7 @@ def summarize(run: Run) -> Summary:
         ranks=intervals.ranks or len(known) or None,
         hosts=len(set(known)) or None,
         starts=run.starts,
+        seconds=run.seconds,
         epochs=len(run.epochs.step),
         global_step=int(max(ends)),
         metrics=_final_metrics(run),
@@ -93,7 +97,7 @@ def summarize(run: Run) -> Summary:
         samples_per_s=_samples_per_s(run, settled if is_settled else None),
         step_s=_median(mean_over_ranks(times["step"])),
         parts_s={part: value for part, value in parts.items() if value is not None},
-        slowest=_slowest(times, known),
+        slowest=_slowest(times, known, steps=np.diff(intervals.step, prepend=0.0)[settled]),
     )
 
 
@@ -197,8 +201,15 @@ def _samples_per_s(run: Run, settled: NDArray[np.bool_] | None) -> float | None:
     return _median(intervals) if found is None else found
 
 
-def _slowest(times: dict[str, Floats], hosts: list[str]) -> Slowest | None:
-    own = np.array([_median(column) or math.nan for column in own_time(times).T])
+def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Slowest | None:
+    """Return the rank that costs the others most.
+
+    Args:
+        times: of each part the seconds a step, shape (n, ranks).
+        hosts: the ranks' hosts, as far as known.
+        steps: how many steps each interval stands for, shape (n,).
+    """
+    own = _mean_over_steps(own_time(times), steps)
     there = np.flatnonzero(np.isfinite(own))
     if len(there) < 2:
         return None
@@ -206,8 +217,8 @@ def _slowest(times: dict[str, Floats], hosts: list[str]) -> Slowest | None:
     middle = _lower_median(own[there])
     lost = {}
     for part in ("data", "compute"):
-        each = np.array([_median(times[part][:, one]) or 0.0 for one in there])
-        lost[part] = float(each[there == rank][0]) - _lower_median(each)
+        each = np.nan_to_num(_mean_over_steps(times[part], steps))
+        lost[part] = float(each[rank]) - _lower_median(each[there])
     return Slowest(
         rank=rank,
         host=hosts[rank] if rank < len(hosts) else "",
@@ -216,6 +227,14 @@ def _slowest(times: dict[str, Floats], hosts: list[str]) -> Slowest | None:
         above_median=float(own[rank]) / middle - 1,
         cause=max(lost, key=lambda part: lost[part]),
     )
+
+
+def _mean_over_steps(values: Floats, steps: Floats) -> Floats:
+    """Return each rank's mean, shape (ranks,); an interval counts by its steps. NaN where a rank was never there."""
+    weights = np.where(np.isfinite(values), np.maximum(steps, 1.0)[:, np.newaxis], 0.0)
+    total = (np.nan_to_num(values) * weights).sum(axis=0)
+    found: Floats = np.where(weights.sum(axis=0) > 0, total / np.maximum(weights.sum(axis=0), 1e-300), np.nan)
+    return found
 
 
 def _lower_median(values: Floats) -> float:

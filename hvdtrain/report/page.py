@@ -9,28 +9,36 @@ from hvdtrain.plan.units import format_time, three_digits
 from hvdtrain.report.numbers import Summary, differences, flat, ratios
 from hvdtrain.report.plots import Plot
 from hvdtrain.report.reading import Run
-from hvdtrain.report.words import sentences
+from hvdtrain.report.words import comparison, sentences
 
 # No network, no script: a browser holds the page to it, whatever a file managed to put into it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# In the dark pictures are turned over: what is light becomes dark, and colours stay what they are called.
 _STYLE = """
-:root { color-scheme: light; }
-body { margin: 2rem auto; padding: 0 1.5rem; max-width: 76rem; background: #fff; color: #1a1a1a;
+:root { color-scheme: light dark; --page: #fff; --text: #1a1a1a; --pale: #505050; --line: #e0e0e0; --box: #f3f6f9;
+        --mark: #0072b2; --turned: none; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #191919; --text: #e2e2e2; --pale: #adadad; --line: #3a3a3a; --box: #22282e; --mark: #56b4e9;
+          --turned: invert(.9) hue-rotate(180deg); }
+}
+body { margin: 2rem auto; padding: 0 1.5rem; max-width: 76rem; background: var(--page); color: var(--text);
        font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
-.sub { color: #505050; margin: 0 0 1rem; }
-.words { margin: 1rem 0; padding: .8rem 1.2rem .8rem 2.2rem; background: #f3f6f9; border-left: 4px solid #0072b2; }
+.sub { color: var(--pale); margin: 0 0 1rem; }
+.words { margin: 1rem 0; padding: .8rem 1.2rem .8rem 2.2rem; background: var(--box);
+         border-left: 4px solid var(--mark); }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1.5rem 2rem; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 0 2rem;
         align-items: start; }
 figure { margin: 0; min-width: 0; } figure.wide { grid-column: 1 / -1; }
-figure svg { width: 100%; height: auto; } figure h3 { margin: 0; font-size: 1rem; }
+figure svg { width: 100%; height: auto; filter: var(--turned); } figure h3 { margin: 0; font-size: 1rem; }
+figure.wide div { overflow-x: auto; } figure.wide svg { min-width: 44rem; }
 ul.legend { list-style: none; margin: 0; padding: 0; font-size: .85rem; display: flex; flex-wrap: wrap; gap: 0 1rem; }
-ul.legend span { display: inline-block; width: 1.2em; height: .7em; margin-right: .4em; }
-.note { margin: 0; font-size: .85rem; color: #505050; }
+ul.legend span { display: inline-block; width: 1.2em; height: .7em; margin-right: .4em; filter: var(--turned); }
+.note { margin: 0; font-size: .85rem; color: var(--pale); }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid #e0e0e0; }
-tbody th { font-weight: normal; color: #404040; } td.number, th.number { text-align: right; white-space: nowrap; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); }
+tbody th { font-weight: normal; color: var(--pale); } td.number, th.number { text-align: right; white-space: nowrap; }
 """
 
 
@@ -39,7 +47,8 @@ def page(runs: Sequence[Run], summaries: Sequence[Summary], plots: Sequence[Plot
     title = " against ".join(run.name for run in runs)
     body = [f"<h1>{_escape(title)}</h1>", *_about(runs, summaries)]
     if len(runs) == 2:
-        body += ["<h2>In numbers</h2>", _ratios(runs, summaries)]
+        said = f"<p>{_escape(comparison(*summaries))}</p>"
+        body += ["<h2>In numbers</h2>", said, _ratios(runs, summaries)]
     if plots:
         body += ["<h2>How it went</h2>", '<div class="plots">', *map(_figure, plots), "</div>"]
     body += _tables(runs)
@@ -57,7 +66,7 @@ def _about(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
     for index, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
         if len(runs) > 1:
             parts.append(f"<h2>{'AB'[index]}: {_escape(run.name)}</h2>")
-        began = run.environment.get("began")
+        began = str(run.environment.get("began") or "").replace("T", " ").replace("+00:00", " UTC")
         parts.append(f'<p class="sub">{_escape(f"began {began}, " if began else "")}in {_escape(str(run.folder))}</p>')
         items = "".join(f"<li>{_escape(each)}</li>" for each in sentences(summary))
         parts.append(f'<ul class="words">{items}</ul>')
@@ -90,7 +99,7 @@ def _figure(plot: Plot) -> str:
         '<figure class="wide">' if plot.title == "Stragglers" else "<figure>",
         f"<h3>{_escape(plot.title)}</h3>",
         f'<ul class="legend">{entries}</ul>' if entries else "",
-        plot.svg.replace("<svg", label, 1),
+        f"<div>{plot.svg.replace('<svg', label, 1)}</div>",
         f'<p class="note">{_escape(plot.note)}</p>' if plot.note else "",
         "</figure>",
     ])  # fmt: skip

@@ -17,7 +17,7 @@ try:
     import matplotlib as mpl
     from matplotlib import style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 except ImportError as missing:
@@ -30,6 +30,7 @@ BLUE, RED, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#00795A", "#A846
 RUN_COLOURS = (BLUE, RED)
 _PARTS = (("compute", BLUE), ("data", "#E69F00"), ("reduction", "#CC79A7"), ("other", "#C4C4C4"))
 _RANK_COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, "#56B4E9", "#000000", GREY)
+_UNDER = 3.6  # the first of two runs: where both are equal it is seen on both sides of the other
 MOST_POINTS = 400  # a plot is about as many pixels wide
 _MOST_ROWS = 128  # of the heat map: more ranks are put together
 _STYLE: dict[str, Any] = {
@@ -89,13 +90,14 @@ def _metric(runs: Sequence[Run], name: str) -> Plot | None:
     for index, run in enumerate(runs):
         whose = f" ({_who(runs, index)})" if len(runs) > 1 else ""
         train = RUN_COLOURS[index]
+        wide = {"linewidth": _UNDER} if index < len(runs) - 1 else {}
         validation = train if len(runs) > 1 else RED
         if _line(axis, run.intervals.step, run.intervals.metrics.get(name), color=train, alpha=0.4, linewidth=1.1):
             legend.append((f"{train}66", f"train, of the epoch so far{whose}"))
-        if _line(axis, run.epochs.step, run.epochs.metrics.get(name), color=train, marker="o", markersize=4):
+        if _line(axis, run.epochs.step, run.epochs.metrics.get(name), color=train, marker="o", markersize=4, **wide):
             legend.append((train, f"train, epochs (circles){whose}"))
         held_out = run.epochs.metrics.get(f"val_{name}")
-        if _line(axis, run.epochs.step, held_out, color=validation, marker="s", markersize=4, linestyle="--"):
+        if _line(axis, run.epochs.step, held_out, color=validation, marker="s", markersize=4, linestyle="--", **wide):
             legend.append((validation, f"validation, epochs (dashed, squares){whose}"))
     return _plot(name, figure, legend, _thinned(runs)) if legend else None
 
@@ -181,6 +183,8 @@ def _split(run: Run, floor_s: float | None) -> Plot | None:
         axis.axhline(1e3 * floor_s, color="#000000", linestyle="--", linewidth=1.2)
         legend.append(("#000000", "allreduce floor (dashed)"))
         note += " The floor: reducing the gradients takes at least this; backward may hide it, so that less is waited."
+    elif run.intervals.ranks > 1:
+        note += " For the allreduce floor, what reducing takes at least: hvdtrain report --measured."
     _from_zero(axis)
     return _plot("Where a step's time goes", figure, legend, note)
 
@@ -200,7 +204,9 @@ def _heat_map(run: Run) -> Plot | None:
         cells = padded.reshape(len(cells), -1, height).max(axis=2)
         cells[np.isneginf(cells)] = np.nan
     figure, axis = _axes(size=(12.4, float(np.clip(1.2 + 0.22 * cells.shape[1], 2.0, 5.0))))
-    most = max(20.0, float(np.percentile(np.abs(cells[np.isfinite(cells)]), 99.5)))
+    # Twice the median's time is as red as it gets: one long hiccup would pale all that lasts.
+    most = float(np.clip(np.percentile(np.abs(cells[np.isfinite(cells)]), 99.5), 20.0, 100.0))
+    beyond = " or more" if float(np.nanmax(cells)) > most else ""
     left = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else 1)], x])
     rows = np.minimum(np.arange(cells.shape[1] + 1) * height, ranks) - 0.5
     mesh = axis.pcolormesh(
@@ -208,7 +214,7 @@ def _heat_map(run: Run) -> Plot | None:
         rows,
         np.ma.masked_invalid(cells.T),
         cmap="RdBu_r",
-        norm=TwoSlopeNorm(0, -min(most, 100.0), most),
+        norm=Normalize(-most, most),
         rasterized=True,
     )
     axis.grid(visible=False)
@@ -220,9 +226,8 @@ def _heat_map(run: Run) -> Plot | None:
         ax=axis,
         pad=0.02,
         aspect=12,
-        format=FuncFormatter(lambda value, _: f"{value:+.0f} %" if round(value) else "0 %"),
     )
-    bar.set_ticks([-min(most, 100.0), 0, most])
+    bar.set_ticks([-most, 0, most], labels=[f"-{most:.0f} %", "0 %", f"+{most:.0f} %{beyond}"])
     bar.outline.set_visible(False)
     note = "A rank's own time for a step, against the median rank's of that time: red is slow, blue is fast."
     if height > 1:
@@ -277,7 +282,13 @@ def _plot(title: str, figure: Figure, legend: list[tuple[str, str]], note: str) 
     buffer = io.StringIO()
     # The salt keeps one picture's clip paths from being taken for another's, and the same run's page the same.
     with mpl.rc_context({"svg.hashsalt": ascii(title)}):
-        figure.savefig(buffer, format="svg", dpi=120, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            buffer,
+            format="svg",
+            dpi=120,
+            transparent=True,
+            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        )
     svg = buffer.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)

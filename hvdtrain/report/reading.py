@@ -76,6 +76,7 @@ class Run:
     Attributes:
         epochs: one entry an epoch, metrics as History has them.
         starts: how often it began, as far as the files tell: steps that were taken again tell it.
+        seconds: that its starts took together, None where the files do not tell.
         notes: what could not be read, in words.
     """
 
@@ -85,6 +86,7 @@ class Run:
     intervals: Intervals
     epochs: Series
     starts: int
+    seconds: float | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -122,6 +124,7 @@ def read_run(folder: Path) -> Run:
         intervals=_intervals([(start, line) for start, line in kept if line["kind"] == "interval"]),
         epochs=_series([line for _, line in kept if line["kind"] == "epoch"]),
         starts=starts,
+        seconds=_seconds(kept),
         notes=notes,
     )
 
@@ -214,6 +217,15 @@ def _line(text: str) -> dict[str, Any] | None:
     if line["kind"] == "interval":
         line["rank_s"] = _rank_s(line.get("rank_s"))
     return line
+
+
+def _seconds(kept: Iterable[tuple[int, dict[str, Any]]]) -> float | None:
+    times: dict[int, list[float]] = {}
+    for start, line in kept:
+        at = number(line.get("time"))
+        if math.isfinite(at):
+            times.setdefault(start, []).append(at)
+    return sum(max(each) - min(each) for each in times.values()) or None
 
 
 def _rank_s(value: Any) -> NDArray[np.float32]:

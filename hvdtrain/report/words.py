@@ -7,6 +7,11 @@ from hvdtrain.report.numbers import Summary
 
 _EVEN = 0.05  # ranks that differ by less are equally fast
 _SLOW = 0.1
+_NAMES = {
+    "compute": "computing",
+    "data": "waiting for data",
+    "reduction": "waiting for reduced gradients, and so for slower ranks",
+}
 
 
 def sentences(summary: Summary) -> list[str]:
@@ -32,7 +37,23 @@ def _what(summary: Summary) -> str:
     if summary.hosts:
         where += f" on {_count(summary.hosts, 'host')}"
     starts = f", in {summary.starts} starts" if summary.starts > 1 else ""
-    return f"{where}; {_count(summary.epochs, 'epoch')} ended, {_count(summary.global_step, 'step')}{starts}."
+    took = f" in {format_time(summary.seconds)}" if summary.seconds else ""
+    return f"{where}; {_count(summary.epochs, 'epoch')} ended, {_count(summary.global_step, 'step')}{took}{starts}."
+
+
+def comparison(a: Summary, b: Summary) -> str:
+    """Return which of two runs is faster, by how much, and in what the difference lies; "" where that is not known."""
+    if not a.step_s or not b.step_s:
+        return ""
+    times = f"({format_time(b.step_s)} against {format_time(a.step_s)})"
+    ratio = b.step_s / a.step_s
+    if abs(ratio - 1) < _EVEN:
+        return f"A step takes both about as long {times}."
+    slower = "longer" if ratio > 1 else "less"
+    lost = {name: b.parts_s[name] - seconds for name, seconds in a.parts_s.items() if name in b.parts_s}
+    most = max(lost, key=lambda part: abs(lost[part]), default=None)
+    where = f" Most of the difference, {format_time(abs(lost[most]))}, is {_NAMES[most]}." if most else ""
+    return f"A step of B takes {100 * abs(ratio - 1):.0f} % {slower} than one of A {times}.{where}"
 
 
 def _step(summary: Summary) -> str:
@@ -58,7 +79,8 @@ def _slowest(summary: Summary) -> str:
     if slowest is None:
         return ""
     whose = f"rank {slowest.rank}" + (f" on host {slowest.host}" if slowest.host else "")
-    times = f"{format_time(slowest.own_s)} a step by itself, the median rank {format_time(slowest.median_own_s)}"
+    times = f"on average {format_time(slowest.own_s)} a step by itself, the median rank"
+    times += f" {format_time(slowest.median_own_s)}"
     if slowest.above_median < _EVEN:
         return f"All ranks are about equally fast: the slowest, {whose}, takes {times}."
     cause = "waiting for data" if slowest.cause == "data" else "computing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,8 @@ _MPIRUN_VALUES = {
     ),
     **_each("mca gmca gpmixmca pmixmca", values=2),
 }
+
+_MOST_DIGITS = 9  # of a count: Python refuses to read some thousands of them
 
 # Those that say on which cores ranks run.
 _MPIRUN_PLACES = frozenset(
@@ -168,9 +171,14 @@ def places_ranks(options: Sequence[str]) -> bool:
 
 def whole_number(name: str, text: str | None, *, least: int) -> int:
     """Return `text` as a number of at least `least`."""
-    if text is None or not text.isdecimal() or int(text) < least:
+    if text is None or not is_count(text, least=least):
         raise UsageError(f"{name} must be a whole number, at least {least}. Received: {name} {text}")
     return int(text)
+
+
+def is_count(text: str, *, least: int) -> bool:
+    """Return whether `text` is a whole number of at least `least`, and one that Python reads at all."""
+    return text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= least
 
 
 def seconds(name: str, text: str) -> float:
@@ -217,6 +225,8 @@ def program(words: Sequence[str]) -> list[str]:
 def _script(name: str) -> str:
     if not Path(name).is_file():
         raise UsageError(f"there is no script {name} in {os.getcwd()}")
+    if not os.access(name, os.R_OK):
+        raise UsageError(f"the script {name} cannot be read: permission denied. Type: chmod u+r {shlex.quote(name)}")
     return name
 
 
@@ -232,7 +242,7 @@ def hosts(passed: Sequence[str]) -> dict[str, int]:
     if listed is not None:
         for item in listed.split(","):
             name, _, slots = item.strip().rpartition(":") if ":" in item else (item.strip(), "", "1")
-            if not name or not slots.isdecimal() or int(slots) < 1:
+            if not name or not is_count(slots, least=1):
                 raise UsageError(f"-H must be like host1:2,host2:2. Received: -H {listed}")
             found[name] = found.get(name, 0) + int(slots)
     elif file is not None:
@@ -244,7 +254,7 @@ def hosts(passed: Sequence[str]) -> dict[str, int]:
             words = line.partition("#")[0].split()
             if words:
                 slots = next((w.partition("=")[2] for w in words[1:] if w.startswith("slots=")), "1")
-                if not slots.isdecimal() or int(slots) < 1:
+                if not is_count(slots, least=1):
                     raise UsageError(f"a line of a host file is like `host1 slots=2`. Received: {line!r} in {file}")
                 found[words[0]] = found.get(words[0], 0) + int(slots)
         if not found:

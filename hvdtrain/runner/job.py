@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from hvdtrain import quiet
 from hvdtrain.runner import family
 from hvdtrain.runner.arguments import MPIRUN
 from hvdtrain.runner.causes import Listener
+from hvdtrain.runner.lines import Whole, without_mark
 
 _PR_SET_CHILD_SUBREAPER = 36
 _DRAIN_S = 2.0
+_HALF_LINE_S = 1.0
 
 
 class Guard:
@@ -172,15 +176,39 @@ class Job:
             os.waitpid(found.si_pid, os.WNOHANG)
 
     def _copy(self, name: str, source: IO[bytes] | None, number: int) -> None:
-        """Copy what comes through a pipe to our own stream, as it comes."""
+        """Copy what comes through a pipe to our own stream, as it comes, but in whole lines."""
         assert source is not None
-        there = True
+        out, lines = _Stream(number), Whole()
         with source:
-            while data := os.read(source.fileno(), 2**16):
+            while True:
+                begun = lines.begun()
+                wait_s = None if begun is None else max(0.0, begun + _HALF_LINE_S - time.monotonic())
+                if not select.select([source], [], [], wait_s)[0]:
+                    out.write(lines.late(now=time.monotonic(), limit_s=_HALF_LINE_S))
+                    continue
+                data = os.read(source.fileno(), 2**16)
+                if not data:
+                    break
                 self.listener.hear(name, data)
-                view = memoryview(data)
-                while there and view:
-                    try:
-                        view = view[os.write(number, view) :]
-                    except OSError:  # nobody reads any more: the job goes on all the same
-                        there = False
+                out.write(lines.feed(data, now=time.monotonic()))
+        out.write(lines.end())
+
+
+class _Stream:
+    """One of our own streams, written to as long as somebody reads it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._there = True
+        self._quiet = quiet.wanted()
+
+    def write(self, lines: list[bytes]) -> None:
+        """Write lines, but for frameworks' start-up notes."""
+        if self._quiet:
+            lines = [line for line in lines if not quiet.is_note(without_mark(line))]
+        view = memoryview(b"".join(line + b"\n" for line in lines))
+        while self._there and view:
+            try:
+                view = view[os.write(self._number, view) :]
+            except OSError:  # nobody reads any more: the job goes on all the same
+                self._there = False

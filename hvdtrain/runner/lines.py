@@ -4,12 +4,44 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Iterable, Iterator
 
 # What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
-_MARK = re.compile(rb"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:?")
+_MARK = re.compile(rb"(\[(?:\d+,)?\d+\]<(?:stdout|stderr)>:?)")
+_RANK = re.compile(rb"(\d+)\]")
 _TAIL_LINES = 15
 
 Line = tuple[int | None, str]
+
+
+class _Pieces:
+    """Puts together what ranks wrote into the same lines: pairs of a mark, empty for the launcher's own, and a line."""
+
+    def __init__(self) -> None:
+        self.begun: dict[bytes, bytes] = {}
+        self.raw = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Return the lines that `data` completes."""
+        *whole, self.raw = (self.raw + data).split(b"\n")
+        for raw in whole:
+            before, *marked = _MARK.split(raw)
+            if before or not marked:
+                yield b"", before
+            if marked:
+                yield marked[-2], self._join(marked)
+
+    def end(self) -> Iterator[tuple[bytes, bytes]]:
+        """Return what was left without an end of its line."""
+        yield from self.feed(b"\n") if self.raw else ()
+        begun, self.begun = self.begun, {}
+        yield from begun.items()
+
+    def _join(self, marked: list[bytes]) -> bytes:
+        """Keep pieces for their ranks; return the line of the last one, which is complete."""
+        for mark, text in zip(marked[::2], marked[1::2], strict=True):
+            self.begun[mark] = self.begun.get(mark, b"") + text
+        return self.begun.pop(marked[-2])
 
 
 class Lines:
@@ -21,32 +53,65 @@ class Lines:
 
     def __init__(self) -> None:
         self.tails: dict[int | None, deque[str]] = {}
-        self._raw = b""
-        self._begun: dict[int, bytes] = {}
+        self._pieces = _Pieces()
 
     def feed(self, data: bytes) -> list[Line]:
         """Return the lines that `data` completes, as (rank, text); the launcher's own have rank None."""
-        *whole, self._raw = (self._raw + data).split(b"\n")
-        return [self._line(rank, text) for raw in whole for rank, text in self._assign(raw)]
+        return [self._line(mark, text) for mark, text in self._pieces.feed(data)]
 
     def end(self) -> list[Line]:
         """Return what was left without an end of its line."""
-        rest = self.feed(b"\n") if self._raw else []
-        begun, self._begun = self._begun, {}
-        return [*rest, *(self._line(rank, text) for rank, text in begun.items())]
+        return [self._line(mark, text) for mark, text in self._pieces.end()]
 
-    def _assign(self, raw: bytes) -> list[tuple[int | None, bytes]]:
-        """Return what is complete with the line `raw`, in which several ranks may have written."""
-        before, *marked = _MARK.split(raw)
-        if not marked:
-            return [(None, before)]
-        for rank, text in zip(map(int, marked[::2]), marked[1::2], strict=True):
-            self._begun[rank] = self._begun.get(rank, b"") + text
-        last = int(marked[-2])
-        return [*([(None, before)] if before else []), (last, self._begun.pop(last))]
-
-    def _line(self, rank: int | None, text: bytes) -> Line:
-        # Of a progress bar, which writes over its own line, what would be seen at the end.
-        shown = text.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+    def _line(self, mark: bytes, text: bytes) -> Line:
+        found = _RANK.search(mark)
+        rank = int(found.group(1)) if found else None
+        shown = _seen(text).decode(errors="replace")
         self.tails.setdefault(rank, deque(maxlen=_TAIL_LINES)).append(shown)
         return rank, shown
+
+
+class Whole:
+    """The same stream for a reader: lines as the launcher marks them, but whole, whatever ranks write at once."""
+
+    def __init__(self) -> None:
+        self._pieces = _Pieces()
+        self._since: dict[bytes | None, float] = {}  # when a line was begun; None: one that is not taken apart yet
+
+    def feed(self, data: bytes, *, now: float) -> list[bytes]:
+        """Return the lines that `data` completes, without their end."""
+        return self._shown(self._pieces.feed(data), now, newly=b"\n" in data)
+
+    def begun(self) -> float | None:
+        """Return when the oldest line was begun that has no end yet, None if there is none."""
+        return min(self._since.values(), default=None)
+
+    def late(self, *, now: float, limit_s: float) -> list[bytes]:
+        """Return as lines what has waited so long for its other half: it may be a progress bar."""
+        waited = {mark for mark, since in self._since.items() if now - since >= limit_s}
+        found = [(mark, self._pieces.begun.pop(mark)) for mark in waited if mark is not None]
+        if None in waited:
+            found += self._pieces.feed(b"\n")
+        return self._shown(found, now, newly=None in waited)
+
+    def end(self) -> list[bytes]:
+        """Return what was left without an end of its line."""
+        return self._shown(self._pieces.end(), 0.0, newly=True)
+
+    def _shown(self, found: Iterable[tuple[bytes, bytes]], now: float, *, newly: bool) -> list[bytes]:
+        """Return lines as they are shown, and keep when those were begun that are still without an end."""
+        lines = list(found)
+        anew = {mark for mark, _ in lines} | ({None} if newly else set())
+        still = [*self._pieces.begun, *([None] if self._pieces.raw else [])]
+        self._since = {each: now if each in anew else self._since.get(each, now) for each in still}
+        return [mark + _seen(text) for mark, text in lines]
+
+
+def without_mark(line: bytes) -> str:
+    """Return what a rank wrote of a line that `Whole` gave."""
+    return _MARK.sub(b"", line, count=1).decode(errors="replace")
+
+
+def _seen(text: bytes) -> bytes:
+    """Return of a progress bar, which writes over its own line, what would be seen at the end."""
+    return text.rstrip(b"\r").rpartition(b"\r")[2]

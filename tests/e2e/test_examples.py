@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdtrain import quiet
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "mnist"
 HEADER = ["framework", "ranks", "loss", "accuracy", "images/s", "seconds"]
@@ -32,12 +34,13 @@ pytestmark = [
 
 def run(command: str, folder: Path, *, limit_s: float = 240, **environment: str) -> tuple[int, str]:
     """Run a command line of bash in `folder`; return its exit status and output."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "KERAS_"))}
+    others = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "KERAS_", "TF_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept["PATH"]])
     process = subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder,
-        env={**kept, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        env={**kept, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -58,6 +61,7 @@ def run_well(command: str, folder: Path, **environment: str) -> list[str]:
     assert status == 0, output[-4000:]
     assert "Traceback" not in output, output[-4000:]
     lines = [re.sub(LAUNCHER, "", line) for line in output.splitlines()]
+    assert not [line for line in lines if quiet.is_note(line)]
     return [line for line in lines if line]
 
 

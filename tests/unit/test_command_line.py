@@ -93,6 +93,39 @@ def test_bad_input_is_one_line_that_says_what_to_type(call, line, said):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("doctor --report --out dir", "hvdtrain doctor: --out must be a file. dir is a folder. Type: --out dir/report"),
+        ("report dir/run --out dir", "hvdtrain report: --out must be a file. dir is a folder. Type: --out dir/report"),
+        ("plan --measured dir/deep.json", "hvdtrain plan: dir/deep.json is not JSON: maximum recursion depth"),
+        ("run -np {big} x.py", "hvdtrain run: -np must be a whole number, at least 1. Received: -np 999"),
+        ("run -np 2 -H a:{big} sh", "hvdtrain run: -H must be like host1:2,host2:2. Received: -H a:999"),
+        ("run --config dir/big.yaml", "big.yaml, line 1: np must be a whole number, at least 1. Received: 999"),
+        ("bench -np 2 -H a:{big}", "hvdtrain bench: -H must be like host1:2,host2:2. Received: -H a:999"),
+        ("bench --script dir/secret", "hvdtrain bench: --script must be a file that can be read. dir/secret cannot"),
+        ("run -np 2 dir/secret.py", "the script dir/secret.py cannot be read: permission denied. Type: chmod u+r dir/"),
+        ("report dir/run --out secret.html", "secret.html cannot be written: permission denied. Name a file elsewhere"),
+    ],
+)
+def test_what_is_out_of_reach_or_out_of_bounds_is_one_line_too(call, monkeypatch, line, said):
+    may = os.access  # root may do anything
+    monkeypatch.setattr(os, "access", lambda path, mode: "secret" not in str(path) and may(path, mode))
+    big = "9" * 5000  # Python refuses to read more than 4300 digits
+    folder = Path("dir/run")
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"kind": "epoch", "global_step": 1, "metrics": {"loss": 1}}\n')
+    Path("dir/deep.json").write_text("[" * 100_000)
+    Path("dir/big.yaml").write_text(f"np: {big}\n")
+    for name in ("dir/secret", "dir/secret.py", "secret.html"):
+        Path(name).touch()
+    status, out, err = call(*line.format(big=big).split())
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.startswith("hvdtrain")
+    assert err.count("\n") == 1
+
+
 def test_what_was_typed_cannot_break_the_line(call):
     assert call("report", "a\nb") == (
         2,

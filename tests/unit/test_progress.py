@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from types import SimpleNamespace
 
@@ -92,6 +93,33 @@ def test_a_terminal_gets_a_display_that_is_gone_at_the_end(monkeypatch, clock):
     assert "accuracy 0.7500" in text
     assert "\x1b[?25h" in text[text.rindex("\x1b[?25l") :]  # the cursor is back
     assert "epoch 2/3  loss 0.5000  3,200 samples/s  2.0 s\n" in text
+
+
+def drawn(screen):
+    """Return the display's two lines as they were drawn last, without colours."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    return [line.split("\r")[-1].rstrip() for line in plain.split("\n")[-2:]]
+
+
+def test_80_columns_hold_the_steps_and_what_a_person_asks_for(monkeypatch, clock):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    shown, run = Progress(), trainer()
+    shown.on_fit_begin(run)
+    shown.on_interval(run, interval(60))
+    shown._live.refresh()
+    bar, words = drawn(screen)
+    assert re.fullmatch(r"epoch 2/3 \S{30,}.*? 60/100 14 s left", bar), bar
+    assert words == "loss 0.5000  accuracy 0.7500  3,200 samples/s  lr 0.05"
+    assert max(map(len, (bar, words))) <= 80
+    shown.on_epoch_begin(run, 2)  # the next one, of which there is no interval yet
+    shown._live.refresh()
+    bar, words = drawn(screen)
+    assert re.fullmatch(r"epoch 3/3 \S{30,} +0/100", bar), bar
+    assert words == ""
+    shown.close()
 
 
 def test_a_launchers_terminal_gets_lines(monkeypatch, clock):

@@ -98,6 +98,21 @@ def test_secrets_are_not_kept(make, tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def test_settings_are_kept_and_not_what_a_launcher_tells_its_ranks(make, tmp_path, monkeypatch):
+    of_the_launch = {
+        "OMPI_MCA_orte_hnp_uri": "1.0;tcp://192.0.2.2:59905", "OMPI_MCA_ess_base_jobid": "138084353",
+        "HOROVOD_RANK": "0", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+    }  # fmt: skip
+    chosen = {"OMPI_MCA_btl": "^openib", "HOROVOD_CYCLE_TIME": "2", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    trainer = make()
+    trainer.fit((X, Y), epochs=1, run_dir=None, progress=False)
+    for name, value in {**of_the_launch, **chosen}.items():
+        monkeypatch.setenv(name, value)
+    kept = run_folder.describe_environment(trainer)["variables"]
+    assert {name: kept.get(name) for name in chosen} == chosen
+    assert not set(of_the_launch) & set(kept)
+
+
 def test_a_run_has_a_folder_of_its_own_unless_the_job_names_one_or_wants_none(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(run_folder.RUNS)

@@ -70,6 +70,11 @@ def test_the_floor_is_what_the_measured_bytes_take_at_least(report, made, interv
     assert json.loads(capsys.readouterr().out)["allreduce_floor_s"] == pytest.approx(0.08)
     assert report(far, "--json", "--measured", bench) == 2
     assert "Give the link's between hosts: --link 25Gb/s" in capsys.readouterr().err
+    bench.write_text(json.dumps({"plan_input": {"gradient_bytes": 1e8}}))  # of bench --script on one host
+    assert report(run, "--json", "--measured", bench) == 2
+    assert "`hvdtrain bench` without --script measures it; then type, say: --link 9GB/s" in capsys.readouterr().err
+    assert report(run, "--json", "--measured", bench, "--link", "10GB/s") == 0
+    assert json.loads(capsys.readouterr().out)["allreduce_floor_s"] == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from hvdtrain.report.numbers import differences, flat, relative_own_time, settled_intervals, summarize, thin
 from hvdtrain.report.reading import read_run
-from hvdtrain.report.words import sentences
+from hvdtrain.report.words import comparison, sentences
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def test_a_summary_is_what_one_computes_by_hand(three):
 
 def test_it_is_said_in_plain_words(three):
     assert sentences(summarize(three)) == [
-        "3 ranks on 2 hosts; 1 epoch ended, 4 steps.",
+        "3 ranks on 2 hosts; 1 epoch ended, 4 steps in 3 s.",
         "At the end of the last epoch: loss 0.5, val_loss 0.75.",
         "Median throughput: 400 samples/s over all ranks.",
         (
@@ -48,8 +50,8 @@ def test_it_is_said_in_plain_words(three):
             "Most of it is computing."
         ),
         (
-            "The slowest is rank 2 on host b, 67 % above the median, and the others wait for it: it takes 200 ms a "
-            "step by itself, the median rank 120 ms. It loses its time in computing."
+            "The slowest is rank 2 on host b, 67 % above the median, and the others wait for it: it takes on average "
+            "200 ms a step by itself, the median rank 120 ms. It loses its time in computing."
         ),
     ]
 
@@ -58,6 +60,29 @@ def test_a_rank_that_waits_for_data_is_told_from_one_that_computes(made, interva
     run = read_run(made([interval(s, data=(0.01, 0.31), compute=(0.1, 0.11)) for s in (1, 2)]))
     assert summarize(run).slowest.cause == "data"
     assert sentences(summarize(run))[-1].endswith("It loses its time in waiting for data.")
+
+
+def test_a_rank_that_was_slow_for_a_while_is_blamed_for_what_the_others_waited(made, interval):
+    even = {"data": (0.01, 0.01), "compute": (0.10, 0.12)}
+    lines = [interval(step, **even) for step in (1, 2, 12, 22, 32)]
+    lines += [interval(step, data=(0.51, 0.01), compute=(0.10, 0.12)) for step in (42, 52)]
+    slowest = summarize(read_run(made(lines))).slowest
+    assert (slowest.rank, slowest.cause) == (0, "data")
+    assert (slowest.own_s, slowest.median_own_s) == pytest.approx(((31 * 0.11 + 20 * 0.61) / 51, 0.13))
+
+
+def test_two_runs_are_compared_in_a_sentence(made, interval):
+    a, b, c = (
+        summarize(read_run(made([interval(s, data=data, compute=(0.1, 0.1)) for s in (1, 2)], name=name)))
+        for name, data in (("a", (0.0, 0.0)), ("b", (0.1, 0.1)), ("c", (0.001, 0.001)))
+    )
+    assert comparison(a, b) == (
+        "A step of B takes 100 % longer than one of A (200 ms against 100 ms). "
+        "Most of the difference, 100 ms, is waiting for data."
+    )
+    assert comparison(b, a).startswith("A step of B takes 50 % less than one of A (100 ms against 200 ms).")
+    assert comparison(a, c) == "A step takes both about as long (101 ms against 100 ms)."
+    assert comparison(a, replace(b, step_s=None)) == ""
 
 
 def test_even_ranks_are_not_blamed(made, interval):

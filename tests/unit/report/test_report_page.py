@@ -97,7 +97,7 @@ def test_a_real_run_is_shown_whole(make, tmp_path, monkeypatch):
         "loss", "accuracy", "Learning rate", "Throughput, all ranks", "Step time by rank", "Where a step's time goes"
     ]  # fmt: skip
     text = "".join(reader.text)
-    assert "1 rank on 1 host; 2 epochs ended, 6 steps." in text
+    assert "1 rank on 1 host; 2 epochs ended, 6 steps in " in text
     assert "val_accuracy" in text
     assert "data.number of samples" in text
     assert "packages.torch" in text
@@ -191,10 +191,20 @@ def test_a_first_step_that_compiles_does_not_flatten_the_plots_of_times(made, in
         assert timed[0][title] == timed[1][title]
 
 
+def test_one_hiccup_does_not_pale_a_rank_that_is_twice_as_slow(made, interval):
+    twice = [interval(step, data=(1, 1), compute=(1, 3)) for step in range(1, 300)]
+    maps = []
+    for name, hiccup in (("hiccup", 999), ("steady", 4)):
+        last = [interval(step, data=(1, 1), compute=(1, hiccup)) for step in (300, 301, 302)]
+        maps.append(next(plot.svg for plot in shown(made([*twice, *last], name=name))[1] if plot.title == "Stragglers"))
+    assert "+100 % or more" in maps[0]
+    assert maps[0] == maps[1]
+
+
 def test_a_start_over_is_said_and_so_is_what_could_not_be_read(made, interval):
     reader, _ = shown(made([interval(1), interval(9), interval(4)], tail='{"half'))
     text = "".join(reader.text)
-    assert "4 steps, in 2 starts." in text
+    assert "4 steps, in 2 starts." in text  # of which the lines that count, one each, tell no time
     assert "1 line of metrics.jsonl could not be read" in text
 
 

@@ -98,3 +98,10 @@ def test_what_to_type_instead_is_said(made, tmp_path, interval):
             read_run(path)
         assert said in str(info.value)
         assert "\n" not in str(info.value)
+
+
+def test_what_lies_between_two_starts_is_not_training(made, interval):
+    lines = [*(interval(step) for step in (1, 4, 5)), *(interval(step, time=2e9 + step) for step in (5, 9))]
+    run = read_run(made(lines))
+    assert (run.starts, run.seconds) == (2, 3.0 + 4.0)
+    assert read_run(made([interval(1, time=None)], name="untold")).seconds is None

@@ -75,3 +75,18 @@ def test_the_end_of_patience_reaches_mpirun(start: Callable[..., job.Job]) -> No
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert running.status() == -signal.SIGINT
+
+
+def test_ranks_lines_come_whole_and_without_frameworks_notes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "[1,0]<stderr>:I0000 00:00:17.8 2 port.cc:153] oneDNN\n"
+    text += "[1,0]<stderr>:W0000 la[1,1]<stderr>:one\n[1,0]<stderr>:st\n"
+    guard = job.Guard(tmp_path)
+    line = [sys.executable, "-c", f"import os; os.write(2, {text!r}.encode())"]
+    running = job.Job(line, environment=dict(os.environ), run_dir=tmp_path, guard=guard, host="h")
+    deadline = time.monotonic() + 30
+    while running.status() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.end()
+    guard.dismiss()
+    assert capfd.readouterr().err.splitlines() == ["[1,1]<stderr>:one", "[1,0]<stderr>:W0000 last"]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hvdtrain.runner.lines import Lines
+from hvdtrain.runner.lines import Lines, Whole, without_mark
 
 OVER_MPI = b"[1,0]<stdout>:one\n[1,1]<stderr>:two\nmpirun: words\n[1,1]<stdout>:[0] not mine\n"
 OVER_GLOO = b"[0]<stdout>:one\n[1]<stderr>:two\nmpirun: words\n[1]<stdout>:[0] not mine\n"
@@ -39,3 +39,37 @@ def test_the_last_lines_of_each_rank_are_kept() -> None:
     lines.feed(b"".join(b"[1,%d]<stdout>:%d\n" % (i % 2, i) for i in range(100)) + b"the launcher\n")
     assert list(lines.tails[1]) == [str(i) for i in range(71, 100, 2)]
     assert list(lines.tails[None]) == ["the launcher"]
+
+
+def whole(*pieces: bytes) -> list[bytes]:
+    lines = Whole()
+    return [*(line for piece in pieces for line in lines.feed(piece, now=0.0)), *lines.end()]
+
+
+def test_lines_for_a_reader_keep_their_marks_and_are_whole() -> None:
+    mixed = b"[1,0]<stdout>:<0:1[1,1]<stdout>:<1:1>\n[1,0]<stdout>:2>\nmpirun: words\n"
+    expected = [b"[1,1]<stdout>:<1:1>", b"[1,0]<stdout>:<0:12>", b"mpirun: words"]
+    assert whole(mixed) == whole(*(mixed[i : i + 1] for i in range(len(mixed)))) == expected
+    assert [without_mark(line) for line in expected] == ["<1:1>", "<0:12>", "mpirun: words"]
+
+
+def test_half_a_line_is_shown_once_it_has_waited_and_no_line_loses_its_half_to_another_ranks() -> None:
+    lines = Whole()
+    assert lines.begun() is None
+    assert lines.feed(b"[1,1]<stderr>: 10%\r[1,1]<stderr>: 20%[1,0]<stdout>:one\n", now=5.0) == [b"[1,0]<stdout>:one"]
+    assert lines.begun() == 5.0
+    assert lines.feed(b"[1,0]<stdout>:tw", now=5.5) == []
+    assert lines.late(now=5.9, limit_s=1.0) == []
+    assert lines.late(now=6.0, limit_s=1.0) == [b"[1,1]<stderr>: 20%"]
+    assert lines.feed(b"o\n", now=6.1) == [b"[1,0]<stdout>:two"]
+    assert lines.begun() is None
+
+
+def test_a_rank_that_writes_all_the_time_has_not_waited() -> None:
+    lines = Whole()
+    for at in range(10):
+        lines.feed(b"one\n[1,0]<stdout>:tw", now=float(at))
+        assert lines.late(now=at + 0.5, limit_s=1.0) == []
+        assert lines.feed(b"o[1,1]<stdout>:x\n[1,1]<stdout>:y\n[1,0]<stdout>:\n", now=at + 0.6)[-1:] == [
+            b"[1,0]<stdout>:two"
+        ]

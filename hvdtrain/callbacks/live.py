@@ -1,0 +1,40 @@
+"""Draw training's progress in a terminal: a bar, and under it how the latest steps went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import progress
+from rich.console import RenderableType
+from rich.text import Text
+
+
+class Display(progress.Progress):
+    """Two lines that are drawn anew, with what is printed above them; gone when it stops.
+
+    The bar has a line of its own: beside three metrics, 80 columns leave it one character.
+    """
+
+    def __init__(self, *, steps: int | None) -> None:
+        self._words = ""
+        columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), "{task.fields[left]}")
+        super().__init__(*columns, transient=True)
+        self._bar = self.add_task("", total=steps, left="")
+
+    def show(self, place: str, step: int, *, steps: int | None, words: str = "", left: str = "") -> None:
+        """Say where training is.
+
+        Args:
+            place: the epoch.
+            step: of the epoch.
+            steps: how many the epoch has, if that is known.
+            words: how it went, for the second line.
+            left: how much time is left.
+        """
+        self._words = words
+        self.update(self._bar, completed=step, total=steps, description=place, left=left)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return the two lines; what does not fit into the second is cut off, for a third would not be taken back."""
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self._words, no_wrap=True, overflow="ellipsis")
