@@ -236,6 +236,7 @@ def _unpack(
             for output in outputs:
                 output.finish(rows)
         making.rename(folder)
+        table.modules.arrow.default_memory_pool().release_unused()  # what held row groups
     except OSError as problem:
         room = shutil.disk_usage(folder.parent).free / 2**30
         raise HvdTrainError(

@@ -15,7 +15,8 @@ from hvdtrain.world import SoloWorld, World
 
 def predict(adapter: Adapter, x: Any, *, batch_size: int, world: World) -> Any:
     """See `Trainer.predict`."""
-    if isinstance(x, tuple | list) and all(hasattr(leaf, "shape") for leaf in leaves(x)):
+    samples = isinstance(x, list) and any(isinstance(item, tuple) for item in x)  # (inputs, targets), as `fit` has them
+    if isinstance(x, tuple | list) and not samples and all(hasattr(leaf, "shape") for leaf in leaves(x)):
         x = (x,)  # several inputs, and no targets among them
     source = as_source(x, batch_size=batch_size, world=world)
     if not isinstance(source, IndexedSource):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -14,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain import launcher
 from hvdtrain.errors import HvdTrainError, UsageError
-from hvdtrain.runner.arguments import MAX_RANKS_A_CORE, is_count
+from hvdtrain.runner import arguments, reach, remote
 from hvdtrain.start import end_family, horovodrun, rank_environment
 
 _EXIT_GRACE_S = 20.0
@@ -61,25 +59,11 @@ def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
         cores: usable cores of this host.
 
     Raises:
-        BenchUsageError: fewer than one rank, more ranks than slots, or a list that does not parse.
+        UsageError: fewer than one rank, more ranks than slots, or a list that does not parse.
     """
-    if ranks < 1:
-        raise BenchUsageError(f"-np must be at least 1. Received: -np {ranks}")
-    if text is None:
-        if ranks > MAX_RANKS_A_CORE * cores:
-            raise BenchUsageError(
-                f"-np {ranks} is more than {MAX_RANKS_A_CORE} ranks for each of the {cores} cores here. Use fewer, or "
-                f"insist with -H localhost:{ranks}"
-            )
-        return Hosts(ranks, {})
-    names: dict[str, int] = {}
-    for item in text.split(","):
-        name, _, slots = item.strip().partition(":")
-        if not name or not is_count(slots, least=1) or name in names:
-            raise BenchUsageError(f"-H must be like host1:2,host2:2, each host once. Received: -H {text}")
-        names[name] = int(slots)
-    if ranks > sum(names.values()):
-        raise BenchUsageError(f"-np {ranks} is more than the {sum(names.values())} slots of -H {text}")
+    arguments.whole_number("-np", str(ranks), least=1)
+    names = {} if text is None else arguments.hosts(["-H", text])
+    arguments.check_ranks(ranks, slots=names, elastic=False, cores=cores)
     return Hosts(ranks, names)
 
 
@@ -145,11 +129,14 @@ def run_ranks(
         answers: see above.
 
     Raises:
-        BenchError: Horovod is not installed, or this process is a rank itself.
+        BenchError: horovodrun does not start, or another host cannot be reached.
     """
-    check_launchable()
     line = [*_horovodrun(hosts), sys.executable, *program]
     given = rank_environment({"PYTHONUNBUFFERED": "1", **environment})
+    way = remote.way(hosts.names, arguments.HOROVODRUN, [], given)
+    lost = {} if way is None else reach.on_every_host(way, "end", Path(tempfile.gettempdir(), "hvdtrain-bench"))
+    if lost:
+        raise BenchError("; ".join(f"host {host} {why}" for host, why in lost.items()))
     began = time.monotonic()
     # To a file, not a pipe: a grandchild that survives its parent would keep a pipe open.
     with tempfile.TemporaryFile() as log:
@@ -179,18 +166,6 @@ def run_ranks(
 def _exit(number: int, frame: object) -> None:
     """Turn a signal into an exit that ends what was started."""
     sys.exit(128 + number)
-
-
-def check_launchable() -> None:
-    """Raise BenchError where no ranks can be started."""
-    found = launcher.detect()
-    # A shell inside a Slurm allocation is no rank yet.
-    if found and found.size and found.size > 1 and found.name != "Slurm":
-        raise BenchUsageError(
-            f"hvdtrain bench starts the ranks itself, and {found} has started this one. Run it by itself"
-        )
-    if importlib.util.find_spec("horovod") is None:
-        raise BenchError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
 
 
 def _horovodrun(hosts: Hosts) -> list[str]:

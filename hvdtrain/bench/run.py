@@ -18,8 +18,9 @@ from rich.console import Console
 from hvdtrain import step_times
 from hvdtrain.bench import advice, report, sweep, worker
 from hvdtrain.bench.floor import floor_s, parse_link
-from hvdtrain.bench.launch import BenchError, BenchUsageError, Hosts, Outcome, check_launchable, parse_hosts, run_ranks
+from hvdtrain.bench.launch import BenchError, BenchUsageError, Hosts, Outcome, parse_hosts, run_ranks
 from hvdtrain.bench.steps import Steps, collect, from_script
+from hvdtrain.runner import surroundings
 from hvdtrain.step_times import RankTimes
 from hvdtrain.tuning import usable_cores
 
@@ -71,7 +72,7 @@ def run(options: Options) -> None:
     hosts = parse_hosts(options.hosts, ranks=options.ranks, cores=usable_cores())
     _check(options)
     link = None if options.link is None else parse_link(options.link)
-    check_launchable()
+    surroundings.check_place("hvdtrain bench")
     result = (
         bench_script(options.script, options, hosts, link) if options.script else bench_machine(options, hosts, link)
     )

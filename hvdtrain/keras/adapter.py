@@ -73,7 +73,7 @@ def make_adapter(
     if optimizer is None:
         adopt_optimizer(model, distributed)
     else:
-        model.compile(optimizer=distributed, loss=loss, metrics=_as_keras_takes(metrics), auto_scale_loss=False)
+        model.compile(optimizer=distributed, loss=loss, metrics=_as_keras_takes(metrics) or None, auto_scale_loss=False)
     return KerasAdapter(model, options, world)
 
 

@@ -151,8 +151,10 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     line = [*_launcher(launcher), "-np", str(count), *passed]
     if launcher == arguments.MPIRUN and not loopback.is_here(slots):
         line += remote.exports(passed, environment)
-    if launcher == arguments.HOROVODRUN and given:  # mpirun asks Slurm itself
-        line += ["-H", allocation.listed(given)]
+    named = arguments.value(passed, "-H", "--hosts") or ""
+    # mpirun asks Slurm itself, and takes a host without a number.
+    if launcher == arguments.HOROVODRUN and (given or any(":" not in item for item in named.split(",") if item)):
+        line += ["-H", allocation.listed(hosts)]
     flags = loopback.elastic_flags(passed) if launcher == arguments.HOROVODRUN and elastic else []
     line += flags
     here = bool(flags) if elastic and not hosts else loopback.is_here(hosts)

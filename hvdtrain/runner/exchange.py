@@ -112,7 +112,7 @@ class Exchange:
     def _let_in(self) -> None:
         connection = Connection(self._door.accept()[0].detach())
         try:
-            _know_rank(connection, self._key)
+            know_rank(connection, self._key)
             rank = int(json.loads(connection.recv_bytes())["rank"])
             self._task.send(connection)
         except (AuthenticationError, EOFError, OSError):  # a stranger, or one that was killed
@@ -125,7 +125,7 @@ class Exchange:
                 self._door.close()
 
 
-def _know_rank(connection: Connection, key: bytes) -> None:
+def know_rank(connection: Connection, key: bytes) -> None:
     """Prove who this caller is to a rank that has proved itself.
 
     Raises:
@@ -139,8 +139,8 @@ def _know_rank(connection: Connection, key: bytes) -> None:
     connection.send_bytes(_proof(key, b"caller", mine, theirs))
 
 
-def _know_caller(connection: Connection, key: bytes) -> None:
-    """Prove who this rank is, and let the caller do so; the other side of `_know_rank`."""
+def know_caller(connection: Connection, key: bytes) -> None:
+    """Prove who this rank is, and let the caller do so; the other side of `know_rank`."""
     theirs, mine = connection.recv_bytes(_BYTES), secrets.token_bytes(_BYTES)
     connection.send_bytes(mine + _proof(key, b"rank", theirs, mine))
     _check(connection.recv_bytes(_BYTES), _proof(key, b"caller", theirs, mine), "the caller")
@@ -164,7 +164,7 @@ def ask(rank: int) -> tuple[Message, Connection]:
     # What the function starts is not to inherit the key.
     address, key = os.environ.pop(_ADDRESS), bytes.fromhex(os.environ.pop(_KEY))
     connection = Client(address, family="AF_UNIX")
-    _know_caller(connection, key)
+    know_caller(connection, key)
     connection.send_bytes(json.dumps({"rank": rank}).encode())
     return Message.receive(connection), connection
 

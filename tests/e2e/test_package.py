@@ -131,7 +131,7 @@ def test_where_nothing_is_installed_doctor_tells_the_next_step(hvdtrain: Callabl
     ("line", "status", "said"),
     [
         ("run -np 2 train.py", 2, "hvdtrain run: Horovod is not installed, so no ranks can be started. Run `hvdtrain"),
-        ("bench --quick", 1, "hvdtrain bench: Horovod is not installed, so no ranks can be started. Run `hvdtrain"),
+        ("bench --quick", 2, "hvdtrain bench: Horovod is not installed, so no ranks can be started. Run `hvdtrain"),
         ("build --dry-run", 1, "hvdtrain build: "),
         ("report gone", 2, "hvdtrain report: there is no folder gone"),
     ],

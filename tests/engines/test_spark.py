@@ -32,9 +32,6 @@ if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
     pytest.skip("needs Java, in which Spark runs: apt-get install openjdk-17-jre-headless", allow_module_level=True)
 pytestmark = [
     pytest.mark.timeout(240),
-    # pyspark leaves sockets to its garbage collection, and asks for versions as older Pythons had them.
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning:pyspark.*"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
@@ -64,19 +61,21 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_rank_behind() -> Iterator[None]:
+def _leaves_no_rank_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HVDTRAIN_TEST_MARK", str(tmp_path))  # which goes to the ranks
     yield
     until = time.monotonic() + 10
-    while ranks() and time.monotonic() < until:
+    while ranks(tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
-    assert ranks() == []
+    assert ranks(tmp_path) == []
 
 
-def ranks() -> list[list[str]]:
+def ranks(mark: Path) -> list[list[str]]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if "HOROVOD_RANK" in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            variables = process.environ()
+            if "HOROVOD_RANK" in variables and variables.get("HVDTRAIN_TEST_MARK") == str(mark):
                 found.append(process.cmdline())
     return found
 

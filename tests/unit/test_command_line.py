@@ -102,7 +102,7 @@ def test_bad_input_is_one_line_that_says_what_to_type(call, line, said):
         ("run -np {big} x.py", "hvdtrain run: -np must be a whole number, at least 1. Received: -np 999"),
         ("run -np 2 -H a:{big} sh", "hvdtrain run: -H must be like host1:2,host2:2. Received: -H a:999"),
         ("run --config dir/big.yaml", "big.yaml, line 1: np must be a whole number, at least 1. Received: 999"),
-        ("bench -np 2 -H a:{big}", "hvdtrain bench: -H must be like host1:2,host2:2, each host once. Received: -H a:9"),
+        ("bench -np 2 -H a:{big}", "hvdtrain bench: -H must be like host1:2,host2:2. Received: -H a:999"),
         ("bench --script dir/secret", "hvdtrain bench: --script must be a file that can be read. dir/secret cannot"),
         ("run -np 2 dir/secret.py", "the script dir/secret.py cannot be read: permission denied. Type: chmod u+r dir/"),
         ("report dir/run --out secret.html", "secret.html cannot be written: permission denied. Name a file elsewhere"),

@@ -27,6 +27,10 @@ PAGE_SKIPS = {
     "data.md": ["ci: tests/engines/test_parquet.py runs it where pyarrow is installed"],
     "spark.md": ["ci: tests/engines/test_spark.py runs it where PySpark is installed"] * 2,
     "start.md": ["ci: .ci/run makes the environment in its first step"],
+    "horovodrun.md": [
+        "multi-host: needs several hosts; tests/engines/test_hosts.py runs it on three",
+        "multi-host: needs several hosts",
+    ],
     "kubernetes.md": ["multi-host: needs a Kubernetes cluster"] * 3,
     "mpirun.md": ["multi-host: needs several hosts"],
     "ray.md": [

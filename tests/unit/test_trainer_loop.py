@@ -128,6 +128,12 @@ def test_many_samples_are_counted_exactly_in_low_precision(make, net):
     assert sums[0][1] == 514
 
 
+def test_predict_takes_a_list_of_samples_as_fit_does(make):
+    trainer = make()
+    samples = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(X[:5], Y[:5], strict=True)]
+    np.testing.assert_array_equal(trainer.predict(samples, batch_size=2), trainer.predict(X[:5], batch_size=2))
+
+
 def test_predict_takes_several_inputs_and_refuses_shares(make):
     class Two(torch.nn.Module):
         def __init__(self):
@@ -158,7 +164,7 @@ def test_the_seed_is_inits_unless_given(make):
 
 
 def test_an_epoch_takes_two_exchanges_whatever_its_length(make):
-    """Besides what ranks tell each other after a fit's first step and, from then on, about once a second."""
+    """Besides a fit's own: as it begins and ends, and what ranks tell each other about once a second."""
     exchanged = []
 
     class Counting(world.SoloWorld):
@@ -171,7 +177,7 @@ def test_an_epoch_takes_two_exchanges_whatever_its_length(make):
         world.use(Counting())
         exchanged.clear()
         history = make().fit((X[:rows], Y[:rows]), epochs=3, batch_size=2, progress=False)
-        assert exchanged == ["stop", *["metrics", "stop"] * 3]
+        assert exchanged == ["stop", *["metrics", "stop"] * 3, "stop"]
         assert all(seconds > 0 for seconds in history["seconds"])
 
 

@@ -19,6 +19,7 @@ from hvdtrain.runner.lines import Line
 _GRACE_S = 30.0  # as in `hvdtrain run`
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
 _END_S = 30.0  # from the request to end at once to the end of patience
+_POLL_S = 1.0
 _RESULTS_S = 600.0  # for what ranks returned to come through Spark
 
 
@@ -157,14 +158,12 @@ class Ranks:
             for each in wait(list(self._connections), timeout=left):
                 self._take(each)
 
-    def _pause(self, now: float) -> float | None:
-        if self._cancelled:
-            return 1.0
-        moments = [self._end_others_at, self._give_up_at]
-        if len(self._hosts) < self._np:
-            moments.append(self._deadline)
-        soon = min(moments)
-        return None if soon == float("inf") else max(0.0, soon - now) + 0.01
+    def _pause(self, now: float) -> float:
+        """Return how long to wait at most: a signal that another thread was given is heard only then."""
+        soon = min(
+            self._end_others_at, self._give_up_at, self._deadline if len(self._hosts) < self._np else now + _POLL_S
+        )
+        return min(_POLL_S, max(0.0, soon - now) + 0.01)
 
     def _take(self, source: object) -> None:
         if isinstance(source, Connection):

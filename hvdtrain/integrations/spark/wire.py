@@ -49,7 +49,7 @@ class Door:
         _limit_reading(found, _STRANGER_S)
         connection = Connection(found.detach())
         try:
-            exchange._know_rank(connection, self.address.key)
+            exchange.know_rank(connection, self.address.key)
         except (AuthenticationError, EOFError, OSError):
             connection.close()
             return None
@@ -70,7 +70,7 @@ def knock(address: Address) -> Connection:
         OSError, AuthenticationError: there is no caller any more, or it cannot be reached.
     """
     connection = Client((address.host, address.port), family="AF_INET")
-    exchange._know_caller(connection, address.key)
+    exchange.know_caller(connection, address.key)
     with _as_socket(connection) as known:
         _notice_loss(known)
     return connection

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 
 import numpy as np
@@ -50,7 +49,6 @@ def test_raise_names_step_rank_gradient_and_samples_on_every_rank(kit, world, op
     assert len(set(everybody)) == 1
 
 
-@pytest.mark.skipif(os.environ.get("KERAS_BACKEND") == "jax", reason="Keras on JAX takes no torch tensors")
 @pytest.mark.world_size(2)
 def test_a_loader_tells_its_samples_too(kit, world):
     import torch

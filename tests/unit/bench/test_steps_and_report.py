@@ -216,9 +216,9 @@ def test_advice_is_on_the_slowest_ranks_step() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-np", "0"], "-np must be at least 1"),
+        (["-np", "0"], "-np must be a whole number, at least 1"),
         (["-np", "1000"], "-np 1000 is more than 4 ranks for each"),
-        (["-np", "3", "-H", "localhost:2"], "-np 3 is more than the 2 slots of -H localhost:2"),
+        (["-np", "3", "-H", "localhost:2"], "-np 3 is more than the 2 slots of localhost:2"),
         (["--link", "-25Gb/s"], "--link: a data rate cannot be negative"),
         (["--link", "0Gb/s"], "--link must be above zero"),
         (["--link", "25"], "--link: '25' is not a data rate"),

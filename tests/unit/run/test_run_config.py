@@ -95,6 +95,13 @@ def test_what_is_kept_starts_the_same_run_again(start):
     assert kept == kept_again
 
 
+def test_a_host_without_a_number_takes_one_rank_also_for_horovodrun(start):
+    options, *_ = start("-np 1 -H localhost train.py")
+    assert options.line[-4:-2] == ["-H", "localhost:1"]
+    options, *_ = start("-np 1 -H localhost --launcher mpirun train.py")
+    assert "localhost:1" not in options.line
+
+
 def test_flags_win_over_the_file(start):
     Path("train.yaml").write_text(FILE)
     options, kept, _ = start("-H localhost:9 --config train.yaml -np 3 --max-restarts=0 --mpi --verbose")

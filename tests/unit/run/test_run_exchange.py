@@ -113,7 +113,7 @@ def test_a_rank_that_dies_in_the_midst_of_its_answer_has_given_none(caller: Exch
             environment = caller.environment()
             key = bytes.fromhex(environment["HVDTRAIN_CALL_KEY"])
             with Client(environment["HVDTRAIN_CALL_SOCKET"], family="AF_UNIX") as connection:
-                exchange._know_caller(connection, key)
+                exchange.know_caller(connection, key)
                 connection.send_bytes(b'{"rank": 0}')
                 Message.receive(connection)
                 connection.send_bytes(b'{"kind": "result"}')

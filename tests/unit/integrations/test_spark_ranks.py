@@ -1,0 +1,182 @@
+"""How the caller follows its ranks, with threads in place of Spark's tasks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import RankFailedError, UsageError
+from hvdtrain.integrations.spark import ranks, wire
+from hvdtrain.integrations.spark.task import Came
+from hvdtrain.runner import outcome
+from hvdtrain.runner.exchange import Message
+
+Task = Callable[[Any, int], "Came | None"]
+CONTEXT = SimpleNamespace(
+    getConf=dict, _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(isLocal=lambda: True)), master="local[2]"
+)  # fmt: skip
+
+
+class Job:
+    """Spark's part: two tasks, and the end of the job when both have ended."""
+
+    def __init__(self, task: Task) -> None:
+        self.came: list[Came] = []
+        self.error: Exception | None = None
+        self.cancelled = False
+        self.end, self._write_end = os.pipe()
+        self._task = task
+
+    def start(self, plan: Any) -> None:
+        def run(rank: int) -> None:
+            connection = wire.knock(plan.address)
+            came = self._task(SimpleNamespace(connection=connection, job=self), rank)
+            self.came += [came] if came else []
+            connection.close()
+
+        tasks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for each in tasks:
+            each.start()
+
+        def finish() -> None:
+            for each in tasks:
+                each.join()
+            os.write(self._write_end, b".")
+
+        threading.Thread(target=finish).start()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def close(self, limit_s: float) -> None:
+        os.close(self.end)
+        os.close(self._write_end)
+
+
+def here(task: Any, rank: int) -> None:
+    wire.tell(task.connection, kind="here", rank=rank, host="h")
+
+
+def ended(task: Any, code: int, answer: str) -> None:
+    wire.tell(task.connection, kind="ended", code=code, seconds=1.0, answer=answer)
+
+
+def follow(monkeypatch: pytest.MonkeyPatch, task: Task, *, limit_s: float = 60.0) -> Any:
+    shown: list[Any] = []
+    monkeypatch.setattr(ranks, "SparkJob", lambda _: Job(task))
+    found = ranks.Ranks(CONTEXT, 2, show=shown.extend, deadline=time.monotonic() + limit_s, limit_s=limit_s)
+    try:
+        found.run(Message({}), {})
+    finally:
+        found.close()
+    return found.own_problem() or outcome.problem(found, 2, root_only=False) or (shown, found.answers)
+
+
+def error(text: str, *, others: bool) -> Message:
+    return Message(
+        {"kind": "error", "what": "raised", "host": "h", "time": 1.0, "text": text, "others": others}
+    )  # fmt: skip
+
+
+def test_lines_and_answers_of_all_ranks_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def task(task: Any, rank: int) -> Came:
+        here(task, rank)
+        wire.tell(task.connection, kind="lines", lines=[[rank, f"line of {rank}"]])
+        ended(task, 0, "result")
+        return Came(rank, Message({"kind": "result"}, b"x"))
+
+    shown, answers = follow(monkeypatch, task)
+    assert sorted(shown) == [(0, "line of 0"), (1, "line of 1")]
+    assert {rank: answer.pickled for rank, answer in answers.items()} == {0: b"x", 1: b"x"}
+
+
+def test_a_killed_rank_is_the_cause_though_its_peers_error_was_heard_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = threading.Event()
+
+    def task(task: Any, rank: int) -> Came:
+        here(task, rank)
+        if rank == 0:
+            ended(task, 1, "error")
+            first.set()
+            return Came(0, error("connection closed by peer", others=True))
+        first.wait(10)
+        time.sleep(0.2)
+        ended(task, 128 + signal.SIGKILL, "")
+        return Came(1, None)
+
+    problem = follow(monkeypatch, task)
+    assert isinstance(problem, RankFailedError)
+    assert str(problem) == "rank 1 on host h was killed by signal 9 after 1 s, before the function had returned"
+    assert problem.rank == 1
+
+
+def test_a_rank_that_goes_on_after_anothers_failure_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def task(task: Any, rank: int) -> Came:
+        here(task, rank)
+        if rank:
+            ended(task, 1, "error")
+            return Came(1, error("boo", others=False))
+        assert wire.hear(task.connection) == {"kind": "end"}
+        ended(task, 128 + signal.SIGKILL, "")
+        return Came(0, None)
+
+    problem = follow(monkeypatch, task)
+    assert str(problem) == "rank 1 on host h raised:\nboo"
+
+
+def test_a_rank_that_stops_later_than_another_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    both = threading.Barrier(2)
+
+    def task(task: Any, rank: int) -> None:
+        here(task, rank)
+        both.wait(10)
+        if not rank:
+            time.sleep(0.2)  # the caller has heard both
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        heard.append(wire.hear(task.connection))
+        time.sleep(2 * ranks._LAST_WORDS_S * rank)
+        if task.connection.poll():
+            heard.append(wire.hear(task.connection))
+        ended(task, 1, "")
+
+    with pytest.raises(KeyboardInterrupt):
+        follow(monkeypatch, task)
+    assert heard == [{"kind": "stop"}] * 2
+
+
+def test_a_lost_task_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def task(task: Any, rank: int) -> None:
+        here(task, rank)
+        if not rank:
+            assert wire.hear(task.connection) == {"kind": "end"}
+            task.job.error = RuntimeError("calling z.\n: ExecutorLostFailure")
+
+    problem = follow(monkeypatch, task)
+    assert isinstance(problem, RankFailedError)
+    assert "rank 1 on host h was lost with its Spark task" in str(problem)
+
+
+def test_ranks_that_do_not_start_or_cannot_are_told_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(task: Any, rank: int) -> None:
+        assert wire.hear(task.connection) == {"kind": "end"}
+
+    problem = follow(monkeypatch, late, limit_s=0.5)
+    assert isinstance(problem, UsageError)
+    assert "0 of 2 ranks had been started after 0.5 s" in str(problem)
+
+    def refuses(task: Any, rank: int) -> None:
+        if rank:
+            wire.tell(task.connection, kind="refused", text="on host h: Horovod is not installed")
+        wire.hear(task.connection)
+
+    problem = follow(monkeypatch, refuses)
+    assert isinstance(problem, UsageError)
+    assert str(problem) == "on host h: Horovod is not installed"
