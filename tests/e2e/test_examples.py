@@ -195,7 +195,8 @@ def test_keras_script_trains_and_saves_a_model_that_plain_keras_loads(tmp_path: 
         "import sys, keras; model = keras.models.load_model('checkpoints/mnist.keras'); "
         "print(type(model.optimizer).__name__, int(model.optimizer.iterations), 'hvdtrain' in sys.modules)"
     )
-    assert run_well(f'python -c "{check}"', tmp_path)[-1] == f"Adam {12 * 23} False"
+    status, output = run(f'python -c "{check}"', tmp_path)  # plain Keras, so TensorFlow prints what it likes
+    assert (status, output.splitlines()[-1]) == (0, f"Adam {12 * 23} False"), output
 
 
 def test_keras_script_runs_without_horovod(tmp_path: Path) -> None:
