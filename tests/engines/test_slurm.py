@@ -122,6 +122,15 @@ def test_more_ranks_than_a_job_has_tasks_are_refused(cluster: slurm.Cluster, tmp
     assert "hvdtrain run: -np 3 is more than the 2 tasks of this Slurm job on hvdtrain-n1:1,hvdtrain-n2:1" in output
 
 
+def test_one_node_that_was_asked_for_elsewhere_is_where_the_ranks_start(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    (tmp_path / "light.py").write_text(LIGHT)
+    one = ("salloc", "--nodes=1", "--nodelist=hvdtrain-n2", "--ntasks=1", "hvdtrain", "run", "--launcher", "mpirun")
+    output = cluster.run(*one, "-np", "1", "light.py", cwd=tmp_path)
+    assert "rank 0 on hvdtrain-n2" in output
+    output = cluster.run(*one, "-np", "2", "light.py", cwd=tmp_path, check=False)
+    assert "-np 2 is more than the 1 tasks of this Slurm job on hvdtrain-n2:1" in output
+
+
 def test_ranks_that_slurm_binds_to_a_core_each_compute_with_one_thread_there(cluster: slurm.Cluster) -> None:
     output = cluster.run("srun", "--mpi=pmix", "-N1", "-n2", sys.executable, "-c", THREADS)
     cores = re.findall(r"\[\[(\d+)\], 1\]", output)
