@@ -110,6 +110,20 @@ def test_a_job_that_is_cancelled_keeps_a_checkpoint_and_stays_cancelled(cluster:
     assert "a checkpoint is written" in job.output()
 
 
+def test_a_job_that_another_one_preempts_keeps_a_checkpoint_and_goes_on_after_it(
+    cluster: slurm.Cluster, tmp_path: Path
+) -> None:
+    job = Job(cluster, tmp_path, TRAIN)
+    job.wait_for(r"epoch 2/60")
+    cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    job.wait_for(r"epochs 60 steps 240")
+    job.wait_for_state("COMPLETED")
+    output = job.output()
+    assert "a checkpoint is written" in output
+    for epoch in range(1, 61):
+        assert output.count(f"epoch {epoch}/60 ") == 1, epoch
+
+
 def test_hvdtrain_run_starts_a_rank_on_every_node_of_a_job(cluster: slurm.Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, LIGHT, HVDTRAIN_LAUNCHER="run")
     job.wait_for_state("COMPLETED")
