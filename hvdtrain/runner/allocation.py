@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 from collections.abc import Mapping
 
 from hvdtrain.errors import UsageError
 
 _NODES, _NODE_COUNT, _TASKS = "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE"
+_THIS_NODE = "SLURMD_NODENAME"  # there is none where salloc was called, on a login node
 _LIMIT_S = 30
 
 
 def hosts(environment: Mapping[str, str]) -> dict[str, int]:
-    """Return {host: tasks} of a Slurm job of several nodes; {} elsewhere.
+    """Return {host: tasks} of a Slurm job's nodes; {} elsewhere, and where this host is the only one of them.
 
-    A job of one node needs no list: its ranks are started here, as many as the user says.
+    That needs no list: ranks are started here, as many as the user says.
 
     Raises:
         UsageError: Slurm does not tell which nodes they are.
     """
     count = environment.get(_NODE_COUNT, "")
-    if not count.isdecimal() or int(count) < 2:
-        return {}
     nodes = environment.get(_NODES, "")
+    here = (environment.get(_THIS_NODE) or socket.gethostname()).partition(".")[0]
+    if not count.isdecimal() or (int(count) < 2 and nodes.partition(".")[0] == here):
+        return {}
     tasks = _tasks(environment.get(_TASKS, ""))
     try:
         # Slurm's own word for it: n[1-3,7] has more than one grammar.

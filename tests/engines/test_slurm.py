@@ -110,6 +110,20 @@ def test_a_job_that_is_cancelled_keeps_a_checkpoint_and_stays_cancelled(cluster:
     assert "a checkpoint is written" in job.output()
 
 
+def test_a_job_that_another_one_preempts_keeps_a_checkpoint_and_goes_on_after_it(
+    cluster: slurm.Cluster, tmp_path: Path
+) -> None:
+    job = Job(cluster, tmp_path, TRAIN)
+    job.wait_for(r"epoch 2/60")
+    cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    job.wait_for(r"epochs 60 steps 240")
+    job.wait_for_state("COMPLETED")
+    output = job.output()
+    assert "a checkpoint is written" in output
+    for epoch in range(1, 61):
+        assert output.count(f"epoch {epoch}/60 ") == 1, epoch
+
+
 def test_hvdtrain_run_starts_a_rank_on_every_node_of_a_job(cluster: slurm.Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, LIGHT, HVDTRAIN_LAUNCHER="run")
     job.wait_for_state("COMPLETED")
@@ -120,6 +134,15 @@ def test_hvdtrain_run_starts_a_rank_on_every_node_of_a_job(cluster: slurm.Cluste
 def test_more_ranks_than_a_job_has_tasks_are_refused(cluster: slurm.Cluster, tmp_path: Path) -> None:
     output = cluster.run("salloc", *SMALL, "hvdtrain", "run", "-np", "3", "--launcher", "mpirun", "true", check=False)
     assert "hvdtrain run: -np 3 is more than the 2 tasks of this Slurm job on hvdtrain-n1:1,hvdtrain-n2:1" in output
+
+
+def test_one_node_that_was_asked_for_elsewhere_is_where_the_ranks_start(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    (tmp_path / "light.py").write_text(LIGHT)
+    one = ("salloc", "--nodes=1", "--nodelist=hvdtrain-n2", "--ntasks=1", "hvdtrain", "run", "--launcher", "mpirun")
+    output = cluster.run(*one, "-np", "1", "light.py", cwd=tmp_path)
+    assert "rank 0 on hvdtrain-n2" in output
+    output = cluster.run(*one, "-np", "2", "light.py", cwd=tmp_path, check=False)
+    assert "-np 2 is more than the 1 tasks of this Slurm job on hvdtrain-n2:1" in output
 
 
 def test_ranks_that_slurm_binds_to_a_core_each_compute_with_one_thread_there(cluster: slurm.Cluster) -> None:

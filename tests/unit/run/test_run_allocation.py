@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ JOB = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-3,7]", "SLURM_TASK
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a program called scontrol first on PATH: Slurm's answer for JOB."""
     program = tmp_path / "scontrol"
-    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-3,7]" ] && printf "n1\\nn2\\nn3\\nn7\\n"\n')
+    program.write_text('#!/bin/sh\n[ "$3" = "n[1-3,7]" ] && printf "n1\\nn2\\nn3\\nn7\\n" || echo "$3"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return program
@@ -31,9 +32,17 @@ def test_a_slurm_jobs_nodes_and_tasks_are_its_hosts_and_slots() -> None:
         allocation.check_ranks(8, given)
 
 
-@pytest.mark.parametrize("environment", [{}, {**JOB, "SLURM_JOB_NUM_NODES": "1"}])
-def test_outside_of_slurm_and_on_one_node_there_is_nothing_to_name(environment: dict[str, str]) -> None:
-    assert allocation.hosts(environment) == {}
+def test_outside_of_slurm_and_on_the_only_node_there_is_nothing_to_name() -> None:
+    one = {"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "2"}
+    assert allocation.hosts({}) == {}
+    assert allocation.hosts({**one, "SLURM_JOB_NODELIST": socket.gethostname()}) == {}
+    assert allocation.hosts({**one, "SLURM_JOB_NODELIST": "n5", "SLURMD_NODENAME": "n5"}) == {}
+
+
+@pytest.mark.usefixtures("scontrol")
+def test_the_only_node_of_a_job_that_was_asked_for_on_a_login_node_is_named() -> None:
+    one = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n5", "SLURM_TASKS_PER_NODE": "2"}
+    assert allocation.hosts(one) == {"n5": 2}
 
 
 def test_nodes_that_slurm_does_not_tell_are_to_be_named(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
