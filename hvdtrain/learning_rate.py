@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
-
-log = logging.getLogger("hvdtrain")
 
 _FACTORS = {"none": lambda size: 1.0, "linear": float, "sqrt": math.sqrt}
 
@@ -59,18 +56,19 @@ class LearningRate:
         start = 1.0 if self.factor > 1.0 else 0.0
         return [rate * (start + (self.factor - start) * (step + 1) / ramp) for rate in self.base]
 
-    def announce(self, *, batch_size: int | None, accumulate: int) -> None:
-        """Log the effective batch, and the rate or how to ask for a scaled one. For rank 0."""
+    def describe(self, *, batch_size: int | None, accumulate: int) -> list[str]:
+        """Return lines that tell the effective batch, and the rate or how to ask for a scaled one."""
         ranks = f"{self._size} rank{'s' if self._size > 1 else ''}"
-        if batch_size:
-            effective = f"{batch_size * self._size * accumulate} samples ({batch_size} x {ranks}"
-            log.info("effective batch %s%s)", effective, f" x {accumulate} accumulated" if accumulate > 1 else "")
+        lines = []
+        if batch_size and self._size * accumulate > 1:
+            product = f"{batch_size} x {ranks}{f' x {accumulate} accumulated' if accumulate > 1 else ''}"
+            lines.append(f"effective batch {batch_size * self._size * accumulate} samples ({product})")
         if self.factor != 1.0:
-            for rate in self.base:
-                log.info("lr %g -> %g (%s, %s)", rate, rate * self.factor, self._scaling, ranks)
+            lines += [f"lr {rate:g} -> {rate * self.factor:g} ({self._scaling}, {ranks})" for rate in self.base]
         elif self._size > 1 and self._scaling == "none":
             rates = ", ".join(f"{rate:g}" for rate in self.base)
-            log.info('lr %s, not scaled; lr_scaling="linear" or "sqrt" scales it to %s', rates, ranks)
+            lines.append(f'lr {rates}, not scaled; lr_scaling="linear" or "sqrt" scales it to {ranks}')
+        return lines
 
 
 def factor(scaling: str, size: int) -> float:

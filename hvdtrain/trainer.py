@@ -70,6 +70,7 @@ class Trainer:
         world: the ranks.
         epochs: how many epochs the current fit has.
         hosts: each rank's, by rank; known once fit has begun.
+        decisions: lines that tell the effective batch and what became of the learning rate; likewise.
         steps_per_epoch: optimizer steps, where known beforehand.
         kept: the last commit, in an elastic job while `fit` runs.
 
@@ -107,6 +108,7 @@ class Trainer:
         self.world: World = init(framework_of(model))
         self.epochs = 0
         self.hosts: list[str] = []
+        self.decisions: list[str] = []
         self.steps_per_epoch: int | None = None
         seed = int((self.world.seed or 0) if seed is None else seed)
         if seed < 0:
@@ -229,8 +231,10 @@ class Trainer:
         states = self._loop.begin(source, hooks, run)
         self._stop = False
         self._adapter.start()
-        if self.world.is_root:
-            self._lr.announce(batch_size=batch_size, accumulate=self._accumulate)
+        # A DataLoader has a batch size of its own, and what can only be iterated need not have any.
+        self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=self._accumulate)
+        for line in self.decisions if self.world.is_root else ():
+            log.info("%s", line)
         try:
             self._run(source, held_out, hooks, states)
         finally:

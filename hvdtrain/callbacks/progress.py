@@ -57,7 +57,7 @@ class Progress(Callback):
         self._sum = _Sum()
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Open the display."""
+        """Open the display, and say what was decided about the batch and the learning rate."""
         self._began = self._printed = time.monotonic()
         self._sum, self._lines = _Sum(), False
         if sys.stdout is None:  # closed by whoever started this process
@@ -69,6 +69,9 @@ class Progress(Callback):
             self._open(trainer)
         else:
             self._lines = True
+        if not log.isEnabledFor(logging.INFO):  # as Python has it: nobody has been told yet
+            for line in trainer.decisions:
+                self._write(line)
 
     def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
         """Begin the display's bar anew: an epoch may be over before there is an interval."""

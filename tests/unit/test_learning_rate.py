@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from hvdtrain.learning_rate import LearningRate
@@ -32,13 +30,15 @@ def test_warmup_without_scaling_ramps_from_zero():
     assert [rates.at(step, steps_per_epoch=4)[0] for step in range(4)] == pytest.approx([0.025, 0.05, 0.075, 0.1])
 
 
-def test_the_log_says_what_changed_and_how_to_ask(caplog):
-    caplog.set_level(logging.INFO, "hvdtrain")
-    LearningRate([0.1], scaling="linear", size=4, warmup_epochs=0).announce(batch_size=32, accumulate=2)
-    assert "lr 0.1 -> 0.4 (linear, 4 ranks)" in caplog.text
-    assert "effective batch 256 samples" in caplog.text
-    LearningRate([0.1], scaling="none", size=4, warmup_epochs=0).announce(batch_size=32, accumulate=1)
-    assert 'lr_scaling="linear"' in caplog.text
+def test_words_say_what_changed_and_how_to_ask():
+    scaled = LearningRate([0.1], scaling="linear", size=4, warmup_epochs=0).describe(batch_size=32, accumulate=2)
+    assert scaled == ["effective batch 256 samples (32 x 4 ranks x 2 accumulated)", "lr 0.1 -> 0.4 (linear, 4 ranks)"]
+    plain = LearningRate([0.1], scaling="none", size=4, warmup_epochs=0)
+    [batch, rate] = plain.describe(batch_size=32, accumulate=1)
+    assert batch == "effective batch 128 samples (32 x 4 ranks)"
+    assert rate == 'lr 0.1, not scaled; lr_scaling="linear" or "sqrt" scales it to 4 ranks'
+    assert plain.describe(batch_size=None, accumulate=1) == [rate]  # data that can only be iterated
+    assert LearningRate([0.1], scaling="none", size=1, warmup_epochs=0).describe(batch_size=32, accumulate=1) == []
 
 
 def test_unknown_scaling_and_negative_warmup_are_errors():

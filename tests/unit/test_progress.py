@@ -16,7 +16,7 @@ from hvdtrain.interval import Interval, RankTimes
 
 def trainer(*, rank=0, steps=100, size=2):
     world = SimpleNamespace(is_root=rank == 0, size=size)
-    return SimpleNamespace(world=world, epochs=3, steps_per_epoch=steps, hosts=["a", "b"][:size])
+    return SimpleNamespace(world=world, epochs=3, steps_per_epoch=steps, hosts=["a", "b"][:size], decisions=[])
 
 
 def interval(step, *, steps=10, seconds=1.0, size=2):
@@ -53,6 +53,17 @@ def test_lines_tell_all_that_a_person_asks_for(capsys, clock):
         "trained for 3 s: a step 100.0 ms, compute 60 %, data 10 %, reduction 20 % "
         "(rank 1 on host b, the slowest: 17 % above the median)"
     )
+
+
+def test_what_was_decided_is_shown_unless_the_log_says_it(capsys, caplog):
+    run = trainer()
+    run.decisions = ["effective batch 64 samples (32 x 2 ranks)"]
+    for style in ("lines", "epochs", "off"):
+        Progress(style).on_fit_begin(run)
+    assert capsys.readouterr().out == "effective batch 64 samples (32 x 2 ranks)\n"
+    caplog.set_level("INFO", "hvdtrain")
+    Progress("lines").on_fit_begin(run)
+    assert capsys.readouterr().out == ""
 
 
 def test_where_the_length_is_unknown_nothing_is_made_up(capsys, clock):

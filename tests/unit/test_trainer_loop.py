@@ -128,6 +128,14 @@ def test_many_samples_are_counted_exactly_in_low_precision(make, net):
     assert sums[0][1] == 514
 
 
+def test_the_effective_batch_that_is_told_is_the_loaders_own(make, capsys):
+    trainer = make(accumulate=2)
+    rows = torch.utils.data.TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
+    trainer.fit(torch.utils.data.DataLoader(rows, batch_size=3), epochs=1, run_dir=None)
+    assert trainer.decisions == ["effective batch 6 samples (3 x 1 rank x 2 accumulated)"]
+    assert capsys.readouterr().out.startswith(trainer.decisions[0])
+
+
 def test_predict_takes_a_list_of_samples_as_fit_does(make):
     trainer = make()
     samples = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(X[:5], Y[:5], strict=True)]
