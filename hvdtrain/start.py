@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import signal
@@ -20,17 +19,7 @@ _MARKS = (
 def horovodrun(python: Path) -> list[str]:
     """Return the beginning of a command line that starts ranks in the environment of `python`."""
     beside = python.parent / "horovodrun"
-    launcher = [str(beside)] if beside.exists() else [str(python), "-m", "horovod.runner.launch"]
-    # It remembers whether hosts could be reached, under a name made by MD5, which it cannot where that is refused.
-    return launcher if _has_md5() else [*launcher, "--disable-cache"]
-
-
-def _has_md5() -> bool:
-    try:
-        hashlib.md5()
-    except ValueError:
-        return False
-    return True
+    return [str(beside)] if beside.exists() else [str(python), "-m", "horovod.runner.launch"]
 
 
 def rank_environment(chosen: Mapping[str, str], *, without: tuple[str, ...] = ()) -> dict[str, str]:

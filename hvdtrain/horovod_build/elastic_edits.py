@@ -100,4 +100,11 @@ ELASTIC: tuple[Edit, ...] = (
         "from horovod.runner.elastic.registration import FAILURE, WorkerStateRegistry\n",
         "for the edit before",
     ),
+    Edit(
+        "horovod/runner/util/remote.py",
+        "SSH_COMMAND_PREFIX = 'ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no'\n",
+        "SSH_COMMAND_PREFIX = ('ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no '\n"
+        "                      '-o ServerAliveInterval=10 -o ServerAliveCountMax=3')\n",
+        "ssh did not notice that a host had gone, and the ranks that were left waited for its ranks",
+    ),
 )

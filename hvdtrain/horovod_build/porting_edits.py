@@ -142,6 +142,18 @@ PORTING: tuple[Edit, ...] = (
         "Python 3.12 has no distutils, and horovodrun imports this file",
     ),
     Edit(
+        "horovod/runner/launch.py",
+        "hashlib.md5(params.encode('utf-8'))",
+        "hashlib.md5(params.encode('utf-8'), usedforsecurity=False)",
+        "machines in FIPS mode refuse MD5 that is not said to be a mere name",
+    ),
+    Edit(
+        "horovod/runner/common/util/host_hash.py",
+        "hashlib.md5(string.encode('ascii'))",
+        "hashlib.md5(string.encode('ascii'), usedforsecurity=False)",
+        "likewise: ranks of several hosts are told apart by it",
+    ),
+    Edit(
         "setup.py",
         "setup_requires=require_list if is_build_action() else [],",
         "setup_requires=[],",

@@ -305,3 +305,7 @@ def test_a_machine_that_refuses_md5_runs_functions(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100)
     assert (done.stdout, done.returncode) == ("[(3, 1), (3, 1)]\n", 0), done.stderr
+    # What ranks on several hosts are told apart by.
+    name = [sys.executable, "-c", "from horovod.runner.common.util.host_hash import host_hash; print(host_hash())"]
+    done = subprocess.run(name, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(os.uname().nodename.split(".")[0]), done.stderr

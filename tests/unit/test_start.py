@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import time
@@ -12,7 +11,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.runner import family
-from hvdtrain.start import end_family, horovodrun, rank_environment
+from hvdtrain.start import end_family, rank_environment
 
 HOME = str(Path(hvdtrain.__file__).resolve().parents[1])
 
@@ -45,16 +44,6 @@ def test_what_is_chosen_wins_over_the_user_and_the_user_over_the_default(monkeyp
     monkeypatch.setenv(name, "0")
     assert rank_environment({})[name] == "0"
     assert rank_environment({name: "2"})[name] == "2"
-
-
-def test_horovodrun_needs_no_md5_where_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plain = horovodrun(tmp_path / "python")
-
-    def refuse() -> None:
-        raise ValueError("[digital envelope routines] unsupported")
-
-    monkeypatch.setattr(hashlib, "md5", refuse)
-    assert horovodrun(tmp_path / "python") == [*plain, "--disable-cache"]
 
 
 def test_what_a_launcher_starts_while_it_is_ended_is_ended_too(tmp_path: Path) -> None:
