@@ -147,7 +147,7 @@ class Watch:
             _say_start(wait, waited_s)
             os._exit(STALLED)
         endings = self._endings
-        what, place = wait.what, waits.place(sys._current_frames().get(wait.thread))
+        what, place = wait.what, waits.place(waits.frames().get(wait.thread))
         endings.board.post("waits", {"what": what, "seconds": waited_s, "place": place})
         stack, pause_s = waits.stacks(wait.thread), 2 * self._tick_s
         endings.stalled_s = 2 * pause_s  # for this, should another rank's report end the wait
@@ -199,9 +199,7 @@ class Watch:
         endings = self._endings
         if endings is None:
             return
-        endings.board.post(
-            "idle", {"place": waits.place(sys._current_frames().get(threading.main_thread().ident or 0))}
-        )
+        endings.board.post("idle", {"place": waits.place(waits.frames().get(threading.main_thread().ident or 0))})
         dead = "".join(f" Its thread {thread} died." for thread in endings.dead_threads)
         say(
             f"{endings.who} has been in no collective for {self._idle_s:.0f} s (step {steps.done()}), and other ranks "

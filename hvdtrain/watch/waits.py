@@ -6,6 +6,7 @@ TensorFlow's graphs hide theirs: there two counters tell, one before a step's re
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
@@ -61,7 +62,7 @@ class Wait:
             return f"hvd.{'init' if self.kind == 'start' else 'shutdown'}, for the other ranks"
         if self.kind == "graph":
             return f"the reduction of {_listed(self.names)}"
-        frame = sys._current_frames().get(self.thread)
+        frame = frames().get(self.thread)
         return "a collective" if frame is None else describe(frame)
 
 
@@ -75,10 +76,26 @@ def steps_in_graphs() -> int:
     return max((ended for _, _, _, ended in _counted()), default=0)
 
 
+def frames() -> dict[int, FrameType]:
+    """Return what each thread is in.
+
+    Python 3.11 makes these objects under a lock of its own, and may collect garbage meanwhile. Where that frees a
+    tensor, torch lets other threads run, and one that ends then waits for that lock, holding the GIL: the process hangs
+    (CPython's issue 106883). So no garbage is collected here.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def find(*, besides: int | None = None) -> list[Wait]:
     """Return the waits of this process, but for those of the thread `besides`."""
     waits = []
-    for thread, frame in sys._current_frames().items():
+    for thread, frame in frames().items():
         if thread == besides:
             continue
         code = frame.f_code
@@ -166,9 +183,9 @@ def stacks(first: int | None = None, *, besides: int | None = None) -> str:
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    frames = sys._current_frames()
-    for thread in sorted(frames, key=lambda t: (t != main, t != first)):
-        if thread != besides and (thread in (main, first) or place(frames[thread])):
+    there = frames()
+    for thread in sorted(there, key=lambda t: (t != main, t != first)):
+        if thread != besides and (thread in (main, first) or place(there[thread])):
             label = "main thread" if thread == main else f"thread {names.get(thread, thread)}"
-            parts.append(f"Stack of the {label}:\n" + "".join(traceback.format_stack(frames[thread])))
+            parts.append(f"Stack of the {label}:\n" + "".join(traceback.format_stack(there[thread])))
     return "".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -78,6 +79,21 @@ def test_a_wait_is_the_same_wait_until_it_ends(horovod):
     until = time.monotonic() + 30
     while {first.key, other.key} & {wait.key for wait in waits.find()}:
         assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_stacks_are_read_without_collecting_garbage(monkeypatch, collects):
+    """Else a process with tensors in its garbage may hang on Python 3.11: see `frames`."""
+    seen = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
+    if not collects:
+        gc.disable()
+    try:
+        waits.find()
+        waits.stacks()
+        assert (seen, gc.isenabled()) == ([False, False], collects)
+    finally:
+        gc.enable()
 
 
 def test_a_wait_names_the_collective_and_the_tensors(horovod):
