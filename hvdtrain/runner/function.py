@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import re
 import shutil
@@ -20,7 +21,7 @@ from hvdtrain.runner.pickling import pack
 
 T = TypeVar("T")
 
-_GRACE_S = 30.0  # as in `hvdtrain run`
+GRACE_S = 30.0  # as in `hvdtrain run`
 _WORKER = [sys.executable, "-m", "hvdtrain.runner.rank"]
 
 
@@ -56,12 +57,7 @@ def run(
     """
     slots, passed, crowded = _check(fn, args, np, output, options)
     task = make_task(fn, args, kwargs)
-
-    def show(lines: Sequence[Line]) -> None:
-        chosen = [(rank, text) for rank, text in lines if output == "all" or not rank]
-        marked = [text if rank is None or output == "root" else f"[{rank}] {text}" for rank, text in chosen]
-        print("".join(f"{line}\n" for line in marked), end="", flush=True)
-
+    show = functools.partial(show_lines, output=output)
     if crowded:
         show([(None, f"hvdtrain.run: {crowded}")])
     call = _run_job(task, name_of(fn), np=np, passed=passed, slots=slots, show=show)
@@ -91,7 +87,14 @@ def name_of(fn: Callable[..., Any]) -> str:
     return re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
 
 
-def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int) -> None:
+def show_lines(lines: Sequence[Line], *, output: str) -> None:
+    """Print what ranks have printed, and with rank None what is said about the job; `output` is `run`'s."""
+    chosen = [(rank, text) for rank, text in lines if output == "all" or not rank]
+    marked = [text if rank is None or output == "root" else f"[{rank}] {text}" for rank, text in chosen]
+    print("".join(f"{line}\n" for line in marked), end="", flush=True)
+
+
+def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int, output: str = "all") -> None:
     """Raise unless `fn` can be called with `args` on `np` ranks, as far as can be told from here.
 
     Raises:
@@ -103,6 +106,8 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int) -> None:
         raise TypeError(f"args must be a tuple, such as (x,). Received: a {type(args).__qualname__}")
     if isinstance(np, bool) or not isinstance(np, int) or np < 1:
         raise ValueError(f"np, the number of ranks, must be a whole number, at least 1. Received: np={np!r}")
+    if output not in ("all", "root"):
+        raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
 
 
 def _run_job(
@@ -127,7 +132,7 @@ def _run_job(
         # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
         environment = {**tuning.without_ours(environment), "PYTHONUNBUFFERED": "1"}
         line = [*start.horovodrun(Path(sys.executable)), "-np", str(np), *passed, *_WORKER]
-        call = Call(line, environment=environment, run_dir=run_dir, task=task, size=np, grace_s=_GRACE_S, show=show)
+        call = Call(line, environment=environment, run_dir=run_dir, task=task, size=np, grace_s=GRACE_S, show=show)
         try:
             _follow(call)
         finally:
@@ -145,9 +150,7 @@ def _check(
     Returns:
         {host: slots}, the launcher's options, and what to say of ranks that share cores.
     """
-    check_call(fn, args, np)
-    if output not in ("all", "root"):
-        raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
+    check_call(fn, args, np, output)
     surroundings.check_place("hvdtrain.run")
     parts = arguments.split([*options, "fn"])
     if parts.ours or parts.program != ["fn"]:

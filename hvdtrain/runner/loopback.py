@@ -16,6 +16,8 @@ from hvdtrain.runner.arguments import MPIRUN, value
 _PRELOADED = Path("runner", "libhvdtrain_loopback.so")
 _DISCOVERY_LIMIT_S = 60.0
 
+ADDRESS = "127.0.0.1"
+
 
 def is_here(hosts: Iterable[str]) -> bool:
     """Return whether all `hosts` are this one."""
@@ -39,13 +41,13 @@ def _own_addresses() -> set[str]:
     }
 
 
-def interface() -> str:
-    """Return the loopback interface's name."""
+def interface(address: str = ADDRESS) -> str:
+    """Return the name of the network interface that has an IP address, by default loopback; "" if none has."""
     psutil = importlib.import_module("psutil")
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
             return str(name)
-    return "lo"
+    return "lo" if address == ADDRESS else ""
 
 
 def discovered_hosts(script: str) -> list[str]:

@@ -7,10 +7,11 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from hosts import path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("hvdtrain-n1", "hvdtrain-n2")
@@ -45,11 +46,6 @@ PreemptMode=REQUEUE
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
 """
-
-
-def path() -> str:
-    """Return where programs are looked for: this Python's folder first, and those of daemons too."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
 
 
 def missing() -> str:

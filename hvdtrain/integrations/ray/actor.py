@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdtrain.runner import loopback
 from hvdtrain.runner.exchange import Message
 
 
@@ -35,7 +36,7 @@ class Rank:
             "host": socket.gethostname(),
             "node": ray.get_runtime_context().get_node_id(),
             "address": address,
-            "interface": interface(address),
+            "interface": loopback.interface(address),
             "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
         }
 
@@ -50,15 +51,6 @@ class Rank:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         return answer.facts, answer.pickled
-
-
-def interface(address: str) -> str:
-    """Return the network interface of this host that has `address`; "" if none has."""
-    psutil = importlib.import_module("psutil")
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return str(name)
-    return ""
 
 
 def signal_processes(pids: Sequence[int], number: int) -> None:

@@ -13,13 +13,11 @@ from hvdtrain import start, tuning
 from hvdtrain.integrations.ray import elastic, fixed
 from hvdtrain.integrations.ray.cluster import Cluster, Request, Worker
 from hvdtrain.runner import outcome, surroundings
-from hvdtrain.runner.function import check_call, make_task, name_of
+from hvdtrain.runner.function import GRACE_S, check_call, make_task, name_of
 
 log = logging.getLogger("hvdtrain")
 
 T = TypeVar("T")
-
-_GRACE_S = 30.0  # as in `hvdtrain run`
 
 # What of this process's environment concerns ranks, wherever they are. Ray passes on what its runtime_env says.
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "KERAS_", "NCCL_", "TF_")
@@ -146,8 +144,8 @@ def _look_after(cluster: Cluster, ended: Callable[[], bool], workers: Callable[[
         return
     except KeyboardInterrupt as first:
         interrupt = first
-    log.warning("interrupted: asking the ranks to stop; they get %g s", _GRACE_S)
-    until = time.monotonic() + _GRACE_S
+    log.warning("interrupted: asking the ranks to stop; they get %g s", GRACE_S)
+    until = time.monotonic() + GRACE_S
     try:
         cluster.ask_to_stop(workers())
         while not ended() and time.monotonic() < until:

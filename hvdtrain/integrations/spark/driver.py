@@ -17,7 +17,6 @@ from hvdtrain.errors import PackageMissingError, UsageError
 from hvdtrain.integrations.spark.job import slots
 from hvdtrain.integrations.spark.ranks import Ranks
 from hvdtrain.runner import function, outcome, surroundings
-from hvdtrain.runner.lines import Line
 
 T = TypeVar("T")
 
@@ -59,9 +58,7 @@ def run(
         RankFailedError: a rank was killed, lost with its executor, or ended without a result. It is also the cause
             (`__cause__`) of an exception that `fn` raised on a rank, which is raised here as it is.
     """
-    function.check_call(fn, args, np)
-    if output not in ("all", "root"):
-        raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
+    function.check_call(fn, args, np, output)
     if not start_timeout_s > 0:
         raise ValueError(f"start_timeout_s must be > 0. Received: start_timeout_s={start_timeout_s!r}")
     context = _context()
@@ -70,7 +67,7 @@ def run(
     _wait_for_slots(context, np, deadline, start_timeout_s)
     task = function.make_task(fn, args, kwargs)
     chosen = _environment(function.name_of(fn), environment or {})
-    show = functools.partial(_show, output=output)
+    show = functools.partial(function.show_lines, output=output)
     ranks = Ranks(context, np, show=show, deadline=deadline, limit_s=start_timeout_s)
     try:
         with _plain_interrupts():
@@ -83,12 +80,6 @@ def run(
     if ranks.cause is not None and ranks.cause.code:
         show([(None, f"hvdtrain: {ranks.cause}, after the function had returned on every rank")])
     return [outcome.value(rank, ranks.answers.pop(rank)) for rank in range(np)]
-
-
-def _show(lines: Sequence[Line], *, output: str) -> None:
-    chosen = [(rank, text) for rank, text in lines if output == "all" or not rank]
-    marked = [text if rank is None or output == "root" else f"[{rank}] {text}" for rank, text in chosen]
-    print("".join(f"{line}\n" for line in marked), end="", flush=True)
 
 
 def _context() -> Any:

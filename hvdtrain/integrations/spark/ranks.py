@@ -14,9 +14,9 @@ from hvdtrain.integrations.spark.job import SparkJob
 from hvdtrain.integrations.spark.task import Plan
 from hvdtrain.runner.causes import STOPPED, Cause
 from hvdtrain.runner.exchange import Message
+from hvdtrain.runner.function import GRACE_S
 from hvdtrain.runner.lines import Line
 
-_GRACE_S = 30.0  # as in `hvdtrain run`
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
 _END_S = 30.0  # from the request to end at once to the end of patience
 _POLL_S = 1.0
@@ -75,7 +75,7 @@ class Ranks:
         Raises:
             KeyboardInterrupt: there was one; now they have ended.
         """
-        self._job.start(Plan(self._door.address, task, environment, self._np, _GRACE_S))
+        self._job.start(Plan(self._door.address, task, environment, self._np, GRACE_S))
         interrupts: list[KeyboardInterrupt] = []
         heard = 0
         while True:
@@ -224,7 +224,7 @@ class Ranks:
             self._cancelled = True
             self._end()
             return
-        self._give_up_at = time.monotonic() + _GRACE_S + _END_S
+        self._give_up_at = time.monotonic() + GRACE_S + _END_S
         self._tell_all("stop")
 
     def _end(self) -> None:

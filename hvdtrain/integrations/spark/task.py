@@ -29,7 +29,6 @@ from hvdtrain.runner.lines import Line
 
 _WORKER = ["-m", "hvdtrain.runner.rank"]
 _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # how a worker finds its executor, and its secret: not for ranks
-_LOCAL = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ def _rendezvous(rank: int, places: Sequence[Place], context: Any) -> Iterator[di
     for place in places:
         counts[place.host] += 1
     slots = hosts.get_host_assignments([hosts.HostInfo(*each) for each in counts.items()], len(places))
-    meeting, address = None, _LOCAL if len(counts) == 1 else places[0].address
-    interface = _interface(_LOCAL if len(counts) == 1 else places[rank].address)
+    meeting, address = None, loopback.ADDRESS if len(counts) == 1 else places[0].address
+    interface = _interface(loopback.ADDRESS if len(counts) == 1 else places[rank].address)
     try:
         port = 0
         if rank == 0:
@@ -153,13 +152,10 @@ def visible_gpus(rank: int, places: Sequence[Place]) -> dict[str, str]:
 
 def _interface(address: str) -> str:
     """Return the name of the network interface that has an IP address."""
-    if address == _LOCAL:
-        return loopback.interface()
-    psutil = importlib.import_module("psutil")
-    for name, found in psutil.net_if_addrs().items():
-        if any(each.address == address for each in found):
-            return str(name)
-    raise UsageError(f"no network interface has the address {address}, by which this executor reaches the driver")
+    name = loopback.interface(address)
+    if not name:
+        raise UsageError(f"no network interface has the address {address}, by which this executor reaches the driver")
+    return name
 
 
 class _CallerGoneError(Exception):

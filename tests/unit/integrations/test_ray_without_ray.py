@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import PackageMissingError, UsageError
-from hvdtrain.integrations.ray import actor, cluster, fixed, job, run
+from hvdtrain.integrations.ray import cluster, fixed, job, run
+from hvdtrain.runner import loopback
 from hvdtrain.runner.causes import Cause
 from hvdtrain.runner.exchange import Message
 
@@ -66,8 +67,8 @@ def test_ranks_get_what_concerns_them_of_this_environment_and_no_launchers_marks
 
 
 def test_the_interface_of_an_address_is_found() -> None:
-    assert actor.interface("127.0.0.1") == "lo"
-    assert actor.interface("203.0.113.9") == ""
+    assert loopback.interface("127.0.0.1") == "lo"
+    assert loopback.interface("203.0.113.9") == ""
 
 
 @pytest.mark.parametrize(
