@@ -6,9 +6,12 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-# What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
-_MARK = re.compile(rb"(\[(?:\d+,)?\d+\]<(?:stdout|stderr)>:?)")
-_RANK = re.compile(rb"(\d+)\]")
+# What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo, and before that
+# the time, "Sat Nov 21 20:05:27 2026", where it was asked for.
+_TIME = re.compile(rb"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}")
+_TAG = rb"\[(?:\d+,)?\d+\]<(?:stdout|stderr)>:?"
+_MARK = re.compile(rb"((?:" + _TIME.pattern + rb")?" + _TAG + rb")")
+_RANK = re.compile(rb"(\d+)\]<")
 _TAIL_LINES = 15
 
 Line = tuple[int | None, str]
@@ -40,8 +43,13 @@ class _Pieces:
     def _join(self, marked: list[bytes]) -> bytes:
         """Keep pieces for their ranks; return the line of the last one, which is complete."""
         for mark, text in zip(marked[::2], marked[1::2], strict=True):
-            self.begun[mark] = self.begun.get(mark, b"") + text
-        return self.begun.pop(marked[-2])
+            self.begun[_tag(mark)] = self.begun.get(_tag(mark), b"") + text
+        return self.begun.pop(_tag(marked[-2]))
+
+
+def _tag(mark: bytes) -> bytes:
+    """Return a mark without its time, which may be another one for the next piece of the same line."""
+    return _TIME.sub(b"", mark)
 
 
 class Lines:
@@ -101,7 +109,7 @@ class Whole:
     def _shown(self, found: Iterable[tuple[bytes, bytes]], now: float, *, newly: bool) -> list[bytes]:
         """Return lines as they are shown, and keep when those were begun that are still without an end."""
         lines = list(found)
-        anew = {mark for mark, _ in lines} | ({None} if newly else set())
+        anew = {_tag(mark) for mark, _ in lines} | ({None} if newly else set())
         still = [*self._pieces.begun, *([None] if self._pieces.raw else [])]
         self._since = {each: now if each in anew else self._since.get(each, now) for each in still}
         return [mark + _seen(text) for mark, text in lines]

@@ -96,24 +96,24 @@ def keepalive() -> dict[str, str]:
 
 
 def without_bridges(hosts: Iterable[str], passed: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return settings with which mpirun leaves bridges of this host alone, such as Docker's.
+    """Return settings with which ranks under mpirun leave bridges of this host alone, such as Docker's.
 
     Every host has one with the same address, and Open MPI takes it for a way to the others, for which ranks then wait.
-    horovodrun tries by itself which interfaces lead to other hosts.
+    Its daemons try one address after the other. horovodrun tries by itself which interfaces lead to other hosts.
 
     Args:
         hosts: of the job. A network that one of them is in is kept.
         passed: the options of mpirun.
         environment: its environment.
     """
-    given = " ".join([*passed, *environment])
+    if any("btl_tcp_if_" in word for word in (*passed, *environment)):
+        return {}
     addresses = []
     for host in hosts:
         with contextlib.suppress(OSError):
             addresses.append(ipaddress.ip_address(socket.gethostbyname(host)))
     bridges = {net for net in (*_BRIDGES, *_own_bridges()) if not any(address in net for address in addresses)}
-    excluded = ",".join([*_NEVER, *sorted(str(net) for net in bridges)])
-    return {f"OMPI_MCA_{layer}_tcp_if_exclude": excluded for layer in ("btl", "oob") if f"{layer}_tcp_if_" not in given}
+    return {"OMPI_MCA_btl_tcp_if_exclude": ",".join([*_NEVER, *sorted(str(net) for net in bridges)])}
 
 
 def _own_bridges() -> list[ipaddress.IPv4Network]:

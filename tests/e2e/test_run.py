@@ -88,6 +88,15 @@ with (folder / f"log-{rank}").open("a", buffering=1) as log:
             sys.exit(75)
 """
 
+# A line in pieces, as print makes one without a buffer. Long enough for Open MPI, which loses what marks make too long.
+PIECES = """
+import os
+rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+for line in range(500):
+    for piece in ("<", rank, " ", str(line), " " + 40 * "-", ">\\n"):
+        os.write(1, piece.encode())
+"""
+
 
 class Run:
     """One command, its ranks' logs, and every process that it started."""
@@ -354,6 +363,16 @@ def test_horovodrun_gives_ranks_time_to_stop(command: str, number: int, start: C
     assert run.ends(40) == 75
     assert run.log(0, "stopped")
     assert run.log(1, "stopped")
+
+
+@pytest.mark.parametrize("options", [MPI, GLOO, MPIRUN, f"{MPI} --prefix-output-with-timestamp"])
+def test_lines_are_whole_and_have_their_ranks_mark_though_ranks_write_in_pieces(
+    options: str, start: Callable[..., Run]
+) -> None:
+    run = start(options, PIECES)
+    assert run.ends() == 0
+    marked = re.findall(r"^.{0,24}\[(?:1,)?(.)\]<stdout>:<(.) (\d+) -+>$", run.output(), re.MULTILINE)
+    assert sorted(marked) == sorted((rank, rank, str(line)) for rank in "01" for line in range(500))
 
 
 def listening(run: Run) -> dict[str, str]:

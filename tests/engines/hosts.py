@@ -216,6 +216,7 @@ def first_process(name: str, address: str, files: Path, shared: Sequence[str]) -
     kept = {path: os.open(path, os.O_PATH) for path in (*shared, str(files))}
     for where in _HIDDEN:
         _mount(None, where, "tmpfs")
+    _mount(None, "/sys", "sysfs")  # which shows the network of whoever mounts it
     for path_, number in kept.items():
         if path_.startswith(tuple(f"{where}/" for where in _HIDDEN)):
             os.makedirs(path_, exist_ok=True)

@@ -72,14 +72,15 @@ Path(f"done-{name}").write_text("")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hosts.Hosts]:
     folder = tmp_path_factory.mktemp("hosts")
     with hosts.Hosts("hosta", "hostb", "hostc", "hostd", folder=folder, silent=["hostd"]) as network:
-        # As Docker makes one on every host: it leads nowhere.
+        # As Docker makes them on every host, for itself and for what was composed: they lead nowhere.
         for name in network.names[:3]:
-            for words in (
-                "link add docker0 type bridge",
-                "address add 172.17.0.1/16 dev docker0",
-                "link set docker0 up",
-            ):
-                network.run(name, "ip", *words.split())
+            for bridge, address in (("docker0", "172.17.0.1/16"), (f"br-{name}", "172.18.0.1/16")):
+                for words in (
+                    f"link add {bridge} type bridge",
+                    f"address add {address} dev {bridge}",
+                    f"link set {bridge} up",
+                ):
+                    network.run(name, "ip", *words.split())
         yield network
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from hvdtrain.runner.lines import Lines, Whole, without_mark
 
 OVER_MPI = b"[1,0]<stdout>:one\n[1,1]<stderr>:two\nmpirun: words\n[1,1]<stdout>:[0] not mine\n"
@@ -51,6 +53,19 @@ def test_lines_for_a_reader_keep_their_marks_and_are_whole() -> None:
     expected = [b"[1,1]<stdout>:<1:1>", b"[1,0]<stdout>:<0:12>", b"mpirun: words"]
     assert whole(mixed) == whole(*(mixed[i : i + 1] for i in range(len(mixed)))) == expected
     assert [without_mark(line) for line in expected] == ["<1:1>", "<0:12>", "mpirun: words"]
+
+
+@pytest.mark.parametrize("tag", ["[1,{}]<stdout>:", "[{}]<stdout>:"])
+def test_a_time_before_the_mark_is_no_line_of_its_own(tag: str) -> None:
+    def mark(rank: int, second: int) -> str:
+        return f"Sat Nov  1 20:05:{second:02} 2026{tag.format(rank)}"
+
+    mixed = f"{mark(0, 9)}rank {mark(1, 9)}rank 1\n{mark(0, 10)}0\n".encode()
+    assert whole(mixed) == [f"{mark(1, 9)}rank 1".encode(), f"{mark(0, 10)}rank 0".encode()]
+    assert Lines().feed(mixed) == [(1, "rank 1"), (0, "rank 0")]
+    lines = Whole()
+    assert lines.feed(mixed[: mixed.index(b"0\n")], now=5.0) == [f"{mark(1, 9)}rank 1".encode()]
+    assert lines.begun() == 5.0
 
 
 def test_half_a_line_is_shown_once_it_has_waited_and_no_line_loses_its_half_to_another_ranks() -> None:
