@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 # Horovod's metadata.json calls PyTorch "pytorch"; TensorFlow comes as several distributions of one version.
 _METADATA_KEYS = {"torch": "pytorch", "tensorflow": "tensorflow"}
@@ -25,17 +27,47 @@ def framework_version(framework: str) -> str | None:
     return None
 
 
+def package_folder(name: str) -> Path | None:
+    """Return the folder of an importable package without importing it."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def metadata() -> dict[str, Any]:
+    """Return what Horovod's build wrote about itself; {} where there is none, or it cannot be read."""
+    folder = package_folder("horovod")
+    try:
+        text = (folder / "metadata.json").read_text(encoding="utf-8") if folder else "{}"
+        # Horovod may leave a comma before the closing brace, which JSON does not allow.
+        found = json.loads(re.sub(r",\s*}", "}", text))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def record() -> dict[str, Any]:
+    """Return what `hvdtrain build` wrote into Horovod's metadata; {} where another build made it, or there is none."""
+    found = metadata().get("hvdtrain")
+    return found if isinstance(found, dict) else {}
+
+
 def built_for() -> dict[str, str]:
     """Return {framework: version} that the installed Horovod was compiled for; empty where there is no Horovod."""
-    spec = importlib.util.find_spec("horovod")
-    if spec is None or not spec.submodule_search_locations:
-        return {}
-    path = Path(next(iter(spec.submodule_search_locations))) / "metadata.json"
-    if not path.is_file():
-        return {}
-    # Horovod writes a trailing comma before the closing brace.
-    metadata = json.loads(path.read_text().replace(",\n}", "\n}"))
-    return {name: metadata[key] for name, key in _METADATA_KEYS.items() if key in metadata}
+    found = metadata()
+    return {name: str(found[key]) for name, key in _METADATA_KEYS.items() if key in found}
+
+
+def lacks_changes() -> bool:
+    """Return whether another version of hvdtrain built the installed Horovod, with other changes than this one."""
+    from hvdtrain.horovod_build import edits
+
+    found = record()
+    return bool(found) and found.get("edits") != edits.fingerprint()
 
 
 def mismatch(framework: str) -> str | None:

@@ -309,6 +309,11 @@ def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **
             f"{found} started this process, but Horovod sees {size} rank(s): each copy would train alone. Launch with "
             "`horovodrun -np N python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
         )
+    if module.rank() == 0 and installed.lacks_changes():
+        log.warning(
+            "Another version of hvdtrain built the installed Horovod, without what this version mends in it. Run "
+            "`hvdtrain build` in this environment."
+        )
     watch.joined(module)
     forks.prepare()
     tuning.settle(decided, module, host)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -11,11 +10,10 @@ import shutil
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from hvdtrain import __version__, launcher
+from hvdtrain import __version__, installed, launcher
 from hvdtrain.horovod_build import find
 
 
@@ -29,6 +27,7 @@ class Facts:
         horovod_for: framework versions that the installed Horovod was built for.
         horovod_planes: what Horovod's libraries were linked with: "gloo", "mpi", "nccl".
         horovod_by_hvdtrain: True if `hvdtrain build` made this Horovod.
+        horovod_lacks_changes: True if that was another version of it, which changed Horovod otherwise.
         mpi: first line of `mpirun --version`, "" without an mpirun.
         gpus: one line a GPU: name and memory.
         gpu_driver: NVIDIA driver version, "" without one.
@@ -45,6 +44,7 @@ class Facts:
     horovod_for: dict[str, str] = field(default_factory=dict)
     horovod_planes: tuple[str, ...] = ()
     horovod_by_hvdtrain: bool = True
+    horovod_lacks_changes: bool = False
     mpi: str = ""
     gpus: tuple[str, ...] = ()
     gpu_driver: str = ""
@@ -80,19 +80,15 @@ def gather() -> Facts:
     versions |= {name: version for name in ("keras", "jax") if (version := _distribution(name))}
     if nccl := _nccl_version():
         versions["nccl"] = nccl
-    metadata = _horovod_metadata()
     gpus, driver = _gpus()
     shm = Path("/dev/shm")
     return Facts(
         versions=versions,
         cuda={framework.name: framework.cuda for framework in frameworks},
-        horovod_for={
-            name: str(metadata[key])
-            for name, key in (("torch", "pytorch"), ("tensorflow", "tensorflow"))
-            if key in metadata
-        },
-        horovod_planes=_horovod_planes(metadata),
-        horovod_by_hvdtrain="hvdtrain" in metadata,
+        horovod_for=installed.built_for(),
+        horovod_planes=_horovod_planes(),
+        horovod_by_hvdtrain=bool(installed.record()),
+        horovod_lacks_changes=installed.lacks_changes(),
         mpi=_first_line(find.output_of(["mpirun", "--version"])),
         gpus=gpus,
         gpu_driver=driver,
@@ -116,26 +112,11 @@ def _first_line(text: str | None) -> str:
     return text.strip().splitlines()[0].strip() if text and text.strip() else ""
 
 
-def _horovod_metadata() -> dict[str, Any]:
-    """Return what Horovod's build wrote about itself; empty without Horovod."""
-    folder = find.package_folder("horovod")
-    if folder is None or not (folder / "metadata.json").is_file():
-        return {}
-    # Horovod may leave a comma before the closing brace, which JSON does not allow.
-    text = re.sub(r",\s*}", "}", (folder / "metadata.json").read_text(encoding="utf-8"))
-    try:
-        loaded = json.loads(text)
-    except json.JSONDecodeError:
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _horovod_planes(metadata: dict[str, Any]) -> tuple[str, ...]:
+def _horovod_planes() -> tuple[str, ...]:
     """Return Horovod's data planes: as `hvdtrain build` wrote them down, else read off the native libraries."""
-    record = metadata.get("hvdtrain")
-    if isinstance(record, dict) and record.get("data_planes"):
-        return tuple(str(record["data_planes"]).split(","))
-    folder = find.package_folder("horovod")
+    if said := installed.record().get("data_planes"):
+        return tuple(str(said).split(","))
+    folder = installed.package_folder("horovod")
     libraries = sorted(folder.glob("*/mpi_lib*.so")) if folder else []
     if not libraries:
         return ()

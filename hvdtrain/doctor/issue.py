@@ -12,10 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from hvdtrain import quiet, redact
+from hvdtrain import installed, quiet, redact
 from hvdtrain.doctor.facts import Facts
 from hvdtrain.doctor.rules import Verdict
-from hvdtrain.horovod_build.install import installed_record
 from hvdtrain.probe import Probe
 
 _PACKAGES = (
@@ -46,7 +45,7 @@ def markdown(facts: Facts, probes: Sequence[Probe], verdicts: Sequence[Verdict])
     lines += ["User, host, home folder, network addresses and secrets are left out. Read it before you send it.", ""]
     lines += _findings(verdicts, scrub)
     lines += _table("Versions", _versions(facts), lambda text: text)
-    record = {f"record: {name}": str(value) for name, value in installed_record().items() if value}
+    record = {f"record: {name}": str(value) for name, value in installed.record().items() if value}
     lines += _table("Build of Horovod", {**_built(facts), **record}.items(), scrub)
     lines += _table("Machine", _machine(facts), scrub)
     lines += _table(

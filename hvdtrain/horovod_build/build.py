@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain import installed
 from hvdtrain.horovod_build import cache, edits, install, native, sdist
 from hvdtrain.horovod_build.errors import ProofError
 from hvdtrain.horovod_build.find import Found, find_all
@@ -82,7 +83,7 @@ def build(options: Options) -> Path | None:
         options.wheel_dir.mkdir(parents=True, exist_ok=True)
         progress.note(f"copied to {shutil.copy(entry.wheel, options.wheel_dir)}")
     if options.install:
-        if install.installed_record().get("key") == key and not options.rebuild:
+        if installed.record().get("key") == key and not options.rebuild:
             progress.step("Installed already: this very wheel")
         else:
             progress.step("Installing the wheel")
@@ -137,6 +138,7 @@ def record(found: Found, key: str) -> str:
     return json.dumps(
         {
             "key": key,
+            "edits": edits.fingerprint(),
             "data_planes": ",".join(found.planes),
             "mpi": found.mpi.version if found.mpi else "",
             "cuda": found.cuda.version if found.gpu and found.cuda else "",

@@ -20,6 +20,7 @@ from hvdtrain.horovod_build import edits, sdist
 from hvdtrain.horovod_build.find import Found
 
 _RECORD = "build.json"
+_CARRIED = "2"  # the form of what a wheel says of itself, `build.record`
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def key_parts(found: Found, chosen: dict[str, str]) -> dict[str, str]:
         "horovod": sdist.VERSION,
         "sdist": sdist.SHA256,
         "edits": edits.fingerprint(),
+        "record": _CARRIED,
         "tools": " ".join(sdist.BUILD_TOOLS),
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('EXT_SUFFIX')}",
         "platform": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".strip(),

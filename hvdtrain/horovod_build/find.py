@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from typing import Literal
 from packaging.version import InvalidVersion, Version
 
 from hvdtrain.horovod_build.errors import MissingToolError, NoFrameworkError, UntestedVersionError
+from hvdtrain.installed import package_folder
 
 Plane = Literal["mpi", "gloo", "nccl"]
 
@@ -89,17 +89,6 @@ def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout + done.stderr if done.returncode == 0 else None
-
-
-def package_folder(name: str) -> Path | None:
-    """Return the folder of an importable package without importing it."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def find_torch() -> Framework | None:

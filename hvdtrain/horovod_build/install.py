@@ -1,31 +1,18 @@
-"""Install the wheel into this environment, and say which one is installed."""
+"""Install the wheel into this environment."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.horovod_build.errors import InstallError
-from hvdtrain.horovod_build.find import package_folder
 from hvdtrain.horovod_build.sdist import last_lines, pip_command
 
 # What Horovod imports at run time. Its own requirements are hvdtrain's too, so this is for environments where
 # hvdtrain came without them (pip install --no-deps).
 _NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
-
-
-def installed_record() -> dict[str, Any]:
-    """Return what the installed Horovod says it was built for; {} where there is none, or not by `hvdtrain build`."""
-    folder = package_folder("horovod")
-    try:
-        record = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["hvdtrain"] if folder else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def install(wheel: Path) -> None:

@@ -107,7 +107,7 @@ def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: M
 
 
 def _library() -> Path | None:
-    from hvdtrain.horovod_build.find import package_folder
+    from hvdtrain.installed import package_folder
 
     folder = package_folder("horovod")
     path = folder / _PRELOADED if folder else None

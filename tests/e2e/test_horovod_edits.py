@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.horovod_build.install import installed_record
+from hvdtrain import installed
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
@@ -188,5 +188,28 @@ print(mpi_built(), gloo_built())
 def test_horovodrun_knows_its_data_planes_without_importing_a_framework():
     done = subprocess.run([sys.executable, "-c", NO_FRAMEWORK], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    planes = installed_record()["data_planes"].split(",")
+    planes = installed.record()["data_planes"].split(",")
     assert done.stdout.split() == [str("mpi" in planes), str("gloo" in planes)]
+
+
+OLD = """
+import logging
+heard = []
+handler = logging.Handler()
+handler.emit = lambda record: heard.append(record.getMessage())
+logging.getLogger().addHandler(handler)
+from hvdtrain import installed
+if os.environ["OLD"] == "1":
+    installed.record = lambda: {"key": "k", "edits": "of another version"}
+import hvdtrain
+world = hvdtrain.init("torch")
+answer(world.rank, heard=[text for text in heard if "Another version" in text])
+"""
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_horovod_that_another_hvdtrain_built_is_told_of_once(old: int, tmp_path: Path) -> None:
+    first, second = run(OLD, tmp_path, OLD=str(old))
+    assert len(first["heard"]) == old
+    assert second["heard"] == []
+    assert all("Run `hvdtrain build`" in text for text in first["heard"])

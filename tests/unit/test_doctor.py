@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import doctor
+from hvdtrain import doctor, installed
 from hvdtrain.doctor import facts as facts_module
 from hvdtrain.doctor.facts import Facts
 from hvdtrain.doctor.rules import RULES, judge, judge_probes
@@ -59,6 +59,7 @@ SICK = {
     "keras-torch-ddp": ({"keras_backend": "torch", "torch_distributed": True}, "unset"),
     "idle-gpus": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"torch": "13.0"}}, "hvdtrain build"),
     "horovod-from-elsewhere": ({"horovod_by_hvdtrain": False}, "hvdtrain build"),
+    "horovod-by-other-hvdtrain": ({"horovod_lacks_changes": True}, "hvdtrain build"),
     "untested-versions": (
         {"versions": {"torch": "9.0"}, "horovod_for": {"torch": "9.0", "tensorflow": "2.21.0"}},
         "pip install",
@@ -176,32 +177,20 @@ def test_json_is_one_object_with_everything(
 
 @pytest.fixture
 def fake_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(
-        facts_module.find, "package_folder", lambda name: tmp_path / "horovod" if name == "horovod" else None
-    )
+    monkeypatch.setattr(installed, "package_folder", lambda name: tmp_path / "horovod" if name == "horovod" else None)
     (tmp_path / "horovod" / "torch").mkdir(parents=True)
     return tmp_path / "horovod"
 
 
-def test_metadata_with_a_trailing_comma_is_read(fake_horovod: Path) -> None:
-    (fake_horovod / "metadata.json").write_text('{\n"pytorch": "2.13.0",\n}')
-    assert facts_module._horovod_metadata() == {"pytorch": "2.13.0"}
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]"])
-def test_damaged_metadata_counts_as_none(fake_horovod: Path, text: str) -> None:
-    (fake_horovod / "metadata.json").write_text(text)
-    assert facts_module._horovod_metadata() == {}
-
-
 def test_data_planes_are_read_from_the_library(fake_horovod: Path) -> None:
-    assert facts_module._horovod_planes({}) == ()
+    assert facts_module._horovod_planes() == ()
     (fake_horovod / "torch" / "mpi_lib_v2.so").write_bytes(b"..GlooContext..libmpi.so.40..")
-    assert facts_module._horovod_planes({}) == ("gloo", "mpi")
+    assert facts_module._horovod_planes() == ("gloo", "mpi")
 
 
 def test_data_planes_are_taken_from_the_builds_own_record(fake_horovod: Path) -> None:
-    assert facts_module._horovod_planes({"hvdtrain": {"data_planes": "gloo,nccl"}}) == ("gloo", "nccl")
+    (fake_horovod / "metadata.json").write_text('{"hvdtrain": {"data_planes": "gloo,nccl"}}')
+    assert facts_module._horovod_planes() == ("gloo", "nccl")
 
 
 def test_gpu_lines_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(steps.edits, "apply", lambda tree: None)
     monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
     monkeypatch.setattr(installing, "install", lambda wheel: done.installed.append(wheel))
-    monkeypatch.setattr(installing, "installed_record", lambda: done.record)
+    monkeypatch.setattr(steps.installed, "record", lambda: done.record)
     monkeypatch.setattr(probe, "allreduce", allreduce)
     return done
 
@@ -119,15 +119,6 @@ def test_a_copy_of_the_wheel_goes_where_it_was_asked_for(machine: SimpleNamespac
 def test_the_wheel_carries_its_data_planes_and_versions() -> None:
     record = json.loads(steps.record(FOUND, "k"))
     assert (record["key"], record["data_planes"], record["mpi"]) == ("k", "gloo,mpi", "4.1.4")
-
-
-def test_the_installed_record_is_read_from_horovods_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installing, "package_folder", lambda name: tmp_path)
-    assert installing.installed_record() == {}
-    (tmp_path / "metadata.json").write_text('{\n"pytorch": "2.13.0",\n"dummy": "none"\n}')
-    assert installing.installed_record() == {}
-    (tmp_path / "metadata.json").write_text('{\n"pytorch": "2.13.0",\n"hvdtrain": {"key": "k"}\n}')
-    assert installing.installed_record() == {"key": "k"}
 
 
 def test_an_unfinished_entry_is_never_seen(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
