@@ -132,6 +132,7 @@ class Endings:
         if stalled:
             say(f"{self.who}: ended after the stall that {_ranks(stalled)} reported")
             return STALLED
+        self.board.post("followed", {"rank": self.rank, "time": time.time()})
         say(f"{self.who}: ended because {self._cause()}. It waited {_where(error)}; {DEBUG}=1 shows its traceback.")
         return 1
 
@@ -147,8 +148,9 @@ class Endings:
         if ended:
             ranks = _ranks(list(ended))
             return f"{ranks} ended early, by sys.exit or at the end of the script, while others went on"
+        followed = self.board.all("followed")  # what they waited for is the cause, and may be on another host
         for rank, pid in self.board.all("pid").items():
-            state = process_state(int(pid)) if rank != self.rank else ""
+            state = process_state(int(pid)) if rank not in followed else ""
             if state:
                 return f"rank {rank} (pid {pid}) {state}"
         return "another rank failed or ended first; its message, if it left one, comes before this line"

@@ -301,6 +301,12 @@ def test_a_rank_that_ended_early_or_was_killed_is_named(tmp_path):
     assert "rank 1 (pid 4194304) is gone" in run_rank("raise HorovodInternalError(GONE)", tmp_path).stderr
 
 
+def test_a_rank_that_another_one_has_ended_too_is_not_named_as_the_cause(tmp_path):
+    (tmp_path / "pid-1").write_text("4194304")
+    run_rank("raise HorovodInternalError(GONE)", tmp_path, rank=1)
+    assert "because another rank failed or ended first" in run_rank("raise HorovodInternalError(GONE)", tmp_path).stderr
+
+
 def test_horovods_own_error_of_shapes_is_no_consequence():
     class HorovodInternalError(RuntimeError):
         pass
