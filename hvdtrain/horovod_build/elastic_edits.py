@@ -41,6 +41,34 @@ ELASTIC: tuple[Edit, ...] = (
         "after the failure of one initialization every later one failed",
     ),
     Edit(
+        _OPERATIONS,
+        "void BackgroundThreadLoop(HorovodGlobalState& state) {\n",
+        "void BackgroundThreadLoop(HorovodGlobalState& state) {\n  bool failed = false;\n",
+        "for the edit after next",
+    ),
+    Edit(
+        _OPERATIONS,
+        '        << "Horovod background loop uncaught exception: " << ex.what();\n',
+        '        << "Horovod background loop uncaught exception: " << ex.what();\n    failed = true;\n',
+        "for the next edit",
+    ),
+    Edit(
+        _OPERATIONS,
+        "    horovod_global.process_set_table.Finalize(global_gloo_context,\n"
+        "                                              SHUT_DOWN_ERROR);\n",
+        "    horovod_global.process_set_table.Finalize(global_gloo_context,\n"
+        "                                              SHUT_DOWN_ERROR);\n"
+        "    if (failed) {\n"
+        "      // Its own Finalize leaves these open. In order they stay so: what was sent last may be under way.\n"
+        "      auto& connections = horovod_global.process_set_table.Get(0).gloo_context;\n"
+        "      connections.ctx.reset();\n"
+        "      connections.global_ctx.reset();\n"
+        "      connections.local_ctx.reset();\n"
+        "      connections.cross_ctx.reset();\n"
+        "    }\n",
+        "ranks that wait for one which waits for the dead heard of it after Gloo's 30 s: it kept its connections open",
+    ),
+    Edit(
         "horovod/common/gloo/gloo_context.cc",
         "      // Signals that this host is not part of the job\n",
         '      // Signals that this host is not part of the job\n      SetEnv(HOROVOD_RANK, "-1");\n',

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -54,6 +55,24 @@ if world.is_root:
     sys.stdout.write(f"steps {trainer.global_step}\\n")
 """
 
+# What the ranks are to each other, what they add up to, and whether they hold the same bits after training.
+SEVERAL = """
+import hashlib, socket, torch, hvdtrain, hvdtrain.torch as hvd
+
+world = hvdtrain.init()
+x = torch.rand(256, 4, generator=torch.Generator().manual_seed(0))
+torch.manual_seed(world.rank)
+model = torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.MSELoss()).fit(
+    (x, x.sum(1, keepdim=True)), epochs=2, batch_size=16
+)
+bits = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
+total = hvd.allreduce(torch.full((100_000,), 2.0**world.rank), op=hvd.Sum, name="total").unique().tolist()
+place = f"local {hvd.local_rank()}/{hvd.local_size()} cross {hvd.cross_rank()}/{hvd.cross_size()}"
+print(f"rank {world.rank}/{world.size} {place} on {socket.gethostname()}, total {total}, bits {bits}")
+"""
+
 # No framework: what starts ranks and ends them is the same.
 LIGHT = """
 import os, signal, socket, sys, time
@@ -87,10 +106,12 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hosts.Hosts]:
 class Run:
     """One `hvdtrain run` on hosta."""
 
-    def __init__(self, network: hosts.Hosts, folder: Path, program: str, options: str, **variables: str) -> None:
+    def __init__(
+        self, network: hosts.Hosts, folder: Path, program: str, options: str, *, ranks: int = 2, **variables: str
+    ) -> None:
         self.network, self.folder = network, folder
         (folder / "train.py").write_text(program)
-        line = [str(Path(sys.executable).parent / "hvdtrain"), "run", "-np", "2", *options.split(), "train.py"]
+        line = [str(Path(sys.executable).parent / "hvdtrain"), "run", "-np", str(ranks), *options.split(), "train.py"]
         self.process = network.start("hosta", *line, cwd=folder, log=folder / "log", **variables)
 
     def output(self) -> str:
@@ -132,10 +153,10 @@ class Run:
 def start(network: hosts.Hosts) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def begin(program: str, options: str, **variables: str) -> Run:
+    def begin(program: str, options: str, **how: Any) -> Run:
         folder = network.folder / f"run-{time.monotonic_ns()}"
         folder.mkdir()
-        runs.append(Run(network, folder, program, options, **variables))
+        runs.append(Run(network, folder, program, options, **how))
         return runs[-1]
 
     yield begin
@@ -165,6 +186,22 @@ def test_a_rank_killed_on_another_host_is_named_and_training_goes_on(start: Call
     assert [path.name for path in (run.folder / "kept").iterdir() if "30" in path.name]
     (kept,) = (run.folder / "runs").iterdir()
     assert (kept / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_several_ranks_of_several_hosts_know_their_places_and_hold_the_same_bits(
+    start: Callable[..., Run], launcher: str
+) -> None:
+    run = start(SEVERAL, f"-H hosta:2,hostb:1,hostc:1 {LAUNCHERS[launcher]}", ranks=4)
+    assert run.status() == 0, run.output()
+    lines = sorted(re.findall(r"rank (./4 .*), bits (\w{64})$", run.output(), re.MULTILINE))
+    assert [place for place, _ in lines] == [
+        "0/4 local 0/2 cross 0/3 on hosta, total [15.0]",
+        "1/4 local 1/2 cross 0/1 on hosta, total [15.0]",
+        "2/4 local 0/1 cross 1/3 on hostb, total [15.0]",
+        "3/4 local 0/1 cross 2/3 on hostc, total [15.0]",
+    ], run.output()
+    assert len({bits for _, bits in lines}) == 1
 
 
 def test_a_host_whose_network_goes_is_named_and_the_job_goes_on_when_it_is_back(start: Callable[..., Run]) -> None:

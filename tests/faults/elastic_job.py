@@ -1,7 +1,7 @@
 """What the elastic scripts share: SCRIPT FOLDER SCENARIO. They write down what happens, one file a host, a line a fact.
 
-Scenarios: "kill-0" and "kill-1", in which the rank of that number of two is killed; "grow", in which a host comes to
-the one there is; "stillborn", in which its rank ends before it has met the other.
+Scenarios: "kill-0" and "kill-1", in which the rank of that number of two is killed; "kill-3", the same of four; "grow",
+in which a host comes to the one there is; "stillborn", in which its rank ends before it has met the other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def say(fact: str, **what: Any) -> None:
 
 
 def dies(*, rank: int, size: int) -> None:
-    """Kill this process if it is the scenario's victim: the rank of a number, while there are two."""
-    if size == 2 and f"kill-{rank}" == SCENARIO:
+    """Kill this process if it is the scenario's victim: the rank of a number, while nobody else is gone."""
+    if size == (4 if SCENARIO == "kill-3" else 2) and f"kill-{rank}" == SCENARIO:
         say("killed")
         os.kill(os.getpid(), signal.SIGKILL)
 

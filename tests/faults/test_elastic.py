@@ -55,15 +55,18 @@ def environment(backend: str) -> dict[str, str]:
     })  # fmt: skip
 
 
-def run(folder: Path, script: str, scenario: str, *more: str, backend: str = "tensorflow") -> Job:
+def run(
+    folder: Path, script: str, scenario: str, *more: str, backend: str = "tensorflow", slots: int = 1, **options: str
+) -> Job:
     hosts = HOSTS if scenario.startswith("kill") else HOSTS[:1]
-    (folder / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
+    (folder / "hosts").write_text("".join(f"{host}:{slots}\n" for host in hosts))
     discovery = folder / "discover"
     discovery.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discovery.chmod(0o755)
     found = ["--host-discovery-script", str(discovery)]
-    size = ["-np", str(len(hosts)), "--min-np", "1", "--max-np", "2"]
-    launcher = [*start.horovodrun(Path(sys.executable)), *size, *found, *loopback.elastic_flags(found)]
+    size = ["-np", str(len(hosts) * slots), "--min-np", "1", "--max-np", str(2 * slots)]
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    launcher = [*start.horovodrun(Path(sys.executable)), *size, *given, *found, *loopback.elastic_flags(found)]
     command = [*launcher, sys.executable, str(HERE / script), str(folder), scenario, *more]
     # A file: a pipe would keep us waiting for whoever still holds it.
     with (folder / "output").open("w+") as output:
@@ -103,6 +106,18 @@ def test_torch_goes_on_from_its_last_commit_when_a_host_dies(victim: int, tmp_pa
     end = job.one("end")
     assert end["counts"] == [2.0] * 48, "each sample is learned from once in each of two epochs"
     assert end["taken"] == list(range(1, 6 + 12 + 24 + 1))
+
+
+@pytest.mark.timeout(200)
+def test_ranks_that_do_not_talk_to_the_dead_one_hear_of_it_too(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_torch.py", "kill-3", slots=2, gloo_timeout_seconds=str(LIMIT_S))
+    assert len(job.of("killed")) == 1
+    left = job.of("begin", size=2)
+    assert sorted(each["rank"] for each in left) == [0, 1]
+    assert [each["step"] for each in left] == [6, 6], "the last commit, one epoch of four ranks"
+    end = job.together("end")
+    assert end["counts"] == [2.0] * 48
+    assert end["taken"] == list(range(1, 6 + 12 + 1))
 
 
 @pytest.mark.timeout(200)
