@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import agreement, sampling, waited
+from hvdtrain import agreement, sampling
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.world import SoloWorld, World
 
@@ -198,8 +198,7 @@ class IteratedSource:
             # An empty batch is still one of this rank's: only None says that there are no more.
             batch = as_batch(item) if item is not None else replace(batch, local_count=0)
             counts = np.array([batch.local_count, item is not None], np.int64)
-            with waited.counted():  # a rank whose data is slow makes the others wait here
-                samples, going_on = self._world.allreduce(counts, name="samples_in_step")
+            samples, going_on = self._world.allreduce(counts, name="samples_in_step")
             if not going_on:
                 return
             done += self._world.size

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+# What makes up a rank's own time, as sentences name it.
+WORDS = {"compute": "computing", "data": "waiting for data", "other": "what it does between steps"}
+
 
 @dataclass(frozen=True)
 class RankTimes:
@@ -18,12 +21,15 @@ class RankTimes:
         train: forward, backward, reduction, update.
         reduction: in that, waiting for reduced gradients, and so for slower ranks too. 0 on one rank. On a GPU, whose
             work goes on behind Python's, it holds the wait for this rank's own backward pass as well.
+        other: neither data nor train: callbacks, and what else a rank does between two steps, but for waiting for other
+            ranks there.
     """
 
     step: NDArray[np.float64]
     data: NDArray[np.float64]
     train: NDArray[np.float64]
     reduction: NDArray[np.float64]
+    other: NDArray[np.float64]
 
     @property
     def compute(self) -> NDArray[np.float64]:
@@ -33,7 +39,7 @@ class RankTimes:
     @property
     def own(self) -> NDArray[np.float64]:
         """What each rank would take for a step by itself: a slow one makes the others wait, and cannot hide here."""
-        return self.data + self.compute
+        return self.data + self.compute + self.other
 
 
 @dataclass(frozen=True)

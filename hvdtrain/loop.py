@@ -200,9 +200,8 @@ class Loop:
         for step, batches in enumerate(groups, start=position.step):
             hooks.on_step_begin(trainer, step)
             self._set_learning_rate(step)
-            began = time.perf_counter()
-            self._adapter.train_step(batches)
-            train_s = time.perf_counter() - began
+            with pulse.training():
+                self._adapter.train_step(batches)
             fault = self._adapter.fault
             if fault is None:
                 self._numbers.step_taken()
@@ -215,7 +214,7 @@ class Loop:
             hooks.on_step_end(trainer, step)
             asked = preemption.requested() is not None
             kept = trainer.kept
-            beat = pulse.beat(asked or (kept is not None and kept.hosts_have_changed), train_s=train_s)
+            beat = pulse.beat(asked or (kept is not None and kept.hosts_have_changed))
             if beat is not None:
                 if beat.asked:
                     if kept is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,14 +51,14 @@ class Pulse:
         self._world = world
         self._interval_s = interval_s
         self._left = 1
-        self._steps = 0
         self._seconds = self._data_s = self._train_s = 0.0
-        self._waited_s = waited.total()
+        self._waited_s = self._train_waited_s = 0.0  # outside of graphs, which wait for gradients alone
+        self._start_over()
         self.go_on()
 
     def go_on(self) -> None:
         """Let steps begin now: what was done since the last one, such as validation, is none."""
-        self._last = time.perf_counter()
+        self._last, self._waited = time.perf_counter(), waited.outside_graphs()
 
     def data(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Return `batches`, with the wait for each counted, but for that for other ranks'."""
@@ -65,34 +66,46 @@ class Pulse:
             began, before = time.perf_counter(), waited.outside_graphs()
             batch = next(batches, None)
             others_s = waited.outside_graphs() - before
-            self._waited_s += others_s  # which is no wait for gradients
             if batch is None:
                 return
             self._data_s += time.perf_counter() - began - others_s
             yield batch
 
-    def beat(self, asked: bool, *, train_s: float) -> Beat | None:
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Count the time within as a step's training: all of it but its data and its callbacks."""
+        began, before = time.perf_counter(), waited.outside_graphs()
+        yield
+        self._train_s += time.perf_counter() - began
+        self._train_waited_s += waited.outside_graphs() - before
+
+    def beat(self, asked: bool) -> Beat | None:
         """Count a step; return what ranks told each other if it was time to, the same on all of them.
 
         Args:
             asked: whether this rank was asked to stop.
-            train_s: seconds that the step took, without its data.
         """
-        now = time.perf_counter()
+        now, waited_s = time.perf_counter(), waited.outside_graphs()
         self._seconds, self._last = self._seconds + now - self._last, now
-        self._train_s += train_s
+        self._waited_s, self._waited = self._waited_s + waited_s - self._waited, waited_s
         self._steps += 1
         self._left -= 1
         if self._left and not (asked and self._world.size == 1):
             return None
-        mine = np.array([self._seconds, self._data_s, self._train_s, waited.total() - self._waited_s]) / self._steps
-        rows, asked_anywhere = self._exchange(mine, asked)
+        rows, asked_anywhere = self._exchange(self._mine() / self._steps, asked)
         times = RankTimes(*rows.T)
         slowest_s = float(times.step.max())
         found = Beat(asked_anywhere, self._steps, slowest_s * self._steps, times)
         self._left = int(np.clip(self._interval_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
         self._start_over()
         return found
+
+    def _mine(self) -> NDArray[np.float64]:
+        """Return this rank's seconds since the last beat, in the order of `RankTimes`."""
+        reduction_s = self._train_waited_s + waited.in_graphs() - self._graphs_s
+        elsewhere_s = self._waited_s - self._train_waited_s  # for others' data, and in callbacks
+        other_s = max(0.0, self._seconds - self._data_s - self._train_s - elsewhere_s)
+        return np.array([self._seconds, self._data_s, self._train_s, reduction_s, other_s])
 
     def _exchange(self, mine: NDArray[np.float64], asked: bool) -> tuple[NDArray[np.float64], bool]:
         size, rank = self._world.size, self._world.rank
@@ -106,5 +119,5 @@ class Pulse:
 
     def _start_over(self) -> None:
         self._steps = 0
-        self._seconds = self._data_s = self._train_s = 0.0
-        self._waited_s = waited.total()
+        self._seconds = self._data_s = self._train_s = self._waited_s = self._train_waited_s = 0.0
+        self._graphs_s = waited.in_graphs()

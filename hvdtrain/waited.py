@@ -1,4 +1,4 @@
-"""How long this rank has waited for others: for reduced gradients, and to be in step with their data.
+"""How long this rank has waited for others: for reduced gradients, and in its World's collectives.
 
 Whoever reduces gradients adds to it: PyTorch and Keras's torch and JAX backends as they wait, TensorFlow's graphs
 through a variable of theirs, which is read only when somebody asks.
@@ -35,9 +35,9 @@ def outside_graphs() -> float:
     return _seconds
 
 
-def total() -> float:
-    """Return the seconds since this process began."""
-    found = _seconds
+def in_graphs() -> float:
+    """Return the seconds since this process began that graphs have waited."""
+    found = 0.0
     for seconds in _graphs:
         try:
             found += seconds()

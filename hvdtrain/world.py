@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import forks, installed, launcher, tuning, watch
+from hvdtrain import forks, installed, launcher, tuning, waited, watch
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 
 log = logging.getLogger("hvdtrain")
@@ -191,6 +191,7 @@ class HorovodWorld(World):
         """The device chosen by local rank when the World was made."""
         return self._device
 
+    @waited.counted()
     def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
         """See `World.allreduce`."""
         if op not in ("sum", "mean", "min", "max"):
@@ -201,6 +202,7 @@ class HorovodWorld(World):
         )
         return total / self.size if op == "mean" else total
 
+    @waited.counted()
     def allgather(self, array: Array, *, name: str = "host") -> Array:
         """See `World.allgather`."""
         array = np.asarray(array, order="C")
@@ -213,6 +215,7 @@ class HorovodWorld(World):
         flat = self._collectives.allgather(rows.reshape(-1), f"hvdtrain.{name}.allgather")
         return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
+    @waited.counted()
     def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
         """See `World.broadcast`."""
         if not 0 <= root < self.size:

@@ -157,7 +157,7 @@ class _Sum:
     def add(self, interval: Interval) -> None:
         """Count an interval in; the first, whose step compiles and connects, only as long as there is no other."""
         times = interval.times
-        rows = np.stack([times.step, times.data, times.train, times.reduction]) * interval.steps
+        rows = np.stack([times.step, times.data, times.train, times.reduction, times.other]) * interval.steps
         if self._intervals == 1:
             self.steps, self._rows = 0, 0.0
         self._intervals += 1
@@ -169,7 +169,9 @@ class _Sum:
         times = RankTimes(*(self._rows / self.steps))
         slowest, size = int(times.own.argmax()), trainer.world.size
         step = float(times.step[slowest])
-        parts = {"compute": times.compute, "data": times.data} | ({"reduction": times.reduction} if size > 1 else {})
+        parts = {"compute": times.compute, "data": times.data, "reduction": times.reduction, "other": times.other}
+        if size == 1:
+            del parts["reduction"]
         shares = ", ".join(f"{name} {100 * part[slowest] / step:.0f} %" for name, part in parts.items())
         line = f"trained for {_clock(seconds)}: a step {1000 * step:,.1f} ms, {shares}"
         if size > 1:

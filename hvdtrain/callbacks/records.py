@@ -48,7 +48,7 @@ class Records:
             return []
         self._kept = time.monotonic()
         times = interval.times
-        parts = {"step": times.step, "data": times.data, "compute": times.compute, "reduction": times.reduction}
+        parts = {part: getattr(times, part) for part in ("step", "data", "compute", "reduction", "other")}
         return [{
             "time": time.time(), "kind": "interval", "epoch": interval.epoch, "step": interval.step,
             "global_step": interval.global_step, "samples_per_s": interval.samples_per_s,

@@ -47,9 +47,9 @@ class RunFolder(Callback):
 
     metrics.jsonl holds one JSON object a line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
     over all ranks, "learning_rate", "metrics" of the epoch so far, and "rank_s", each rank's mean seconds of a step:
-    {"step": [...], "data": [...], "compute": [...], "reduction": [...]}. `"kind": "epoch"` has what History keeps.
-    Numbers that JSON does not know, such as NaN, are null. A run that goes on appends. Rank 0 writes; a disk that does
-    not take it costs a warning, not the training.
+    {"step": [...], "data": [...], "compute": [...], "reduction": [...], "other": [...]}, as in `RankTimes`. `"kind":
+    "epoch"` has what History keeps. Numbers that JSON does not know, such as NaN, are null. A run that goes on appends.
+    Rank 0 writes; a disk that does not take it costs a warning, not the training.
 
     Args:
         folder: the run's. None for runs/<name>: HVDTRAIN_RUNS names another folder than runs, and no name keeps

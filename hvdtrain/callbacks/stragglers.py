@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.interval import Interval, RankTimes, lower_median
+from hvdtrain.interval import WORDS, Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
@@ -17,14 +17,19 @@ log = logging.getLogger("hvdtrain")
 
 _IN_A_ROW = 3  # intervals: one slow second is nobody's fault
 _LEAST_SHARE = 0.1  # of a step that the others lose: less is not worth a word
+_ADVICE = {
+    "compute": "Look at its host: other processes, clocks and heat, a GPU or core shared with another rank.",
+    "data": "Look at what feeds it: its disk or network file system, DataLoader workers, other jobs' I/O.",
+    "other": "Look at its callbacks: how often they write, and to what disk or server.",
+}
 
 
 class Stragglers(Callback):
-    """Warn, on rank 0, of ranks that are slower than the others: which, on what host, and whether data is the reason.
+    """Warn, on rank 0, of ranks that are slower than the others: which, on what host, and what takes them longer.
 
-    A step is as fast as its slowest rank. What counts is a rank's own time, waiting for data and computing; the others
-    spend the difference in the reduction. The Trainer adds one to callbacks that hold none; its cost is part of the
-    exchange by which ranks hear of requests to stop.
+    A step is as fast as its slowest rank. What counts is a rank's own time: waiting for data, computing, callbacks; the
+    others spend the difference in the reduction. The Trainer adds one to callbacks that hold none; its cost is part of
+    the exchange by which ranks hear of requests to stop.
 
     Args:
         factor: how many times the median rank's own time is too slow; 0 switches the warning off.
@@ -75,16 +80,11 @@ def _late(times: RankTimes, factor: float) -> list[int]:
 def describe(rank: int, host: str, times: RankTimes) -> str:
     """Return what to say of a slow rank: by how much it is slow, and what it is slow at."""
     own, median = times.own[rank], lower_median(times.own)
-    data, compute = times.data[rank] - lower_median(times.data), times.compute[rank] - lower_median(times.compute)
-    if data > compute:
-        what, mine, others = "waiting for data", times.data[rank], lower_median(times.data)
-        advice = "Look at what feeds it: its disk or network file system, DataLoader workers, other jobs' I/O."
-    else:
-        what, mine, others = "computing", times.compute[rank], lower_median(times.compute)
-        advice = "Look at its host: other processes, clocks and heat, a GPU or core shared with another rank."
+    cause = max(_ADVICE, key=lambda part: getattr(times, part)[rank] - lower_median(getattr(times, part)))
+    mine, others = getattr(times, cause)[rank], lower_median(getattr(times, cause))
     return (
         f"rank {rank} on host {host} is slow, and all ranks wait for it: a step takes it {_ms(own)} by itself, the "
-        f"median rank {_ms(median)}; {what} takes it {_ms(mine)}, the median {_ms(others)}. {advice}"
+        f"median rank {_ms(median)}; {WORDS[cause]} takes it {_ms(mine)}, the median {_ms(others)}. {_ADVICE[cause]}"
     )
 
 

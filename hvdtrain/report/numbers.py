@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.interval import WORDS
 from hvdtrain.report.reading import PARTS, Floats, Intervals, Run
 
 # What History keeps besides metrics.
@@ -23,11 +24,11 @@ class Slowest:
     Attributes:
         rank: which.
         host: its host's name, "" where the run does not tell.
-        own_s: seconds that a step takes it by itself, data and compute; the mean over steps, so that a while in which
-            it was slow counts by what the others waited.
+        own_s: seconds that a step takes it by itself: data, compute and callbacks; the mean over steps, so that a while
+            in which it was slow counts by what the others waited.
         median_own_s: the same of the median rank, the lower one of two.
         above_median: own_s / median_own_s - 1.
-        cause: "data" or "compute": at which of them it loses more against the median rank.
+        cause: "data", "compute" or "other": at which of them it loses most against the median rank.
     """
 
     rank: int
@@ -49,7 +50,7 @@ class Summary:
         settled: whether times are of more than the first step, which also compiles and connects.
         samples_per_s: over all ranks; the median over intervals, of epochs where only the first interval was kept.
         step_s: seconds of a step, the mean over ranks; the median over intervals.
-        parts_s: the same of "compute", "data" and "reduction".
+        parts_s: the same of "compute", "data", "reduction" and "other".
         allreduce_floor_s: what reducing the gradients takes at least, where a measurement was given.
     """
 
@@ -81,7 +82,7 @@ def summarize(run: Run) -> Summary:
     hosts = run.environment.get("hosts")
     known = [str(host) for host in hosts] if isinstance(hosts, list) else []
     ends = [each.step[-1] for each in (intervals, run.epochs) if len(each.step)]
-    parts = {part: _median(mean_over_ranks(times[part])) for part in ("compute", "data", "reduction")}
+    parts = {part: _median(mean_over_ranks(times[part])) for part in ("compute", "data", "reduction", "other")}
     if intervals.ranks == 1:
         del parts["reduction"]  # nothing is reduced
     return Summary(
@@ -115,7 +116,7 @@ def not_first(intervals: Intervals) -> NDArray[np.bool_]:
 
 def own_time(times: dict[str, Floats]) -> Floats:
     """Return what each rank takes for a step by itself, shape (n, ranks): what it waits for others is not in it."""
-    return times["data"] + times["compute"]
+    return times["data"] + times["compute"] + times["other"]
 
 
 def relative_own_time(times: dict[str, Floats]) -> Floats:
@@ -216,7 +217,7 @@ def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Sl
     rank = int(there[own[there].argmax()])
     middle = _lower_median(own[there])
     lost = {}
-    for part in ("data", "compute"):
+    for part in WORDS:
         each = np.nan_to_num(_mean_over_steps(times[part], steps))
         lost[part] = float(each[rank]) - _lower_median(each[there])
     return Slowest(

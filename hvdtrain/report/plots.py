@@ -161,7 +161,7 @@ def _own_times(run: Run) -> Plot | None:
         legend += [(f"{BLUE}40", f"fastest to slowest of {ranks} ranks"), (BLUE, "the median rank")]
         legend.append((RED, f"rank {worst}, the slowest"))
     _from_zero(axis)
-    note = "What a rank takes for a step by itself, data and compute: a slow rank makes the others wait for it."
+    note = "A rank's own time for a step: data, compute, callbacks. A slow rank makes the others wait for it."
     return _plot("Step time by rank", figure, legend, note)
 
 

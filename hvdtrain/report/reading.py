@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hvdtrain.callbacks.run_folder import CONFIG, ENVIRONMENT, METRICS
 from hvdtrain.errors import UsageError
 
-PARTS = ("step", "data", "compute", "reduction")
+PARTS = ("step", "data", "compute", "reduction", "other")
 Floats = NDArray[np.float64]
 
 
@@ -43,7 +43,7 @@ class Intervals(Series):
 
     Attributes:
         start: which start of the run it belongs to, from 0.
-        rank_s: seconds a step by part ("step", "data", "compute", "reduction"); shape (n, ranks). NaN where a rank was
+        rank_s: seconds a step by part, see `PARTS`; shape (n, ranks). NaN where a rank was
             not there.
     """
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from hvdtrain.interval import WORDS
 from hvdtrain.plan.units import format_time, three_digits
 from hvdtrain.report.numbers import Summary
 
 _EVEN = 0.05  # ranks that differ by less are equally fast
 _SLOW = 0.1
-_NAMES = {
-    "compute": "computing",
-    "data": "waiting for data",
-    "reduction": "waiting for reduced gradients, and so for slower ranks",
-}
+_NAMES = {**WORDS, "reduction": "waiting for reduced gradients, and so for slower ranks"}
 
 
 def sentences(summary: Summary) -> list[str]:
@@ -67,6 +64,7 @@ def _step(summary: Summary) -> str:
         "compute": " Most of it is computing.",
         "data": " Most of it is waiting for data: more DataLoader workers or faster storage would help.",
         "reduction": " Most of it is waiting for reduced gradients: for the network, or for a slower rank.",
+        "other": " Most of it lies between steps: callbacks that do less, or less often, would help.",
     }.get(largest if summary.parts_s.get(largest, 0) > step / 2 else "", "")
     parts = ", ".join(shares)
     if not summary.settled:
@@ -83,10 +81,9 @@ def _slowest(summary: Summary) -> str:
     times += f" {format_time(slowest.median_own_s)}"
     if slowest.above_median < _EVEN:
         return f"All ranks are about equally fast: the slowest, {whose}, takes {times}."
-    cause = "waiting for data" if slowest.cause == "data" else "computing"
     others = ", and the others wait for it" if slowest.above_median >= _SLOW else ""
     above = f"{100 * slowest.above_median:.0f} % above the median"
-    return f"The slowest is {whose}, {above}{others}: it takes {times}. It loses its time in {cause}."
+    return f"The slowest is {whose}, {above}{others}: it takes {times}. It loses its time in {_NAMES[slowest.cause]}."
 
 
 def _count(number: int, what: str) -> str:

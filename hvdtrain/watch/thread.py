@@ -160,9 +160,10 @@ class Watch:
         line = f"{endings.who} has waited {waited_s + pause_s:.0f} s in {what} (step {steps.done()})"
         line += f", at {place}" * bool(place)
         alike = [rank for rank, said in others.items() if said.get("what") == what]
-        # One stack for all that wait for the same; of several hosts without a folder in common, on rank 0's.
-        if endings.rank == min(alike, default=endings.rank) and (endings.rank == 0 or 0 in endings.board.all("pid")):
-            line = "\n".join([f"{line}.", *self._missing(endings, what), stack + _ADVICE])
+        # One says it for all of its host that wait for the same. One stack: of several hosts, on rank 0's.
+        if endings.rank == min(alike, default=endings.rank):
+            is_roots_host = endings.rank == 0 or 0 in endings.board.all("pid")
+            line = "\n".join([f"{line}.", *self._missing(endings, what), *([stack + _ADVICE] if is_roots_host else [])])
         say(line)
         endings.stalled_s = pause_s  # others may not have spoken yet
         if wait.kind in ("collective", "graph"):

@@ -21,7 +21,7 @@ def trainer(*, rank=0, steps=100, size=2):
 
 def interval(step, *, steps=10, seconds=1.0, size=2):
     one = np.full(size, seconds / steps)
-    times = RankTimes(one, 0.1 * one, 0.8 * one, np.linspace(0.3, 0.2, size) * one)
+    times = RankTimes(one, 0.1 * one, 0.8 * one, np.linspace(0.3, 0.2, size) * one, 0.1 * one)
     return Interval(1, step, 100 + step, steps, 3200, seconds, times, 0.05, {"loss": 0.5, "accuracy": 0.75})
 
 
@@ -50,8 +50,8 @@ def test_lines_tell_all_that_a_person_asks_for(capsys, clock):
     assert first == ("epoch 2/3  step 20/100  loss 0.5000  accuracy 0.7500  3,200 samples/s  lr 0.05  18 s left")
     assert epoch == "epoch 2/3  loss 0.5000  3,200 samples/s  2.0 s"
     assert summary == (
-        "trained for 3 s: a step 100.0 ms, compute 60 %, data 10 %, reduction 20 % "
-        "(rank 1 on host b, the slowest: 17 % above the median)"
+        "trained for 3 s: a step 100.0 ms, compute 60 %, data 10 %, reduction 20 %, other 10 % "
+        "(rank 1 on host b, the slowest: 14 % above the median)"
     )
 
 

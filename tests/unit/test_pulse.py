@@ -12,20 +12,20 @@ from hvdtrain.world import SoloWorld
 
 
 class TwoRanks(SoloWorld):
-    """Rank 0 of two; the other says what it was told to: asked, then its step, data, train and reduction seconds."""
+    """Rank 0 of two; the other says what it was told to: asked, then seconds in the order of `RankTimes`."""
 
     size = 2
 
     def __init__(self):
         super().__init__()
         self.asked = 0.0
-        self.other = [0.0] * 4
+        self.other = [0.0] * 5
         self.exchanges = 0
 
     def allreduce(self, array, op="sum", *, name="host"):
         assert op == "max"
         self.exchanges += 1
-        return np.maximum(array, [self.asked, *[0.0] * 4, *self.other])
+        return np.maximum(array, [self.asked, *[0.0] * 5, *self.other])
 
 
 @pytest.fixture
@@ -36,8 +36,9 @@ def clock(monkeypatch):
 
 
 def take(beats, clock, seconds, *, asked=False):
-    clock[0] += seconds
-    return beats.beat(asked, train_s=seconds)
+    with beats.training():
+        clock[0] += seconds
+    return beats.beat(asked)
 
 
 def test_exchanges_are_about_a_second_apart(clock):
@@ -72,41 +73,52 @@ def test_one_process_needs_no_exchange_and_stops_at_once(clock):
     assert take(beats, clock, 0.01, asked=True).asked
 
 
-def test_every_rank_learns_where_each_ones_time_went(clock, monkeypatch):
-    """A step of rank 0 takes 0.2 s for data, 0.4 to train, of which it waits 0.1, and 0.1 for callbacks."""
+@pytest.fixture
+def graphs(monkeypatch):
+    """Seconds that graphs have waited, as the only graph tells."""
     seconds = [0.0]
-    monkeypatch.setattr(waited, "total", lambda: seconds[0])
+    monkeypatch.setattr(waited, "_graphs", [lambda: seconds[0]])
+    return seconds
+
+
+def test_every_rank_learns_where_each_ones_time_went(clock, graphs):
+    """A step of rank 0: 0.2 s for data, 0.4 to train, 0.15 of them waits, 0.1 for callbacks, which also wait 0.3."""
     world = TwoRanks()
     beats = pulse.Pulse(world)
     take(beats, clock, 0.1)  # ten steps an exchange from here on
-    world.other = [0.9, 0.5, 0.3, 0.25]
+    world.other = [1.5, 0.5, 0.3, 0.25, 0.7]
 
     def slow():
         for _ in range(10):
             clock[0] += 0.2
             yield "batch"
 
-    clock[0] += 100.0
+    with waited.counted():
+        clock[0] += 100.0
     beats.go_on()  # after a validation of 100 s
     found = None
     for _ in beats.data(slow()):
         assert found is None
-        clock[0] += 0.4
-        seconds[0] += 0.1
+        with beats.training():
+            clock[0] += 0.3
+            graphs[0] += 0.05
+            with waited.counted():
+                clock[0] += 0.1
         clock[0] += 0.1
-        found = beats.beat(False, train_s=0.4)
-    assert (found.steps, found.seconds) == (10, pytest.approx(9.0))  # on the slowest
+        with waited.counted():
+            clock[0] += 0.3
+        found = beats.beat(False)
+    assert (found.steps, found.seconds) == (10, pytest.approx(15.0))  # on the slowest
     times = found.times
-    np.testing.assert_allclose(times.step, [0.7, 0.9])
+    np.testing.assert_allclose(times.step, [1.0, 1.5])
     np.testing.assert_allclose(times.data, [0.2, 0.5])
-    np.testing.assert_allclose(times.compute, [0.3, 0.05])
-    np.testing.assert_allclose(times.reduction, [0.1, 0.25])
-    np.testing.assert_allclose(times.own, [0.5, 0.55])
+    np.testing.assert_allclose(times.compute, [0.25, 0.05])
+    np.testing.assert_allclose(times.reduction, [0.15, 0.25])
+    np.testing.assert_allclose(times.other, [0.1, 0.7])
+    np.testing.assert_allclose(times.own, [0.55, 1.25])
 
 
-def test_waiting_for_the_others_data_is_not_a_ranks_own(clock, monkeypatch):
-    monkeypatch.setattr(waited, "_graphs", [])
-
+def test_waiting_for_the_others_data_is_not_a_ranks_own(clock):
     def in_step():
         for _ in range(3):
             clock[0] += 0.2
@@ -118,21 +130,20 @@ def test_waiting_for_the_others_data_is_not_a_ranks_own(clock, monkeypatch):
 
     beats = pulse.Pulse(SoloWorld())
     for _ in beats.data(in_step()):
-        clock[0] += 0.1
-        found = beats.beat(False, train_s=0.1)
-        assert (found.times.data[0], found.times.reduction[0]) == (pytest.approx(0.2), pytest.approx(0.0))
-    clock[0] += 0.1
-    assert beats.beat(False, train_s=0.1).times.reduction[0] == pytest.approx(0.0)
+        times = take(beats, clock, 0.1).times
+        assert (times.data[0], times.reduction[0], times.other[0]) == pytest.approx((0.2, 0.0, 0.0))
+    assert take(beats, clock, 0.1).times.reduction[0] == pytest.approx(0.0)
 
 
 def test_waits_add_up_and_a_cleared_graph_counts_no_more(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(waited.time, "perf_counter", lambda: float(next(ticks)))
     monkeypatch.setattr(waited, "_graphs", [])
-    before = waited.total()
+    before = waited.outside_graphs()
     with waited.counted():
         pass
-    assert waited.total() - before == 1.0
+    assert waited.outside_graphs() - before == 1.0
+    assert waited.in_graphs() == 0.0
     waited.note_graph(lambda: 0.25)
     waited.note_graph(lambda: 1 / 0)
-    assert waited.total() - before == 1.25
+    assert waited.in_graphs() == 0.25

@@ -40,7 +40,7 @@ def test_a_run_keeps_what_it_was_and_how_it_went(make, tmp_path):
     assert (first["kind"], first["epoch"], first["step"], first["global_step"]) == ("interval", 0, 1, 1)
     assert first["samples_per_s"] > 0
     assert {name: len(each) for name, each in first["rank_s"].items()} == dict.fromkeys(
-        ("step", "data", "compute", "reduction"), 1
+        ("step", "data", "compute", "reduction", "other"), 1
     )
 
 

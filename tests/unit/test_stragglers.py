@@ -14,17 +14,19 @@ from hvdtrain.interval import Interval, RankTimes
 TRAINER = SimpleNamespace(world=SimpleNamespace(size=4, is_root=True), hosts=["a", "a", "b", "b"])
 
 
-def interval(data, compute):
+def interval(data, compute, other=(0.0,) * 4):
     """Four ranks in step: whoever is ready first waits for the last one."""
-    data, compute = np.array(data), np.array(compute)
-    step = np.full(4, (data + compute).max())
-    times = RankTimes(step=step, data=data, train=step - data, reduction=step - data - compute)
+    data, compute, other = np.array(data), np.array(compute), np.array(other)
+    step = np.full(4, (data + compute + other).max())
+    train = step - data - other
+    times = RankTimes(step=step, data=data, train=train, reduction=train - compute, other=other)
     return Interval(0, 1, 1, 1, 1, 1.0, times, 0.1, {})
 
 
 EVEN = interval([0.01] * 4, [0.1] * 4)
 SLOW_DATA = interval([0.01, 0.01, 0.01, 0.2], [0.1] * 4)
 SLOW_COMPUTE = interval([0.01] * 4, [0.1, 0.25, 0.1, 0.1])
+SLOW_CALLBACK = interval([0.01] * 4, [0.1] * 4, [0.09, 0.001, 0.001, 0.001])
 
 
 def run(caplog, *intervals, factor=1.3):
@@ -41,6 +43,12 @@ def run(caplog, *intervals, factor=1.3):
     [
         (SLOW_DATA, 3, "b", "waiting for data takes it 200.0 ms, the median 10.0 ms"),
         (SLOW_COMPUTE, 1, "a", "computing takes it 250.0 ms, the median 100.0 ms"),
+        (
+            SLOW_CALLBACK,
+            0,
+            "a",
+            "what it does between steps takes it 90.0 ms, the median 1.0 ms. Look",
+        ),
     ],
 )
 def test_a_slow_rank_is_named_once_with_its_host_and_the_reason(caplog, slow, rank, host, what):
@@ -64,9 +72,8 @@ def test_a_rank_that_recovers_is_told_of_and_may_be_slow_again(caplog):
 
 def test_little_is_not_worth_a_word(caplog):
     shared = interval([0.0001, 0.0001, 0.0001, 0.0010], [0.0001] * 4)
-    lost = Interval(
-        0, 1, 1, 1, 1, 1.0, RankTimes(np.full(4, 0.1), shared.times.data, np.full(4, 0.09), np.full(4, 0.0899)), 0.1, {}
-    )
+    waits = RankTimes(np.full(4, 0.1), shared.times.data, np.full(4, 0.09), np.full(4, 0.0899), np.zeros(4))
+    lost = Interval(0, 1, 1, 1, 1, 1.0, waits, 0.1, {})
     _, said = run(caplog, *[lost] * 4)
     assert said == []
 

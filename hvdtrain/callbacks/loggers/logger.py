@@ -59,7 +59,7 @@ class Record:
         step: optimizer steps done of the epoch; None of an epoch.
         global_step: in all.
         values: the metrics, and of an interval "samples_per_s", "learning_rate" and "rank_s_max/step", ".../data",
-            ".../compute", ".../reduction": mean seconds of a step, of the rank that takes longest.
+            ".../compute", ".../reduction", ".../other": mean seconds of a step, of the rank that takes longest.
     """
 
     kind: str

@@ -7,16 +7,18 @@ import json
 import pytest
 
 
-def _interval(step, *, data=(0.001,), compute=(0.002,), reduction=None, rate=100.0, **others):
+def _interval(step, *, data=(0.001,), compute=(0.002,), reduction=None, other=None, rate=100.0, **more):
     """Return a line of metrics.jsonl; a step lasts as long as its slowest rank's parts."""
-    slowest = max(mine + own for mine, own in zip(data, compute, strict=True))
-    waits = reduction or [slowest - mine - own for mine, own in zip(data, compute, strict=True)]
-    parts = {"step": [slowest] * len(data), "data": list(data), "compute": list(compute), "reduction": list(waits)}
+    other = other or [0.0] * len(data)
+    alone = [sum(parts) for parts in zip(data, compute, other, strict=True)]
+    waits = reduction or [max(alone) - own for own in alone]
+    parts = {"data": list(data), "compute": list(compute), "reduction": list(waits), "other": list(other)}
+    parts["step"] = [max(alone)] * len(data)
     line = {
         "time": 1e9 + step, "kind": "interval", "epoch": 0, "step": step, "global_step": step,
         "samples_per_s": rate, "learning_rate": 0.1, "metrics": {"loss": 1 / step}, "rank_s": parts,
     }  # fmt: skip
-    return line | others
+    return line | more
 
 
 def _epoch(step, number=0, **metrics):

@@ -33,7 +33,7 @@ def test_a_summary_is_what_one_computes_by_hand(three):
     assert found.samples_per_s == 400.0
     assert found.step_s == pytest.approx(0.20)
     # reduction: 0.09, 0.08 and 0.00
-    assert found.parts_s == pytest.approx({"compute": 0.37 / 3, "data": 0.02, "reduction": 0.17 / 3})
+    assert found.parts_s == pytest.approx({"compute": 0.37 / 3, "data": 0.02, "reduction": 0.17 / 3, "other": 0.0})
     slowest = found.slowest
     assert (slowest.rank, slowest.host, slowest.cause) == (2, "b", "compute")
     assert (slowest.own_s, slowest.median_own_s) == pytest.approx((0.20, 0.12))
@@ -46,8 +46,8 @@ def test_it_is_said_in_plain_words(three):
         "At the end of the last epoch: loss 0.5, val_loss 0.75.",
         "Median throughput: 400 samples/s over all ranks.",
         (
-            "A typical step takes 200 ms: compute 123 ms (62 %), data 20 ms (10 %), reduction 56.7 ms (28 %). "
-            "Most of it is computing."
+            "A typical step takes 200 ms: compute 123 ms (62 %), data 20 ms (10 %), reduction 56.7 ms (28 %), "
+            "other 0 s (0 %). Most of it is computing."
         ),
         (
             "The slowest is rank 2 on host b, 67 % above the median, and the others wait for it: it takes on average "
@@ -60,6 +60,13 @@ def test_a_rank_that_waits_for_data_is_told_from_one_that_computes(made, interva
     run = read_run(made([interval(s, data=(0.01, 0.31), compute=(0.1, 0.11)) for s in (1, 2)]))
     assert summarize(run).slowest.cause == "data"
     assert sentences(summarize(run))[-1].endswith("It loses its time in waiting for data.")
+
+
+def test_a_rank_that_is_slow_between_steps_is_told_from_one_that_computes(made, interval):
+    lines = [interval(s, data=(0.01, 0.01), compute=(0.1, 0.11), other=(0.3, 0.0)) for s in (1, 2)]
+    slowest = summarize(read_run(made(lines))).slowest
+    assert (slowest.rank, slowest.cause, slowest.own_s) == (0, "other", pytest.approx(0.41))
+    assert sentences(summarize(read_run(made(lines, name="again"))))[-1].endswith("in what it does between steps.")
 
 
 def test_a_rank_that_was_slow_for_a_while_is_blamed_for_what_the_others_waited(made, interval):
@@ -93,7 +100,7 @@ def test_even_ranks_are_not_blamed(made, interval):
 def test_one_rank_has_no_slowest_and_no_reduction(made, interval):
     found = summarize(read_run(made([interval(1), interval(2)])))
     assert found.slowest is None
-    assert found.parts_s.keys() == {"compute", "data"}
+    assert found.parts_s.keys() == {"compute", "data", "other"}
 
 
 def test_a_run_without_an_epoch_has_the_metrics_of_its_last_interval(made, interval):
@@ -125,7 +132,7 @@ def test_each_starts_first_interval_is_left_out(made, interval):
 
 def test_own_time_is_against_the_lower_median_of_the_ranks_that_are_there():
     data = np.array([[1.0, 3.0], [2.0, np.nan], [np.nan, np.nan]])
-    found = relative_own_time({"data": data, "compute": data})
+    found = relative_own_time({"data": data, "compute": data, "other": data})
     np.testing.assert_array_equal(found, [[1.0, 3.0], [1.0, np.nan], [np.nan, np.nan]])
 
 
