@@ -204,6 +204,17 @@ def test_several_ranks_of_several_hosts_know_their_places_and_hold_the_same_bits
     assert len({bits for _, bits in lines}) == 1
 
 
+def test_a_stopped_rank_is_named_on_whatever_host_it_is(start: Callable[..., Run]) -> None:
+    run = start(TRAIN, "-H hosta:1,hostb:2 --mpi --max-restarts 0", ranks=3, HVDTRAIN_STALL_S="4")
+    run.wait_for(lambda: run.step() >= 4)
+    for pid in run.network.processes("hostb", having={RANK["mpi"]: "2"}):
+        psutil.Process(pid).suspend()
+    assert run.status() == 76, run.output()  # a rank waited too long
+    assert re.search(r"rank 1 \(host hostb\) has waited .*\.$", run.output(), re.MULTILINE), run.output()
+    assert re.search(r"rank 2 is missing: its process \(pid \d+\) is stopped", run.output()), run.output()
+    assert run.output().count("Stack of the main thread") == 1
+
+
 def test_a_host_whose_network_goes_is_named_and_the_job_goes_on_when_it_is_back(start: Callable[..., Run]) -> None:
     quick = {f"OMPI_MCA_oob_tcp_keepalive_{name}": "1" for name in ("time", "intvl", "probes")}
     run = start(LIGHT, "-H hosta:1,hostb:1 --launcher mpirun", **quick)
