@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import launcher, watch
+from hvdtrain import bridges, launcher, watch
 
 log = logging.getLogger("hvdtrain")
 
@@ -115,6 +115,8 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         wanted |= {PIECES: str(512 * 2**10), "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
         if not host.has_gpu() and _has_room_for(launcher.detect()):
             wanted |= _NO_NETWORKS
+    elif launcher.detect() is not None:
+        wanted |= bridges.settings(os.environ)
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
         # Small gradients travel in buckets of ours, and large ones gain nothing by being copied. What Horovod fuses
         # hangs on time, and on three ranks or more so does the order in which MPI and Gloo add, and the last bit of

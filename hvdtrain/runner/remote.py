@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import ipaddress
 import itertools
 import re
 import shlex
-import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hvdtrain.runner import arguments, loopback
 from hvdtrain.runner.family import RUN_DIR
@@ -28,9 +23,6 @@ _SSH_LIMIT_S = 10
 _MAPPING = {"map-by", "rank-by", "rf", "rankfile", "ppr", "npersocket", "npernode", "pernode", "bynode", "N"}
 # Seconds of silence, between two questions, and how many go unanswered. Open MPI's own are 300, 20 and 9.
 _KEEPALIVE = {"time": "10", "intvl": "5", "probes": "4"}
-# What Open MPI leaves out by itself; Docker's and libvirt's bridges, which hosts may have that this one is none of.
-_NEVER = ("127.0.0.1/8", "sppp")
-_BRIDGES = (ipaddress.IPv4Network("172.17.0.0/16"), ipaddress.IPv4Network("192.168.122.0/24"))
 
 
 @dataclass(frozen=True)
@@ -93,38 +85,6 @@ def exports(passed: Sequence[str], environment: Mapping[str, str]) -> list[str]:
 def keepalive() -> dict[str, str]:
     """Return settings with which mpirun ends a job half a minute after a host's network has gone, not ten minutes."""
     return {f"OMPI_MCA_oob_tcp_keepalive_{name}": value for name, value in _KEEPALIVE.items()}
-
-
-def without_bridges(hosts: Iterable[str], passed: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return settings with which ranks under mpirun leave bridges of this host alone, such as Docker's.
-
-    Every host has one with the same address, and Open MPI takes it for a way to the others, for which ranks then wait.
-    Its daemons try one address after the other. horovodrun tries by itself which interfaces lead to other hosts.
-
-    Args:
-        hosts: of the job. A network that one of them is in is kept.
-        passed: the options of mpirun.
-        environment: its environment.
-    """
-    if any("btl_tcp_if_" in word for word in (*passed, *environment)):
-        return {}
-    addresses = []
-    for host in hosts:
-        with contextlib.suppress(OSError):
-            addresses.append(ipaddress.ip_address(socket.gethostbyname(host)))
-    bridges = {net for net in (*_BRIDGES, *_own_bridges()) if not any(address in net for address in addresses)}
-    return {"OMPI_MCA_btl_tcp_if_exclude": ",".join([*_NEVER, *sorted(str(net) for net in bridges)])}
-
-
-def _own_bridges() -> list[ipaddress.IPv4Network]:
-    psutil = importlib.import_module("psutil")
-    return [
-        ipaddress.IPv4Network(f"{address.address}/{address.netmask}", strict=False)
-        for name, addresses in psutil.net_if_addrs().items()
-        if Path("/sys/class/net", name, "bridge").exists()
-        for address in addresses
-        if address.family == socket.AF_INET
-    ]
 
 
 def fills_in_order(passed: Sequence[str]) -> bool:

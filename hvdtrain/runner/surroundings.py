@@ -72,8 +72,6 @@ def environment(
             found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
     if not loopback.is_here(slots):
         found = {**remote.keepalive(), **found}
-        if launcher == arguments.MPIRUN:
-            found |= remote.without_bridges(slots, passed, found)
     elif not elastic:
         found |= loopback.settings(run_dir, launcher, passed, found)
     return found

@@ -57,7 +57,7 @@ if world.is_root:
 
 # What the ranks are to each other, what they add up to, and whether they hold the same bits after training.
 SEVERAL = """
-import hashlib, socket, torch, hvdtrain, hvdtrain.torch as hvd
+import hashlib, socket, sys, torch, hvdtrain, hvdtrain.torch as hvd
 
 world = hvdtrain.init()
 x = torch.rand(256, 4, generator=torch.Generator().manual_seed(0))
@@ -70,7 +70,7 @@ hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.MSELoss()).fit(
 bits = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
 total = hvd.allreduce(torch.full((100_000,), 2.0**world.rank), op=hvd.Sum, name="total").unique().tolist()
 place = f"local {hvd.local_rank()}/{hvd.local_size()} cross {hvd.cross_rank()}/{hvd.cross_size()}"
-print(f"rank {world.rank}/{world.size} {place} on {socket.gethostname()}, total {total}, bits {bits}")
+sys.stdout.write(f"rank {world.rank}/{world.size} {place} on {socket.gethostname()}, total {total}, bits {bits}\\n")
 """
 
 # No framework: what starts ranks and ends them is the same.
@@ -202,6 +202,18 @@ def test_several_ranks_of_several_hosts_know_their_places_and_hold_the_same_bits
         "3/4 local 0/1 cross 2/3 on hostc, total [15.0]",
     ], run.output()
     assert len({bits for _, bits in lines}) == 1
+
+
+def test_mpirun_by_hand_keeps_off_bridges_that_every_host_has(network: hosts.Hosts) -> None:
+    folder = network.folder / "by-hand"
+    folder.mkdir()
+    (folder / "train.py").write_text(SEVERAL)
+    line = "mpirun --allow-run-as-root -np 2 -H hosta:1,hostb:1 --bind-to none -x PATH python train.py"
+    done = network.run("hosta", *line.split(), cwd=folder)
+    assert sorted(re.findall(r"rank (./2) .* on (\w+), total (\S+),", done.stdout)) == [
+        ("0/2", "hosta", "[3.0]"),
+        ("1/2", "hostb", "[3.0]"),
+    ], done.stdout
 
 
 def test_a_stopped_rank_is_named_on_whatever_host_it_is(start: Callable[..., Run]) -> None:

@@ -61,13 +61,3 @@ def test_ranks_fill_one_host_after_the_other() -> None:
 )
 def test_mpirun_may_be_told_to_fill_them_otherwise(options: str, expected: bool) -> None:
     assert remote.fills_in_order(options.split()) == expected
-
-
-def test_mpirun_leaves_bridges_alone_that_lead_to_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_own_bridges", lambda: [remote.ipaddress.IPv4Network("10.9.0.0/24")])
-    none = remote.without_bridges(["198.51.100.1"], [], {})
-    assert none == {"OMPI_MCA_btl_tcp_if_exclude": "127.0.0.1/8,sppp,10.9.0.0/24,172.17.0.0/16,192.168.122.0/24"}
-    used = remote.without_bridges(["10.9.0.7", "172.17.0.2"], [], {})
-    assert used == {"OMPI_MCA_btl_tcp_if_exclude": "127.0.0.1/8,sppp,192.168.122.0/24"}
-    assert remote.without_bridges([], ["--mca", "btl_tcp_if_include", "eth0"], {}) == {}
-    assert remote.without_bridges([], [], {"OMPI_MCA_btl_tcp_if_exclude": "lo"}) == {}
