@@ -32,6 +32,7 @@ _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 _NETWORK = "10.77.0."
 _NETWORKS_BITS = 24
 _READY = "ready\n"
+_GROUPS = "/sys/fs/cgroup"
 _HIDDEN = ("/tmp", "/dev/shm", "/run")
 _BIND, _RECURSIVE = 0x1000, 0x4000
 
@@ -214,9 +215,11 @@ def first_process(name: str, address: str, files: Path, shared: Sequence[str]) -
     socket.sethostname(name)
     # Opened before /tmp is hidden, shown in its place again afterwards.
     kept = {path: os.open(path, os.O_PATH) for path in (*shared, str(files))}
+    groups = os.open(_GROUPS, os.O_PATH)
     for where in _HIDDEN:
         _mount(None, where, "tmpfs")
     _mount(None, "/sys", "sysfs")  # which shows the network of whoever mounts it
+    _mount(f"/proc/self/fd/{groups}", _GROUPS)
     for path_, number in kept.items():
         if path_.startswith(tuple(f"{where}/" for where in _HIDDEN)):
             os.makedirs(path_, exist_ok=True)
