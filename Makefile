@@ -58,9 +58,10 @@ ranks: $(STAMP) ## Tests under horovodrun
 e2e: $(STAMP) ## Commands as a person types them
 	python -m pytest tests/e2e
 
-engines: $(STAMP) ## Ray, Spark (both installed here), Slurm, mpirun, several hosts: what this machine lacks is skipped
+engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, several hosts: what this machine lacks is skipped
 	python -c "import ray, pyspark, pyarrow" 2>/dev/null || $(PIP) -e ".[ray,spark]"
-	python -m pytest tests/engines
+	-python -c "import mlflow, wandb" 2>/dev/null || $(PIP) -e ".[loggers]"
+	python -m pytest tests/engines tests/unit/loggers
 
 faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULTS_SEED=0)
 	HVDTRAIN_FAULTS=long python -m pytest tests/faults
