@@ -217,7 +217,7 @@ def test_mpirun_by_hand_keeps_off_bridges_that_every_host_has(network: hosts.Hos
 
 
 def test_a_stopped_rank_is_named_on_whatever_host_it_is(start: Callable[..., Run]) -> None:
-    run = start(TRAIN, "-H hosta:1,hostb:2 --mpi --max-restarts 0", ranks=3, HVDTRAIN_STALL_S="4")
+    run = start(TRAIN, "-H hosta:1,hostb:2 --mpi --max-restarts 0", ranks=3, HVDTRAIN_STALL_S="8")
     run.wait_for(lambda: run.step() >= 4)
     for pid in run.network.processes("hostb", having={RANK["mpi"]: "2"}):
         psutil.Process(pid).suspend()
