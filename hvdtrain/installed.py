@@ -62,7 +62,7 @@ def built_for() -> dict[str, str]:
     return {name: str(found[key]) for name, key in _METADATA_KEYS.items() if key in found}
 
 
-def lacks_changes() -> bool:
+def has_other_changes() -> bool:
     """Return whether another version of hvdtrain built the installed Horovod, with other changes than this one."""
     from hvdtrain.horovod_build import edits
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+PARTS = ("compute", "data", "reduction", "other")  # of a step
 # What makes up a rank's own time, as sentences name it.
 WORDS = {"compute": "computing", "data": "waiting for data", "other": "what it does between steps"}
 
@@ -21,8 +22,8 @@ class RankTimes:
         train: forward, backward, reduction, update.
         reduction: in that, waiting for reduced gradients, and so for slower ranks too. 0 on one rank. On a GPU, whose
             work goes on behind Python's, it holds the wait for this rank's own backward pass as well.
-        other: neither data nor train: callbacks, and what else a rank does between two steps, but for waiting for other
-            ranks there.
+        other: neither data nor train: callbacks of steps and intervals, and what else a rank does between two steps,
+            but for waiting for other ranks there in collectives of `trainer.world`.
     """
 
     step: NDArray[np.float64]

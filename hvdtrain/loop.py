@@ -221,7 +221,6 @@ class Loop:
                         kept.meet_anew_unless(asked, self)
                     self.leave()
                 self._tell(beat)
-                pulse.go_on()
 
     def _tell(self, beat: Beat) -> None:
         """Let callbacks know how the steps since the last beat went."""

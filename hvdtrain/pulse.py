@@ -98,6 +98,7 @@ class Pulse:
         found = Beat(asked_anywhere, self._steps, slowest_s * self._steps, times)
         self._left = int(np.clip(self._interval_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
         self._start_over()
+        self.go_on()
         return found
 
     def _mine(self) -> NDArray[np.float64]:

@@ -6,6 +6,7 @@ separate state, so the first framework that asks decides, and a second one is re
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -312,15 +313,21 @@ def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **
             f"{found} started this process, but Horovod sees {size} rank(s): each copy would train alone. Launch with "
             "`horovodrun -np N python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
         )
-    if module.rank() == 0 and installed.lacks_changes():
-        log.warning(
-            "Another version of hvdtrain built the installed Horovod, without what this version mends in it. Run "
-            "`hvdtrain build` in this environment."
-        )
+    if module.rank() == 0:
+        _warn_of_other_changes()
     watch.joined(module)
     forks.prepare()
     tuning.settle(decided, module, host)
     return module
+
+
+@functools.cache  # once a process: an elastic job starts anew in each round
+def _warn_of_other_changes() -> None:
+    if installed.has_other_changes():
+        log.warning(
+            "Another version of hvdtrain built the installed Horovod, with other changes to it than this one makes. "
+            "Run `hvdtrain build` in this environment."
+        )
 
 
 def init(framework: str | None = None, *, seed: int | None = None) -> World:

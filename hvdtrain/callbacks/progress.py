@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain import launcher
 from hvdtrain.callbacks.base import Callback, Logs
-from hvdtrain.interval import Interval, RankTimes, lower_median
+from hvdtrain.interval import PARTS, Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
     from hvdtrain.callbacks.live import Display
@@ -169,10 +169,8 @@ class _Sum:
         times = RankTimes(*(self._rows / self.steps))
         slowest, size = int(times.own.argmax()), trainer.world.size
         step = float(times.step[slowest])
-        parts = {"compute": times.compute, "data": times.data, "reduction": times.reduction, "other": times.other}
-        if size == 1:
-            del parts["reduction"]
-        shares = ", ".join(f"{name} {100 * part[slowest] / step:.0f} %" for name, part in parts.items())
+        parts = [part for part in PARTS if size > 1 or part != "reduction"]
+        shares = ", ".join(f"{part} {100 * getattr(times, part)[slowest] / step:.0f} %" for part in parts)
         line = f"trained for {_clock(seconds)}: a step {1000 * step:,.1f} ms, {shares}"
         if size > 1:
             above = times.own[slowest] / max(lower_median(times.own), 1e-9) - 1

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.callbacks.base import Logs
-from hvdtrain.interval import Interval
+from hvdtrain.interval import PARTS, Interval
 
 if TYPE_CHECKING:
     from hvdtrain.trainer import Trainer
@@ -48,7 +48,7 @@ class Records:
             return []
         self._kept = time.monotonic()
         times = interval.times
-        parts = {part: getattr(times, part) for part in ("step", "data", "compute", "reduction", "other")}
+        parts = {part: getattr(times, part) for part in ("step", *PARTS)}
         return [{
             "time": time.time(), "kind": "interval", "epoch": interval.epoch, "step": interval.step,
             "global_step": interval.global_step, "samples_per_s": interval.samples_per_s,

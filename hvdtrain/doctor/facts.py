@@ -27,7 +27,7 @@ class Facts:
         horovod_for: framework versions that the installed Horovod was built for.
         horovod_planes: what Horovod's libraries were linked with: "gloo", "mpi", "nccl".
         horovod_by_hvdtrain: True if `hvdtrain build` made this Horovod.
-        horovod_lacks_changes: True if that was another version of it, which changed Horovod otherwise.
+        horovod_has_other_changes: True if that was another version of it, which changed Horovod otherwise.
         mpi: first line of `mpirun --version`, "" without an mpirun.
         gpus: one line a GPU: name and memory.
         gpu_driver: NVIDIA driver version, "" without one.
@@ -44,7 +44,7 @@ class Facts:
     horovod_for: dict[str, str] = field(default_factory=dict)
     horovod_planes: tuple[str, ...] = ()
     horovod_by_hvdtrain: bool = True
-    horovod_lacks_changes: bool = False
+    horovod_has_other_changes: bool = False
     mpi: str = ""
     gpus: tuple[str, ...] = ()
     gpu_driver: str = ""
@@ -88,7 +88,7 @@ def gather() -> Facts:
         horovod_for=installed.built_for(),
         horovod_planes=_horovod_planes(),
         horovod_by_hvdtrain=bool(installed.record()),
-        horovod_lacks_changes=installed.lacks_changes(),
+        horovod_has_other_changes=installed.has_other_changes(),
         mpi=_first_line(find.output_of(["mpirun", "--version"])),
         gpus=gpus,
         gpu_driver=driver,

@@ -97,9 +97,9 @@ def _built_elsewhere(facts: Facts) -> str:
     return "this Horovod was not made by hvdtrain build: nothing says that it was proven on these frameworks"
 
 
-def _lacks_changes(facts: Facts) -> str:
-    text = "another version of hvdtrain built this Horovod, without what this version mends in it"
-    return text if facts.horovod_lacks_changes else ""
+def _has_other_changes(facts: Facts) -> str:
+    text = "another version of hvdtrain built this Horovod, with other changes to it than this one makes"
+    return text if facts.horovod_has_other_changes else ""
 
 
 def _untested(facts: Facts) -> str:
@@ -168,7 +168,7 @@ RULES: tuple[Rule, ...] = (
     Rule("keras-torch-ddp", "warning", _keras_ddp, "unset MASTER_ADDR WORLD_SIZE"),
     Rule("idle-gpus", "warning", _idle_gpus, "hvdtrain build"),
     Rule("horovod-from-elsewhere", "warning", _built_elsewhere, "hvdtrain build"),
-    Rule("horovod-by-other-hvdtrain", "warning", _lacks_changes, "hvdtrain build"),
+    Rule("horovod-by-other-hvdtrain", "warning", _has_other_changes, "hvdtrain build"),
     Rule("untested-versions", "warning", _untested, "pip install 'hvdtrain[torch,tensorflow]'"),
     Rule("little-shared-memory", "warning", _little_shared_memory, "docker run --shm-size=1g ..."),
     Rule("narrow-affinity", "warning", _narrow_affinity, "taskset -c 0-1 ..."),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from hvdtrain.horovod_build.edit import Edit
@@ -41,5 +40,5 @@ def apply(source: Path, edits: Iterable[Edit] = EDITS) -> None:
 
 
 def fingerprint(edits: Iterable[Edit] = EDITS) -> str:
-    """Return a sha256 over all edits: a wheel built with other edits is another wheel."""
-    return hashlib.sha256(json.dumps([asdict(e) for e in edits]).encode()).hexdigest()
+    """Return a sha256 over what edits do: a wheel built with other edits is another wheel."""
+    return hashlib.sha256(json.dumps([(e.path, e.old, e.new, e.count) for e in edits]).encode()).hexdigest()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.interval import WORDS
-from hvdtrain.report.reading import PARTS, Floats, Intervals, Run
+from hvdtrain.interval import PARTS, WORDS
+from hvdtrain.report.reading import KEPT, Floats, Intervals, Run
 
 # What History keeps besides metrics.
 SPEEDS = ("samples_per_s", "seconds")
@@ -77,12 +77,12 @@ class Summary:
 def summarize(run: Run) -> Summary:
     """Return a run's numbers; a start's first interval, whose step compiles and connects, counts only in need."""
     intervals, settled = run.intervals, settled_intervals(run.intervals)
-    times = {part: intervals.rank_s[part][settled] for part in PARTS}
+    times = {part: intervals.rank_s[part][settled] for part in KEPT}
     is_settled = bool(not_first(intervals).any())
     hosts = run.environment.get("hosts")
     known = [str(host) for host in hosts] if isinstance(hosts, list) else []
     ends = [each.step[-1] for each in (intervals, run.epochs) if len(each.step)]
-    parts = {part: _median(mean_over_ranks(times[part])) for part in ("compute", "data", "reduction", "other")}
+    parts = {part: _median(mean_over_ranks(times[part])) for part in PARTS}
     if intervals.ranks == 1:
         del parts["reduction"]  # nothing is reduced
     return Summary(

@@ -28,7 +28,7 @@ except ImportError as missing:
 # Okabe and Ito's colours, which colour-blind people tell apart, without those too pale for lines on white.
 BLUE, RED, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#00795A", "#A8467E", "#C98600", "#707070"
 RUN_COLOURS = (BLUE, RED)
-_PARTS = (("compute", BLUE), ("data", "#E69F00"), ("reduction", "#CC79A7"), ("other", "#C4C4C4"))
+_PARTS = (("compute", BLUE), ("data", "#E69F00"), ("reduction", "#CC79A7"), ("other", "#009E73"))
 _RANK_COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, "#56B4E9", "#000000", GREY)
 _UNDER = 3.6  # the first of two runs: where both are equal it is seen on both sides of the other
 MOST_POINTS = 400  # a plot is about as many pixels wide
@@ -170,15 +170,16 @@ def _split(run: Run, floor_s: float | None) -> Plot | None:
     x = thin(run.intervals.step, MOST_POINTS)
     if not np.isfinite(times["step"]).any():
         return None
-    known = np.nan_to_num(np.stack([times[part] for part in ("compute", "data", "reduction")]))
+    known = np.nan_to_num(np.stack([times[part] for part, _ in _PARTS]))
     rest = np.maximum(np.nan_to_num(times["step"]) - known.sum(axis=0), 0)
-    rows = np.concatenate([known, rest[np.newaxis]])
+    rows, parts = np.concatenate([known, rest[np.newaxis]]), (*_PARTS, ("waiting elsewhere", "#C4C4C4"))
     if len(x) == 1:  # an area of one point has no width
         x, rows = np.array([0.0, x[0]]), rows.repeat(2, axis=1)
     figure, axis = _axes("ms")
-    axis.stackplot(x, rows, colors=[colour for _, colour in _PARTS], linewidth=0)
-    legend = [(colour, name) for name, colour in _PARTS]
+    axis.stackplot(x, rows, colors=[colour for _, colour in parts], linewidth=0)
+    legend = [(colour, name) for name, colour in parts]
     note = "Mean of the ranks. Reduction: waiting for reduced gradients, and so for slower ranks too."
+    note += " Other: what lies between steps, as callbacks do."
     if floor_s is not None:
         axis.axhline(1e3 * floor_s, color="#000000", linestyle="--", linewidth=1.2)
         legend.append(("#000000", "allreduce floor (dashed)"))

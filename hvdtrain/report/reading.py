@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from hvdtrain.callbacks.run_folder import CONFIG, ENVIRONMENT, METRICS
 from hvdtrain.errors import UsageError
+from hvdtrain.interval import PARTS
 
-PARTS = ("step", "data", "compute", "reduction", "other")
+KEPT = ("step", *PARTS)
 Floats = NDArray[np.float64]
 
 
@@ -43,8 +44,7 @@ class Intervals(Series):
 
     Attributes:
         start: which start of the run it belongs to, from 0.
-        rank_s: seconds a step by part, see `PARTS`; shape (n, ranks). NaN where a rank was
-            not there.
+        rank_s: seconds a step by part, see `KEPT`; shape (n, ranks). NaN where a rank was not there.
     """
 
     samples_per_s: Floats
@@ -230,9 +230,11 @@ def _seconds(kept: Iterable[tuple[int, dict[str, Any]]]) -> float | None:
 
 def _rank_s(value: Any) -> NDArray[np.float32]:
     """Return an array of shape (parts, ranks); no ranks where times are missing or of unequal numbers of ranks."""
-    rows: list[Any] = [value.get(part) for part in PARTS] if isinstance(value, dict) else []
+    if isinstance(value, dict) and "other" not in value and isinstance(value.get("step"), list):
+        value = {**value, "other": [0.0] * len(value["step"])}  # of a run from before this was told apart
+    rows: list[Any] = [value.get(part) for part in KEPT] if isinstance(value, dict) else []
     if not rows or not all(isinstance(row, list) and len(row) == len(rows[0]) for row in rows):
-        return np.empty((len(PARTS), 0), np.float32)
+        return np.empty((len(KEPT), 0), np.float32)
     return np.array([[number(each) for each in row] for row in rows], np.float32)
 
 
@@ -265,7 +267,7 @@ def _metrics(lines: Sequence[dict[str, Any]]) -> dict[str, Floats]:
 def _intervals(numbered: Sequence[tuple[int, dict[str, Any]]]) -> Intervals:
     lines = [line for _, line in numbered]
     ranks = max((line["rank_s"].shape[1] for line in lines), default=0)
-    times = np.full((len(PARTS), len(lines), ranks), np.nan)
+    times = np.full((len(KEPT), len(lines), ranks), np.nan)
     for index, line in enumerate(lines):
         times[:, index, : line["rank_s"].shape[1]] = line["rank_s"]
     return Intervals(
@@ -274,5 +276,5 @@ def _intervals(numbered: Sequence[tuple[int, dict[str, Any]]]) -> Intervals:
         samples_per_s=_column(lines, "samples_per_s"),
         learning_rate=_column(lines, "learning_rate"),
         start=np.array([start for start, _ in numbered], np.int64),
-        rank_s=dict(zip(PARTS, times, strict=True)),
+        rank_s=dict(zip(KEPT, times, strict=True)),
     )

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 # the time, "Sat Nov 21 20:05:27 2026", where it was asked for.
 _TIME = re.compile(rb"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}")
 _TAG = rb"\[(?:\d+,)?\d+\]<(?:stdout|stderr)>:?"
-_MARK = re.compile(rb"((?:" + _TIME.pattern + rb")?" + _TAG + rb")")
+_MARK, _TIMED_MARK = re.compile(rb"(" + _TAG + rb")"), re.compile(rb"(" + _TIME.pattern + _TAG + rb")")
+_ITS_MARK = re.compile(rb"^(?:" + _TIME.pattern + rb")?" + _TAG)
 _RANK = re.compile(rb"(\d+)\]<")
 _TAIL_LINES = 15
 
@@ -23,12 +24,13 @@ class _Pieces:
     def __init__(self) -> None:
         self.begun: dict[bytes, bytes] = {}
         self.raw = b""
+        self._mark: re.Pattern[bytes] | None = None  # which of the two, once one was seen
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Return the lines that `data` completes."""
         *whole, self.raw = (self.raw + data).split(b"\n")
         for raw in whole:
-            before, *marked = _MARK.split(raw)
+            before, *marked = self._split(raw)
             if before or not marked:
                 yield b"", before
             if marked:
@@ -39,6 +41,12 @@ class _Pieces:
         yield from self.feed(b"\n") if self.raw else ()
         begun, self.begun = self.begun, {}
         yield from begun.items()
+
+    def _split(self, raw: bytes) -> list[bytes]:
+        if self._mark is None and (first := _MARK.search(raw)):
+            timed = _TIMED_MARK.search(raw)  # a rank may print a time too, but behind a mark
+            self._mark = _TIMED_MARK if timed and timed.start() < first.start() else _MARK
+        return self._mark.split(raw) if self._mark else [raw]
 
     def _join(self, marked: list[bytes]) -> bytes:
         """Keep pieces for their ranks; return the line of the last one, which is complete."""
@@ -117,7 +125,7 @@ class Whole:
 
 def without_mark(line: bytes) -> str:
     """Return what a rank wrote of a line that `Whole` gave."""
-    return _MARK.sub(b"", line, count=1).decode(errors="replace")
+    return _ITS_MARK.sub(b"", line).decode(errors="replace")
 
 
 def _seen(text: bytes) -> bytes:

@@ -208,7 +208,7 @@ answer(world.rank, heard=[text for text in heard if "Another version" in text])
 
 
 @pytest.mark.parametrize("old", [0, 1])
-def test_a_horovod_that_another_hvdtrain_built_is_told_of_once(old: int, tmp_path: Path) -> None:
+def test_a_horovod_that_another_hvdtrain_built_is_told_of_by_rank_0(old: int, tmp_path: Path) -> None:
     first, second = run(OLD, tmp_path, OLD=str(old))
     assert len(first["heard"]) == old
     assert second["heard"] == []

@@ -59,7 +59,7 @@ SICK = {
     "keras-torch-ddp": ({"keras_backend": "torch", "torch_distributed": True}, "unset"),
     "idle-gpus": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"torch": "13.0"}}, "hvdtrain build"),
     "horovod-from-elsewhere": ({"horovod_by_hvdtrain": False}, "hvdtrain build"),
-    "horovod-by-other-hvdtrain": ({"horovod_lacks_changes": True}, "hvdtrain build"),
+    "horovod-by-other-hvdtrain": ({"horovod_has_other_changes": True}, "hvdtrain build"),
     "untested-versions": (
         {"versions": {"torch": "9.0"}, "horovod_for": {"torch": "9.0", "tensorflow": "2.21.0"}},
         "pip install",

@@ -50,15 +50,15 @@ def test_what_hvdtrain_build_says_of_horovod_is_read_from_horovods_metadata(said
 def test_damaged_metadata_says_nothing(said: Path, text: str) -> None:
     said.write_text(text)
     assert installed.record() == installed.built_for() == {}
-    assert not installed.lacks_changes()
+    assert not installed.has_other_changes()
 
 
-def test_a_horovod_that_another_hvdtrain_built_lacks_changes(said: Path) -> None:
+def test_a_horovod_that_another_hvdtrain_built_has_other_changes(said: Path) -> None:
     said.write_text('{"pytorch": "2.13.0"}')
-    assert not installed.lacks_changes(), "nobody knows what its builder changed"
+    assert not installed.has_other_changes(), "nobody knows what its builder changed"
     said.write_text('{"hvdtrain": {"key": "k"}}')
-    assert installed.lacks_changes()
+    assert installed.has_other_changes()
     said.write_text('{"hvdtrain": {"edits": "others"}}')
-    assert installed.lacks_changes()
+    assert installed.has_other_changes()
     said.write_text(f'{{"hvdtrain": {build.record(Found((), "c++", None, None, None, (), ()), "k")}}}')
-    assert not installed.lacks_changes()
+    assert not installed.has_other_changes()

@@ -216,3 +216,12 @@ def test_jax_is_known_by_its_name_though_horovod_imports_torch(monkeypatch):
     for framework, expected in (("jax", True), ("torch", False)):
         with pytest.raises(Asked, match=str(expected)):
             world.init(framework)
+
+
+def test_a_horovod_that_another_hvdtrain_built_is_told_of_once_a_process(monkeypatch, caplog):
+    world._warn_of_other_changes.cache_clear()
+    monkeypatch.setattr(installed, "has_other_changes", lambda: True)
+    for _ in range(3):  # the rounds of an elastic job
+        world._warn_of_other_changes()
+    assert len(caplog.records) == 1
+    world._warn_of_other_changes.cache_clear()

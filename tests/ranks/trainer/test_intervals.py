@@ -108,6 +108,8 @@ def test_a_slow_rank_is_found_by_all_and_for_the_right_reason(kit, world, monkey
     assert f"{what} takes it" in named[late]
     said = [[rank, text] for rank, text in named.items()]
     assert world.allgather_object(said) == [said] * world.size
-    # The others spend that time in the reduction; what a callback takes, in this test's exchange after each step.
-    waits = np.median([each.times.reduction[0] for each in listen.heard[2:]])
-    assert (waits > NAP_S / 2) == (not what.endswith("steps"))
+    # The others spend that time in the reduction, which is how it is found; in this test, what a callback takes, in the
+    # exchange that follows each step.
+    times = [each.times for each in listen.heard[2:]]
+    seen = [each.other[late] if what.endswith("steps") else each.reduction[0] for each in times]
+    assert np.median(seen) > NAP_S / 2

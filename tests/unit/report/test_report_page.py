@@ -213,5 +213,5 @@ def test_the_floor_is_drawn_only_where_it_is_known(made, interval):
     for floor_s in (None, 0.01):
         _, plots = shown(folder, floor_s=floor_s)
         names = [name for plot in plots if plot.title == "Where a step's time goes" for _, name in plot.legend]
-        assert len(names) == 4 + (floor_s is not None)
+        assert len(names) == 5 + (floor_s is not None)
         assert ("allreduce floor (dashed)" in names) == (floor_s is not None)

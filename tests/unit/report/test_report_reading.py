@@ -44,6 +44,14 @@ def test_a_start_that_repeats_its_only_line_is_a_new_start(made, interval):
     assert (run.starts, run.intervals.samples_per_s.tolist()) == (2, [2])
 
 
+def test_times_of_a_run_that_did_not_tell_other_apart_are_read(made, interval):
+    lines = [interval(1, data=(0.1, 0.2), compute=(1.0, 1.0)), interval(2, data=(0.1, 0.2), compute=(1.0, 1.0))]
+    del lines[0]["rank_s"]["other"]
+    found = read_run(made(lines)).intervals.rank_s
+    np.testing.assert_allclose(found["data"], [[0.1, 0.2]] * 2)
+    np.testing.assert_array_equal(found["other"], 0.0)
+
+
 def test_nulls_missing_metrics_and_ranks_that_come_later_are_nan(made, interval):
     lines = [
         interval(1, metrics={"loss": None, "accuracy": 0.5}),

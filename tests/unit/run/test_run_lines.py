@@ -68,6 +68,14 @@ def test_a_time_before_the_mark_is_no_line_of_its_own(tag: str) -> None:
     assert lines.begun() == 5.0
 
 
+def test_a_time_that_a_rank_prints_is_its_own() -> None:
+    time = b"Sat Nov 21 20:05:27 2026"
+    mixed = b"[1,0]<stdout>:" + time + b"[1,1]<stdout>:x\n[1,0]<stdout>:!\n"
+    assert whole(mixed) == [b"[1,1]<stdout>:x", b"[1,0]<stdout>:" + time + b"!"]
+    assert without_mark(b"[1,0]<stdout>:" + time) == time.decode()
+    assert without_mark(time + b"[1,0]<stdout>:I0000 a note") == "I0000 a note"
+
+
 def test_half_a_line_is_shown_once_it_has_waited_and_no_line_loses_its_half_to_another_ranks() -> None:
     lines = Whole()
     assert lines.begun() is None
