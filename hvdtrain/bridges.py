@@ -29,10 +29,12 @@ def settings(given: Iterable[str]) -> dict[str, str]:
         given: names of variables that are set: where interfaces were chosen, by them or in Open MPI's files, that
             stands.
     """
+    if any(name.startswith(_CHOICE) for name in given):
+        return {}
     bridges, others = _networks()
     # A container's own network has its host's bridge for a gateway, and is no bridge itself.
     left_out = sorted(str(each) for each in bridges - others)
-    if not left_out or any(name.startswith(_CHOICE) for name in given) or _is_chosen_in_files():
+    if not left_out or _is_chosen_in_files():
         return {}
     return {f"{_CHOICE}exclude": ",".join([*_NEVER, *left_out])}
 

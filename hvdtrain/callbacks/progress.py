@@ -156,8 +156,7 @@ class _Sum:
 
     def add(self, interval: Interval) -> None:
         """Count an interval in; the first, whose step compiles and connects, only as long as there is no other."""
-        times = interval.times
-        rows = np.stack([times.step, times.data, times.train, times.reduction, times.other]) * interval.steps
+        rows = np.stack(list(vars(interval.times).values())) * interval.steps
         if self._intervals == 1:
             self.steps, self._rows = 0, 0.0
         self._intervals += 1

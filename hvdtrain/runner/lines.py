@@ -51,8 +51,9 @@ class _Pieces:
     def _join(self, marked: list[bytes]) -> bytes:
         """Keep pieces for their ranks; return the line of the last one, which is complete."""
         for mark, text in zip(marked[::2], marked[1::2], strict=True):
-            self.begun[_tag(mark)] = self.begun.get(_tag(mark), b"") + text
-        return self.begun.pop(_tag(marked[-2]))
+            tag = _tag(mark)
+            self.begun[tag] = self.begun.get(tag, b"") + text
+        return self.begun.pop(tag)
 
 
 def _tag(mark: bytes) -> bytes:
