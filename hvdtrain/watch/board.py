@@ -59,7 +59,11 @@ class Board:
         if self.directory is None:
             return {}
         found = {}
-        for path in self.directory.glob(f"{fact}-*"):
+        try:
+            paths = list(self.directory.glob(f"{fact}-*"))
+        except OSError:  # the last rank to leave has removed it in this moment
+            return {}
+        for path in paths:
             try:
                 if path.stat().st_mtime >= self._began:
                     found[int(path.stem.removeprefix(f"{fact}-"))] = json.loads(path.read_text(encoding="utf-8"))

@@ -199,6 +199,23 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     assert gone.claim("first")
 
 
+def test_a_folder_that_the_last_rank_removes_while_another_one_reads_it_says_nothing(tmp_path):
+    read, ended = board.Board(tmp_path / "job", rank=0), threading.Event()
+
+    def come_and_go():
+        while not ended.is_set():
+            (tmp_path / "job").mkdir()
+            (tmp_path / "job").rmdir()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert all(read.all("pid") == {} for _ in range(20_000))
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv(board.RUN_DIR, str(tmp_path / "another-hosts"))  # `hvdtrain run` runs there
