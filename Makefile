@@ -19,7 +19,7 @@ RUN := OMP_NUM_THREADS=1 horovodrun -np $(NP)
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup train train-torch train-keras test lint types unit ranks e2e engines faults faults-short bench docs docker-test clean
+.PHONY: help setup train train-torch train-keras test check lint types unit ranks e2e engines faults faults-short bench docs docker-test package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,8 @@ train-keras: $(STAMP) ## The Keras half
 	KERAS_BACKEND=tensorflow $(RUN) python examples/mnist/train.py --framework keras $(ARGS)
 
 test: lint types unit faults-short ranks e2e ## Lint, types and every test
+
+check: lint types unit ## What is quick of `make test`, before every commit: lint, types, tests of one process
 
 lint: $(STAMP) ## ruff
 	ruff check .
@@ -78,6 +80,11 @@ docs: $(STAMP) ## The site, in build/site/index.html: every link and name in it 
 
 docker-test: $(STAMP) ## The Dockerfile's cpu steps, run in a clean root (needs root and debootstrap)
 	python tests/docker/run_steps.py || test $$? -eq 77
+
+package: $(STAMP) ## The sdist and the wheel, in dist/, checked as a package index would
+	rm -rf dist
+	python -m hatchling build -d dist
+	twine check --strict dist/*
 
 clean: ## Remove what set-up and tests made; the wheel cache stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hvdtrain.world import World as World
     from hvdtrain.world import init as init
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "History": "trainer",
