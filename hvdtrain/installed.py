@@ -27,15 +27,18 @@ def framework_version(framework: str) -> str | None:
     return None
 
 
-def package_folder(name: str) -> Path | None:
-    """Return the folder of an importable package without importing it."""
+def package_folders(name: str) -> list[Path]:
+    """Return the folders of an importable package without importing it: several of a namespace's, as `nvidia` is."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        return None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations)))
+        return []
+    return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+
+
+def package_folder(name: str) -> Path | None:
+    """Return the folder of an importable package without importing it."""
+    return next(iter(package_folders(name)), None)
 
 
 def metadata() -> dict[str, Any]:

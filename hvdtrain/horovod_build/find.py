@@ -15,7 +15,7 @@ from typing import Literal
 from packaging.version import InvalidVersion, Version
 
 from hvdtrain.horovod_build.errors import MissingToolError, NoFrameworkError, UntestedVersionError
-from hvdtrain.installed import package_folder
+from hvdtrain.installed import package_folder, package_folders
 
 Plane = Literal["mpi", "gloo", "nccl"]
 
@@ -25,11 +25,12 @@ TESTED = {"torch": ("2.11", "2.14"), "tensorflow": ("2.21", "2.22")}
 
 @dataclass(frozen=True)
 class Framework:
-    """An installed framework; `cuda` is the CUDA version that it was built for, "" for a CPU build."""
+    """An installed framework; `cuda` and `rocm` are the versions that it was built for, "" for a CPU build."""
 
     name: str
     version: str
     cuda: str = ""
+    rocm: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,13 @@ def find_torch() -> Framework | None:
     if folder is None or not (folder / "version.py").is_file():
         return None
     text = (folder / "version.py").read_text(encoding="utf-8")
-    version = re.search(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    cuda = re.search(r"^cuda\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    return Framework("torch", version.group(1), cuda.group(1) if cuda else "") if version else None
+    values = {
+        name: value.group(1)
+        for name in ("__version__", "cuda", "hip")
+        if (value := re.search(rf"^{name}\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
+    }
+    version = values.get("__version__")
+    return Framework("torch", version, values.get("cuda", ""), values.get("hip", "")) if version else None
 
 
 def find_tensorflow() -> Framework | None:
@@ -139,6 +144,11 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
             "frameworks that are there: install one (pip install torch, or pip install tensorflow), then try again."
         )
     for framework in found:
+        if framework.rocm:
+            raise NoFrameworkError(
+                f"{framework.name} {framework.version} is built for AMD GPUs (ROCm {framework.rocm}), which hvdtrain "
+                f"does not support. Install its CUDA or CPU build, or leave it out with --without {framework.name}."
+            )
         if not force and not is_tested(framework):
             first, last = TESTED[framework.name]
             raise UntestedVersionError(
@@ -230,9 +240,9 @@ def _nccl_version(header: Path) -> str:
 
 def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
     """Return NCCL: HOROVOD_NCCL_HOME, the pip wheel's (the one torch itself runs on), then the system's."""
-    nvidia = package_folder("nvidia")
     homes = [(Path(h), False) for h in [os.environ.get("HOROVOD_NCCL_HOME")] if h]
-    homes += [(nvidia / "nccl", True)] if nvidia else []
+    # A namespace: its folder in an environment's own site-packages comes before one that is inherited.
+    homes += [(nvidia / "nccl", True) for nvidia in package_folders("nvidia")]
     homes += [(cuda.home, False)] if cuda else []
     homes += [(Path("/usr"), False), (Path("/usr/local"), False)]
     for home, from_pip in homes:

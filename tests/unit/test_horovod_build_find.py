@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +121,10 @@ def test_an_untested_version_is_refused_by_name_and_taken_by_force(
     [
         ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", TORCH_CPU),
         ("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n", TORCH_CUDA),
+        (
+            "__version__ = '2.13.0+rocm7.0'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0.51831'\n",
+            Framework("torch", "2.13.0+rocm7.0", rocm="7.0.51831"),
+        ),
         ("nothing here", None),
     ],
 )
@@ -131,14 +136,27 @@ def test_torch_is_known_without_importing_it(
     assert find.find_torch() == expected
 
 
-def test_nccl_of_pip_is_found_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_of_pip_is_found_in_whichever_folder_of_the_nvidia_namespace_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited = tmp_path / "base/nvidia"
+    (tmp_path / "own/nvidia/cublas").mkdir(parents=True)
     for folder in ("include", "lib"):
-        (tmp_path / "nccl" / folder).mkdir(parents=True)
-    (tmp_path / "nccl/include/nccl.h").write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 3\n")
-    (tmp_path / "nccl/lib/libnccl.so.2").touch()
-    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path)
+        (inherited / "nccl" / folder).mkdir(parents=True)
+    numbers = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 3\n"
+    (inherited / "nccl/include/nccl.h").write_text(numbers)
+    (inherited / "nccl/lib/libnccl.so.2").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "own"), str(tmp_path / "base")])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.delenv("HOROVOD_NCCL_HOME", raising=False)
     nccl = find.find_nccl()
-    assert nccl == Nccl("2.28.3", tmp_path / "nccl/include", tmp_path / "nccl/lib/libnccl.so.2", True)
+    assert nccl == Nccl("2.28.3", inherited / "nccl/include", inherited / "nccl/lib/libnccl.so.2", True)
+
+
+def test_torch_for_amd_gpus_is_refused_whatever_is_forced(frameworks: Callable[..., None]) -> None:
+    frameworks(Framework("torch", "2.13.0+rocm7.0", rocm="7.0.51831"))
+    with pytest.raises(NoFrameworkError, match=r"torch 2\.13\.0\+rocm7\.0 is built for AMD GPUs.*--without torch"):
+        find.find_frameworks(force=True)
 
 
 class TestWhole:
