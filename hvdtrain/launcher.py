@@ -79,6 +79,11 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
+def reduces_alone() -> bool:
+    """True if one rank alone reduces too: an elastic one may get company; HVDTRAIN_REDUCE_ALONE=1 is for tests."""
+    return is_elastic() or os.environ.get("HVDTRAIN_REDUCE_ALONE") == "1"
+
+
 def engine_for(framework: str | None) -> Literal["torch", "tensorflow"] | None:
     """Return which Horovod library serves `framework`; None when no framework is installed at all.
 

@@ -85,7 +85,7 @@ class KerasAdapter:
         self._options = options
         self._world = world
         self._elastic = launcher.is_elastic()
-        self._weighted = world.size > 1 or options.accumulate > 1 or self._elastic
+        self._weighted = world.size > 1 or options.accumulate > 1 or launcher.reduces_alone()
         self._sums = losses.is_sum(model, split=self._weighted)
         self.fault: Fault | None = None
         self._guard = guard_for(model, options)

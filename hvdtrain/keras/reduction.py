@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
+from hvdtrain import launcher
 from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compressor, NoneCompressor
 from hvdtrain.keras.process_sets import members
@@ -53,8 +53,7 @@ class Reduction:
     def active(self) -> bool:
         """True if there is anybody to reduce with. An elastic run may get company later, its graph stays."""
         size = self.size()
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1" and basics.running() is not None
-        return size > 1 or (size == 1 and elastic)
+        return size > 1 or (size == 1 and launcher.reduces_alone() and basics.running() is not None)
 
     @property
     def scales(self) -> dict[str, float]:

@@ -77,7 +77,7 @@ class TorchAdapter:
         self._meets_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         self._weights = LossWeights(self._loss, world)
         self._totals = Totals(metrics, self._device)
-        self._reduced = world.size > 1 or launcher.is_elastic()  # one rank now, perhaps more later
+        self._reduced = world.size > 1 or launcher.reduces_alone()
         self._optimizer: Any = optimizer
         self._fuses = fused_update.applies_to(type(optimizer))
         if self._reduced:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain import waited
+from hvdtrain import launcher, waited
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import bucket, engine, presence, units
 from hvdtrain.torch.compression import BF16Compressor, Compression
@@ -85,8 +84,8 @@ class Reducer:
         self._dense: list[Parameter] | None = None  # whose gradients are, on all ranks, once that is known
         self._closing: bucket.Bucket | None = None  # the bucket that waits for what ranks tell each other
         included = options.process_set.included() is not False
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # one rank now, perhaps more after the next reset
-        self.is_distributed = bool(hooked and included and (options.process_set.size() > 1 or elastic))
+        company = options.process_set.size() > 1 or launcher.reduces_alone()
+        self.is_distributed = bool(hooked and included and company)
         self.extend(named)
 
     # Parameters

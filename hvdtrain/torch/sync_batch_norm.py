@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain import launcher
 from hvdtrain.torch import engine
 from hvdtrain.torch.engine import Sum
 from hvdtrain.torch.gather_ops import allgather_async
@@ -29,7 +30,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize `input`: (local_batch, channels, ...)."""
         self._check_input_dim(input)
         by_batch = self.training or self.running_mean is None
-        if not by_batch or engine.native().size() == 1:
+        if not by_batch or (engine.native().size() == 1 and not launcher.reduces_alone()):
             return super().forward(input)
         output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
         if self.training and self.track_running_stats:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,10 @@ _passed: list[str] = []
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"cuda_only: a test of tests/gpu that means nothing on a CPU ({SWITCH}=cpu)")
     config.addinivalue_line("markers", "needs(*packages): left out, which is no failure, where one is not installed")
+    if os.environ.get(SWITCH) == "1":
+        # Other versions of torch than the pinned one may warn of themselves; ours is a failure, as everywhere.
+        config.addinivalue_line("filterwarnings", "default")
+        config.addinivalue_line("filterwarnings", "error:::hvdtrain")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,3 +64,65 @@ def _one_rank_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
 def device() -> str:
     """Where the test computes: "cuda:0", or "cpu" under HVDTRAIN_TEST_GPU=cpu."""
     return "cpu" if ON_CPU else "cuda:0"
+
+
+@pytest.fixture(scope="session")
+def world() -> Any:
+    """Horovod with one rank, on the GPU with NCCL."""
+    import hvdtrain
+
+    world = hvdtrain.init("torch", seed=0)
+    assert world.engine == "torch", "Horovod is not installed: run make gpu-build"
+    return world
+
+
+@pytest.fixture
+def hvd(world: Any) -> Any:
+    import hvdtrain.torch as hvd
+
+    assert ON_CPU or hvd.nccl_built(), "Horovod was built without NCCL: run make gpu-build"
+    return hvd
+
+
+class Sent:
+    """What was given to Horovod: (name, device, type) of each tensor, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, str]] = []
+
+    def names(self, model: Any) -> list[str]:
+        """Return under which names gradients of `model` were sent: of a bucket or a group, that of its first one."""
+        return [name for name, *_ in self._gradients(model)]
+
+    def kinds(self, model: Any) -> set[tuple[str, str]]:
+        """Return the (device, type) of all gradients of `model` that were sent."""
+        return {(device, dtype) for _, device, dtype in self._gradients(model)}
+
+    def _gradients(self, model: Any) -> list[tuple[str, str, str]]:
+        names = tuple(name for name, _ in model.named_parameters())
+        return [call for call in self.calls if call[0].startswith(names)]
+
+
+@pytest.fixture
+def sent(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """What travels through Horovod's allreduce, seen below every form of it."""
+    from horovod.torch import mpi_ops
+
+    found, library = Sent(), mpi_ops.mpi_lib
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            function = getattr(library, name)
+            if not name.startswith(("horovod_torch_allreduce_async", "horovod_torch_alltoall_async")):
+                return function
+
+            def noted(tensor: Any, *arguments: Any) -> Any:
+                named = next((each for each in arguments if isinstance(each, bytes)), b"")
+                kind = str(tensor.dtype).removeprefix("torch.")
+                found.calls.append((named.decode(), tensor.device.type, kind))
+                return function(tensor, *arguments)
+
+            return noted
+
+    monkeypatch.setattr(mpi_ops, "mpi_lib", Watched())
+    return found

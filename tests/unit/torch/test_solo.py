@@ -141,3 +141,19 @@ def test_elastic_state_commits_and_restores(hvd):
     replacement = torch.nn.Linear(3, 2)
     state.model = replacement
     assert state.model is replacement
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["alone", "HVDTRAIN_REDUCE_ALONE=1"])
+def test_one_rank_reduces_only_if_it_is_told_to(hvd, monkeypatch, forced):
+    from hvdtrain.torch import solo
+
+    if forced:
+        monkeypatch.setenv("HVDTRAIN_REDUCE_ALONE", "1")
+    sent, send = [], solo.allreduce_async_
+    monkeypatch.setattr(
+        solo, "allreduce_async_", lambda t, **options: sent.append(options["name"]) or send(t, **options)
+    )
+    model, _, optimizer = make(hvd)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert {"weight", "bias"} <= set(sent) if forced else not sent
