@@ -217,8 +217,8 @@ def test_a_trainer_of_one_process_takes_the_steps_of_one_of_ranks(
     torch.manual_seed(0)
     x, y = torch.randn(12, 4), torch.arange(12) % 3
     weights = []
-    for is_elastic in (False, True):  # such a job has a DistributedOptimizer on one rank too
-        monkeypatch.setattr(adapter, "launcher", SimpleNamespace(is_elastic=lambda answer=is_elastic: answer))
+    for reduces in (False, True):  # then a DistributedOptimizer is there on one rank too
+        monkeypatch.setattr(adapter, "launcher", SimpleNamespace(reduces_alone=lambda answer=reduces: answer))
         torch.manual_seed(0)
         model = net()
         trainer = make(model, optimizer=Adam(model.parameters(), lr=0.01), **options)
