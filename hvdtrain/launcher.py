@@ -33,6 +33,8 @@ _SIZE_VARIABLES = (
     ("Slurm", "SLURM_NTASKS"),
 )
 
+_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
 # What says how many ranks there are, and how many of them are on this host.
 _LOCAL_SIZE_VARIABLES = (
     ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
@@ -53,6 +55,17 @@ def detect() -> Launch | None:
     if os.environ.get("WORLD_SIZE", "").isdigit() and "TORCHELASTIC_RUN_ID" in os.environ:
         return Launch("torchrun", "WORLD_SIZE", int(os.environ["WORLD_SIZE"]))
     return None
+
+
+def rank() -> str:
+    """Return this process's number as its launcher gave it, for messages before Horovod knows it; "?" for none."""
+    return next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
+
+
+def is_alone() -> bool:
+    """True where no launcher has announced another process, nor may do so later."""
+    found = detect()
+    return found is None or (found.size == 1 and not is_elastic())
 
 
 def on_one_host() -> bool:

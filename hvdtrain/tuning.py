@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import platform
 import shutil
 import sys
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import bridges, launcher, watch
+from hvdtrain import bridges, devices, launcher, watch
 
 log = logging.getLogger("hvdtrain")
 
@@ -64,6 +62,14 @@ class Host(Protocol):
         """Return whether the framework sees a GPU."""
         ...
 
+    def why_not(self, horovod: ModuleType) -> str:
+        """Return why `horovod` cannot serve the GPU that this process would compute on, "" if it can."""
+        ...
+
+    def gpu(self, index: int) -> tuple[str, str]:
+        """Return UUID and name of a GPU that this process sees."""
+        ...
+
     def put_off_loading(self) -> str:
         """Leave out of this process what the framework would load at once and most trainings never use; name it."""
         ...
@@ -83,10 +89,11 @@ class Host(Protocol):
 
 @dataclass
 class Tuning:
-    """What was decided before Horovod started."""
+    """What was decided before Horovod started; `device` is said with it: what rank 0 computes on, "" if unknown."""
 
     one_host: bool
     nccl: bool = False
+    device: str = ""
     keeps_memory: bool = False
     put_off: str = ""
     yours: list[str] = field(default_factory=list)
@@ -100,11 +107,12 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         host: this process's framework.
         nccl: whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
             GPU: ranks that fuse differently would wait for each other for ever.
-        on_jax: whether JAX computes, and borrows torch's Horovod.
+        on_jax: whether JAX computes, and borrows torch's Horovod: its gradients travel from host memory.
 
     Raises:
         ValueError: HVDTRAIN_MPI_PIECE_BYTES is not a number of bytes.
     """
+    nccl = nccl and not on_jax
     tuning = Tuning(one_host=launcher.on_one_host(), nccl=nccl and host.has_gpu())
     _check_bytes(PIECES)
     # Ranks that spin while they wait starve the ones that compute: 2 to 13 times slower on full cores.
@@ -176,6 +184,8 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
     """Return one line: what was decided, and what the user had decided."""
     size, hosts = module.size(), "1 host" if tuning.one_host else "several hosts"
     words = [f"{size} ranks on {hosts}"]
+    if tuning.device:
+        words.append(f"computing on {tuning.device}")
     if tuning.nccl:
         words.append("NCCL")
     elif module.mpi_enabled():
@@ -246,7 +256,7 @@ def share_of_cores(host: Host, *, local_size: int) -> int:
     cores = _cores()
     mask = np.zeros(_MOST_CORES, np.uint8)
     mask[[core for core in cores if core < _MOST_CORES]] = 1
-    mine = np.concatenate([np.frombuffer(_host_id(), np.uint8), mask])
+    mine = np.concatenate([np.frombuffer(devices.host_id(), np.uint8), mask])
     rows = host.allgather(mine, "hvdtrain.cores").reshape(-1, len(mine))
     here = rows[(rows[:, :16] == mine[:16]).all(axis=1), 16:]
     ranks = here.sum(axis=0, dtype=np.int64)  # on each core
@@ -262,14 +272,6 @@ def usable_cores() -> int:
 def _cores() -> list[int]:
     """Return the numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def _host_id() -> bytes:
-    """Return 16 bytes that all processes of this host share, also from containers, and those of no other host."""
-    try:
-        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
-    except (OSError, ValueError):
-        return uuid.uuid5(uuid.NAMESPACE_DNS, platform.node()).bytes
 
 
 def _time_limit() -> float:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import forks, installed, launcher, tuning, waited, watch
+from hvdtrain import devices, forks, installed, launcher, tuning, waited, watch
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 
 log = logging.getLogger("hvdtrain")
@@ -160,12 +160,12 @@ class SoloWorld(World):
 class HorovodWorld(World):
     """The ranks that a launcher started, joined by an initialised Horovod."""
 
-    def __init__(self, engine: Framework, horovod: ModuleType) -> None:
+    def __init__(self, engine: Framework, horovod: ModuleType, device: str) -> None:
         self.engine = engine
         self._horovod = horovod
-        # A module is the simplest object with these four functions.
+        # A module is the simplest object with these functions.
         self._collectives: Collectives = importlib.import_module(_COLLECTIVES[engine])
-        self._device: str = self._collectives.pick_device(horovod.local_rank())
+        self._device = device
 
     @property
     def rank(self) -> int:
@@ -195,6 +195,7 @@ class HorovodWorld(World):
     @waited.counted()
     def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
         """See `World.allreduce`."""
+        devices.meet()
         if op not in ("sum", "mean", "min", "max"):
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
         # A mean is a sum divided here: exact for integers too, and one native operation less to trust.
@@ -206,6 +207,7 @@ class HorovodWorld(World):
     @waited.counted()
     def allgather(self, array: Array, *, name: str = "host") -> Array:
         """See `World.allgather`."""
+        devices.meet()
         array = np.asarray(array, order="C")
         if array.ndim == 0:
             raise ValueError(
@@ -219,6 +221,7 @@ class HorovodWorld(World):
     @waited.counted()
     def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
         """See `World.broadcast`."""
+        devices.meet()
         if not 0 <= root < self.size:
             raise ValueError(f"root must be a rank in [0, {self.size}). Received: root={root}")
         array = np.asarray(array, order="C")
@@ -250,8 +253,7 @@ def load_engine(framework: Framework) -> ModuleType | None:
 
 def _import_horovod(framework: Framework) -> ModuleType | None:
     """Import Horovod's module, or explain why several processes cannot go on without it."""
-    found = launcher.detect()
-    alone = found is None or found.size == 1
+    found, alone = launcher.detect(), launcher.is_alone()
     if importlib.util.find_spec("horovod") is None:
         if alone:
             return None
@@ -271,26 +273,35 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
     raise HorovodMismatchError(f"{problem} {found} started this process. Run `hvdtrain build` in this environment.")
 
 
-def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **kwargs: Any) -> ModuleType | None:
+def init_engine(
+    framework: Framework, *args: Any, on_jax: bool | None = None, pick: devices.Pick | None = None, **kwargs: Any
+) -> ModuleType | None:
     """Load and initialise Horovod for `framework`; arguments go to `horovod.init`.
 
     Args:
         framework: whose Horovod.
         args: for `horovod.init`.
         on_jax: whether JAX computes, and borrows that Horovod; None to see by what is imported.
+        pick: makes a local rank's device the current one and names it; None where the script does that itself.
         kwargs: for `horovod.init`.
 
     Raises:
-        LaunchError: the launcher announced more ranks than Horovod found, or gave them no way to find each other.
+        HorovodMismatchError: this rank would compute on a GPU that the installed Horovod has no operations for.
+        LaunchError: the launcher announced more ranks than Horovod found, or gave them no way to find each other; or
+            ranks share a GPU, which NCCL does not allow.
     """
     if on_jax is None:
         on_jax = launcher.runs_on_jax(None)  # before Horovod imports torch, which would look like the user's choice
     module = load_engine(framework)
     if module is None:
         return None
+    host: Collectives = importlib.import_module(_COLLECTIVES[framework])
+    if pick and not on_jax and not launcher.is_alone() and (why := host.why_not(module)):
+        raise HorovodMismatchError(f"rank {launcher.rank()}: {why}")
     if module.is_initialized():
         # Horovod's init may be called again, by one rank alone too: then nothing may be a collective.
         module.init(*args, **kwargs)
+        devices.pick(module, pick)
         return module
     if launcher.lacks_pmix() and module.mpi_built():
         raise LaunchError(
@@ -298,7 +309,6 @@ def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **
             "with `srun --mpi=pmix python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
         )
     watch.begin()  # ranks wait for each other to start, too
-    host: Collectives = importlib.import_module(_COLLECTIVES[framework])
     decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()), on_jax=on_jax)
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     module.init(*args, **kwargs)
@@ -317,7 +327,12 @@ def init_engine(framework: Framework, *args: Any, on_jax: bool | None = None, **
         _warn_of_other_changes()
     watch.joined(module)
     forks.prepare()
+    devices.pick(module, pick)
+    gpu = devices.from_driver if on_jax else host.gpu
+    decided.device = devices.introduce(module, host.allgather, gpu=gpu, nccl=decided.nccl)
     tuning.settle(decided, module, host)
+    if not host.starts_with_threads():
+        devices.meet()
     return module
 
 
@@ -352,18 +367,19 @@ def init(framework: str | None = None, *, seed: int | None = None) -> World:
     global _world
     engine = launcher.engine_for(framework)
     if _world is None or (_world.engine not in ("solo", engine) and framework is not None):
-        on_jax = launcher.runs_on_jax(framework)  # before Horovod imports torch
-        module = init_engine(engine, on_jax=on_jax) if engine else None
-        if engine is None or module is None:
-            pick = importlib.import_module(_COLLECTIVES[engine]).pick_device if engine else None
-            _world = SoloWorld(pick(0) if pick else "cpu")
-        else:
-            _world = HorovodWorld(engine, module)
-            if on_jax:
-                importlib.import_module("hvdtrain.keras.jax_device").bind(_world.local_rank)
+        _world = make(engine, on_jax=launcher.runs_on_jax(framework))  # asked before Horovod imports torch
     if seed is not None:
         _world.seed = seed
     return _world
+
+
+def make(engine: Framework | None, *args: Any, on_jax: bool, **kwargs: Any) -> World:
+    """Join the ranks and pick this rank's device; see `init_engine`."""
+    if engine is None:
+        return SoloWorld()
+    host: Any = importlib.import_module("hvdtrain.keras.jax_device" if on_jax else _COLLECTIVES[engine])
+    module = init_engine(engine, *args, on_jax=on_jax, pick=host.pick_device, **kwargs)
+    return SoloWorld(host.pick_device(0)) if module is None else HorovodWorld(engine, module, devices.picked)
 
 
 def current() -> World:

@@ -52,8 +52,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     if not args and not kwargs:
         world.init("keras")
         return
-    module = world.init_engine(name(), *args, **kwargs)
-    world.use(world.SoloWorld() if module is None else world.HorovodWorld(name(), module))
+    world.use(world.make(name(), *args, on_jax=launcher.runs_on_jax("keras"), **kwargs))
 
 
 def shutdown() -> None:

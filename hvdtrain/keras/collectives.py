@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hvdtrain import devices
 from hvdtrain.world import Op, load_engine
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
@@ -37,6 +39,16 @@ def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
 def has_gpu() -> bool:
     """Return whether TensorFlow sees a GPU."""
     return bool(tf.config.list_physical_devices("GPU"))
+
+
+def gpu(index: int) -> tuple[str, str]:
+    """Return UUID and name of a GPU; TensorFlow says neither before it runs."""
+    return devices.from_driver(index)
+
+
+def why_not(horovod: ModuleType) -> str:
+    """Return "": without GPU operations of Horovod's, TensorFlow copies gradients to the host for those it has."""
+    return ""
 
 
 def put_off_loading() -> str:

@@ -11,18 +11,23 @@ from pathlib import Path
 
 import jax
 
+from hvdtrain import launcher
 from hvdtrain.errors import HvdTrainError
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
-def bind(local_rank: int) -> str:
+def pick_device(local_rank: int) -> str:
     """Show JAX only the GPU of `local_rank`, and return its name; "cpu" where JAX has no GPU.
+
+    One process alone keeps all GPUs.
 
     Raises:
         HvdTrainError: JAX already started on several GPUs.
         RuntimeError: there are GPUs, but fewer than local ranks.
     """
+    if launcher.is_alone():
+        return "cuda:0" if _count_gpus() else "cpu"
     if _started():
         taken = [device for device in jax.local_devices() if device.platform == "gpu"]
         if len(taken) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,28 @@ def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
 def has_gpu() -> bool:
     """Return whether torch sees a GPU."""
     return torch.cuda.is_available()
+
+
+def gpu(index: int) -> tuple[str, str]:
+    """Return UUID and name of a GPU that this process sees."""
+    found = torch.cuda.get_device_properties(index)
+    return f"GPU-{found.uuid}", str(found.name)
+
+
+def why_not(horovod: ModuleType) -> str:
+    """Return why `horovod` cannot serve the GPU that torch would compute on, "" if it can or torch sees none."""
+    if torch.version.hip:
+        return (
+            f"torch {torch.__version__} is built for AMD GPUs (ROCm {torch.version.hip}), which hvdtrain does not "
+            "support. Install its CUDA or CPU build, then `hvdtrain build`."
+        )
+    if not torch.cuda.is_available() or horovod.cuda_built():
+        return ""
+    name = torch.cuda.get_device_name()
+    return (
+        f"torch would compute on a GPU ({name}), and the installed Horovod has no GPU operations. Run `hvdtrain build` "
+        'in this environment, or set CUDA_VISIBLE_DEVICES="" to train on the CPU.'
+    )
 
 
 def put_off_loading() -> str:

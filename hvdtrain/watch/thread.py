@@ -213,7 +213,5 @@ def _goes_on(wait: waits.Wait) -> bool:
 
 
 def _say_start(wait: waits.Wait, waited_s: float) -> None:
-    names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    rank = next((os.environ[name] for name in names if os.environ.get(name)), "?")
-    line = f"rank {rank} (host {socket.gethostname()}) has waited {waited_s:.0f} s in {wait.what}."
+    line = f"rank {launcher.rank()} (host {socket.gethostname()}) has waited {waited_s:.0f} s in {wait.what}."
     say("\n".join([line, waits.stacks(wait.thread) + _ADVICE_START]))

@@ -109,6 +109,54 @@ class FakeHorovod:
     def mpi_built(self):
         return True
 
+    def cuda_built(self):
+        return False
+
+    def local_rank(self):
+        return 0
+
+
+class TestGpu:
+    """A rank that would compute on a GPU needs a Horovod that can."""
+
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch):
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+        monkeypatch.setattr(world, "_world", None)
+        monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
+
+    def test_a_rank_with_a_gpu_is_refused_a_horovod_without_gpu_operations(self, monkeypatch):
+        monkeypatch.setenv("HOROVOD_SIZE", "4")
+        monkeypatch.setenv("HOROVOD_RANK", "3")
+        monkeypatch.setattr(FakeHorovod, "init", None)  # before it waits for the others
+        with pytest.raises(HorovodMismatchError, match=r"^rank 3: .*NVIDIA H100.*hvdtrain build.*CUDA_VISIBLE_DEVICES"):
+            world.init("torch")
+
+    @pytest.mark.parametrize("why", ["alone", "GPU operations", "a script of Horovod's own words", "JAX"])
+    def test_who_sends_no_tensor_from_a_gpu_or_may_is_not(self, why, monkeypatch):
+        if why != "alone":
+            monkeypatch.setenv("HOROVOD_SIZE", "1")
+            monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # more may come
+        if why == "GPU operations":
+            monkeypatch.setattr(FakeHorovod, "cuda_built", lambda self: True)
+        if why == "a script of Horovod's own words":
+            assert world.init_engine("torch").size() == 1
+        elif why == "JAX":
+            pytest.importorskip("jax")
+            assert world.init("jax").size == 1
+        else:
+            assert world.init("torch").device == "cuda:0"
+
+    def test_torch_for_amd_gpus_is_refused(self, monkeypatch):
+        monkeypatch.setattr("torch.version.hip", "7.0")
+        monkeypatch.setenv("HOROVOD_SIZE", "2")
+        with pytest.raises(HorovodMismatchError, match=r"AMD GPUs \(ROCm 7\.0\).*hvdtrain build"):
+            world.init("torch")
+
 
 def test_a_launcher_that_announces_more_ranks_than_horovod_sees_is_refused(monkeypatch):
     monkeypatch.setitem(world._loaded, "torch", FakeHorovod())

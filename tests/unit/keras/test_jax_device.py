@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax")
 
 from hvdtrain import launcher, world  # noqa: E402
 from hvdtrain.errors import HvdTrainError  # noqa: E402
-from hvdtrain.keras import jax_device  # noqa: E402
+from hvdtrain.keras import basics, jax_device  # noqa: E402
 
 
 @pytest.fixture
@@ -23,22 +23,23 @@ def updates(monkeypatch):
     monkeypatch.setattr(jax_device, "_started", lambda: False)
     monkeypatch.setattr(jax_device.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("HOROVOD_SIZE", "4")
     return seen
 
 
 def test_jax_sees_the_local_ranks_gpu_alone(updates):
-    assert jax_device.bind(1) == "cuda:1"
+    assert jax_device.pick_device(1) == "cuda:1"
     assert updates == {"jax_cuda_visible_devices": "1"}
 
 
 def test_a_gpu_that_the_launcher_chose_is_kept(updates, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert jax_device.bind(3) == "cuda:0"
+    assert jax_device.pick_device(3) == "cuda:0"
 
 
 def test_more_local_ranks_than_gpus_are_refused(updates):
     with pytest.raises(RuntimeError, match="local rank 2 has no GPU: this host shows 2"):
-        jax_device.bind(2)
+        jax_device.pick_device(2)
 
 
 @pytest.mark.parametrize("how", ["platform", "hidden"])
@@ -47,7 +48,7 @@ def test_without_gpus_nothing_is_set(updates, monkeypatch, how):
         monkeypatch.setattr(jax_device.jax.config, "jax_platforms", "cpu")
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert jax_device.bind(1) == "cpu"
+    assert jax_device.pick_device(1) == "cpu"
     assert updates == {}
 
 
@@ -57,23 +58,34 @@ def test_a_jax_that_already_took_several_gpus_is_refused(updates, monkeypatch, c
     monkeypatch.setattr(jax_device, "_started", lambda: True)
     monkeypatch.setattr(jax_device.jax, "local_devices", lambda: gpus, raising=False)
     if count < 2:
-        assert jax_device.bind(1) == ("cuda:0" if count else "cpu")
+        assert jax_device.pick_device(1) == ("cuda:0" if count else "cpu")
         return
     with pytest.raises(HvdTrainError, match=r"Call hvdtrain.init\(\) first.*Received: 2 GPUs"):
-        jax_device.bind(1)
+        jax_device.pick_device(1)
 
 
+def test_one_process_alone_keeps_all_gpus(updates, monkeypatch):
+    monkeypatch.delenv("HOROVOD_SIZE")
+    assert jax_device.pick_device(0) == "cuda:0"
+    assert updates == {}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"comm": [0, 1]}])
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_init_binds_jax_where_keras_runs_on_it(monkeypatch, backend):
+def test_init_binds_jax_where_keras_runs_on_it(monkeypatch, backend, arguments):
     bound = []
 
-    class TwoRanks(world.SoloWorld):
-        engine, size, local_rank = "torch", 2, 1
+    class Horovod:
+        nccl_built = mpi_built = rank = staticmethod(lambda: 0)
+        size = local_size = staticmethod(lambda: 1)
+        local_rank = staticmethod(lambda: 1)
+        is_initialized = staticmethod(lambda: False)
+        init = staticmethod(lambda **given: bound.append(given))
 
     monkeypatch.setattr(world, "_world", None)
-    monkeypatch.setattr(world, "init_engine", lambda engine, on_jax: object())
-    monkeypatch.setattr(world, "HorovodWorld", lambda engine, module: TwoRanks())
+    monkeypatch.setitem(world._loaded, "torch", Horovod)
     monkeypatch.setattr(launcher, "keras_backend", lambda: backend)
-    monkeypatch.setattr(jax_device, "bind", bound.append)
-    world.init("keras")
-    assert bound == ([1] if backend == "jax" else [])
+    monkeypatch.setattr(jax_device, "pick_device", lambda local_rank: f"cuda:{local_rank}")
+    basics.init(**arguments)
+    assert bound == [arguments]
+    assert world.current().device == ("cuda:1" if backend == "jax" else "cpu")

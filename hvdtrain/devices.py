@@ -1,0 +1,188 @@
+"""Which device each rank computes on: ranks compare theirs after init, and those that share a GPU are named."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import re
+import socket
+import subprocess
+import uuid as uuids
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.errors import LaunchError
+
+log = logging.getLogger("hvdtrain")
+
+Bytes = NDArray[np.uint8]
+Pick = Callable[[int], str]  # makes a local rank's device the current one, and returns its name
+
+picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its script chooses by itself
+_unmet: Callable[[], None] | None = None
+
+_LENGTHS = (8, 32, 64, 48, 64)  # bytes that each of a Device's texts takes at most, in their order
+# "GPU 0: NVIDIA A100 (UUID: GPU-...)", below which stand its slices: "  MIG 1g.5gb  Device 0: (UUID: MIG-...)".
+_LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes on.
+
+    Attributes:
+        kind: "cuda", "cpu", or "" where the script chooses by itself.
+        host_id: equal for all processes of a host, also in containers, and for those of no other one.
+        host: its name, for messages.
+        uuid: of the GPU, or of the MIG instance; "" where nobody says.
+        name: what the GPU is: "NVIDIA H100 80GB HBM3".
+    """
+
+    kind: str
+    host_id: str
+    host: str
+    uuid: str = ""
+    name: str = ""
+
+    def to_bytes(self) -> Bytes:
+        """Return an array of the length that all Devices have."""
+        texts = (text.encode()[:length] for text, length in zip(astuple(self), _LENGTHS, strict=True))
+        padded = (text.ljust(length, b"\0") for text, length in zip(texts, _LENGTHS, strict=True))
+        return np.frombuffer(b"".join(padded), np.uint8)
+
+    @classmethod
+    def from_bytes(cls, array: Bytes) -> Device:
+        """Return what `to_bytes` was called on."""
+        ends = np.cumsum(_LENGTHS)
+        fields = (array[end - length : end].tobytes() for end, length in zip(ends, _LENGTHS, strict=True))
+        return cls(*(field.rstrip(b"\0").decode(errors="ignore") for field in fields))
+
+    def __str__(self) -> str:
+        return f"{self.uuid}: {self.name}" if self.uuid else self.kind
+
+
+def pick(module: ModuleType, choose: Pick | None) -> None:
+    """Take the device that `choose` names for this local rank, if there is such a function."""
+    global picked
+    if choose is not None:
+        picked = choose(module.local_rank())
+
+
+def introduce(
+    module: ModuleType, allgather: Callable[..., Bytes], *, gpu: Callable[[int], tuple[str, str]], nccl: bool
+) -> str:
+    """Return in words what this rank computes on; ranks compare theirs in `meet`.
+
+    Args:
+        module: Horovod's, initialised.
+        allgather: of its framework, for host arrays.
+        gpu: returns UUID and name of a GPU that this process sees.
+        nccl: whether gradients travel over NCCL, which takes one rank a GPU.
+    """
+    global _unmet
+    if module.size() == 1:
+        return picked
+    kind, _, index = picked.partition(":")
+    uuid, name = gpu(int(index)) if kind == "cuda" else ("", "")
+    mine = Device(kind, host_id().hex(), socket.gethostname(), uuid, name)
+    _unmet = functools.partial(compare, mine, module, allgather, nccl=nccl)
+    return f"{picked} ({name})" if name else picked
+
+
+def meet() -> None:
+    """Let ranks compare their devices, if they have not since they met; a collective of all ranks.
+
+    TensorFlow must not compute before a script has set its threads and memory: there it comes before the first
+    collective of the World.
+    """
+    global _unmet
+    compare_now, _unmet = _unmet, None
+    if compare_now is not None:
+        compare_now()
+
+
+def host_id() -> bytes:
+    """Return 16 bytes that all processes of this host share, also from containers, and those of no other host."""
+    try:
+        return uuids.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return uuids.uuid5(uuids.NAMESPACE_DNS, platform.node()).bytes
+
+
+def compare(mine: Device, module: ModuleType, allgather: Callable[..., Bytes], *, nccl: bool) -> None:
+    """Name the ranks that share a GPU; a collective of all ranks.
+
+    Args:
+        mine: this rank's.
+        module: Horovod's, initialised.
+        allgather: of its framework, for host arrays.
+        nccl: whether gradients travel over NCCL, which takes one rank a GPU.
+
+    Raises:
+        LaunchError: with NCCL: ranks share a GPU, or some have none.
+    """
+    rows = allgather(mine.to_bytes(), "hvdtrain.devices").reshape(-1, sum(_LENGTHS))
+    ranks = [Device.from_bytes(row) for row in rows]
+    shared = in_words(ranks)
+    if shared and nccl:
+        raise LaunchError(
+            f"{shared}. NCCL takes one rank a GPU. Launch at most as many ranks on a host as it has GPUs, or show each "
+            "rank one of its own (CUDA_VISIBLE_DEVICES)."
+        )
+    without = [rank for rank, each in enumerate(ranks) if each.kind == "cpu"]
+    if nccl and without and any(each.kind == "cuda" for each in ranks):
+        raise LaunchError(
+            f"{_named(without)} on host {ranks[without[0]].host} see no GPU, and others do: NCCL cannot reach them. "
+            'Launch on hosts with GPUs only, or train on CPUs with CUDA_VISIBLE_DEVICES="" on all hosts.'
+        )
+    if shared and module.rank() == 0:
+        log.warning("%s. They take turns on it, and its memory must hold them all.", shared)
+
+
+def in_words(ranks: Sequence[Device]) -> str:
+    """Return who shares a GPU: "ranks 0 and 1 on host x share GPU-...: NVIDIA H100; ..."; "" if nobody does."""
+    homes: dict[tuple[str, str], list[int]] = {}
+    for rank, each in enumerate(ranks):
+        if each.uuid:
+            homes.setdefault((each.host_id, each.uuid), []).append(rank)
+    several = [members for members in homes.values() if len(members) > 1]
+    return "; ".join(f"{_named(m)} on host {ranks[m[0]].host} share {ranks[m[0]]}" for m in several)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def from_driver(index: int) -> tuple[str, str]:
+    """Return UUID and name of the GPU that CUDA will call `index` in this process; ("", "") where nvidia-smi is silent.
+
+    For frameworks that can be asked only once they run. GPUs are counted as nvidia-smi does, which is CUDA's order
+    among equal ones.
+    """
+    try:
+        told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "", ""
+    cards: list[list[tuple[str, str]]] = []  # of each: itself, then its MIG instances
+    for number, name, mig, uuid in _LISTED.findall(told):
+        if number:
+            cards.append([(uuid, name)])
+        elif cards:
+            cards[-1].append((uuid, f"{cards[-1][0][1]} {mig}"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(n) for n in range(len(cards))] if visible is None else [n.strip() for n in visible.split(",")]
+    wanted = names[index] if index < len(names) else ""
+    for number, (card, *instances) in enumerate(cards):
+        if wanted == str(number) or (wanted and card[0].startswith(wanted)):
+            return instances[0] if instances else card  # of instances that nobody has named, CUDA takes the first
+        for each in instances:
+            if wanted and each[0].startswith(wanted):
+                return each
+    return "", ""
