@@ -29,7 +29,7 @@ class Facts:
         horovod_by_hvdtrain: True if `hvdtrain build` made this Horovod.
         horovod_has_other_changes: True if that was another version of it, which changed Horovod otherwise.
         mpi: first line of `mpirun --version`, "" without an mpirun.
-        gpus: one line a GPU: name and memory.
+        gpus: one line a GPU: name and memory; none where CUDA_VISIBLE_DEVICES hides them all.
         gpu_driver: NVIDIA driver version, "" without one.
         interfaces: {name: IPv4 address} of the network interfaces that are up.
         cpu_cores: logical cores of the machine.
@@ -139,7 +139,9 @@ def _gpus() -> tuple[tuple[str, ...], str]:
     text = find.output_of(["nvidia-smi", query, "--format=csv,noheader"]) or ""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     rows = [row for row in rows if len(row) == 3]
-    return tuple(f"{name}, {memory}" for name, memory, _ in rows), rows[0][2] if rows else ""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    gpus = () if hidden else tuple(f"{name}, {memory}" for name, memory, _ in rows)
+    return gpus, rows[0][2] if rows else ""
 
 
 def _interfaces() -> dict[str, str]:

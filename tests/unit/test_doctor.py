@@ -57,7 +57,8 @@ SICK = {
     "keras-backend-missing": ({"keras_backend": "jax", "versions": {"jax": None}}, "KERAS_BACKEND"),
     "horovod-without-framework": ({"horovod_for": {"torch": "2.13.0+cpu"}}, "hvdtrain build"),
     "keras-torch-ddp": ({"keras_backend": "torch", "torch_distributed": True}, "unset"),
-    "idle-gpus": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"torch": "13.0"}}, "hvdtrain build"),
+    "idle-gpus": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"tensorflow": "12.5"}}, "hvdtrain build"),
+    "gpus-without-nccl": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"torch": "13.0"}}, "hvdtrain build"),
     "horovod-from-elsewhere": ({"horovod_by_hvdtrain": False}, "hvdtrain build"),
     "horovod-by-other-hvdtrain": ({"horovod_has_other_changes": True}, "hvdtrain build"),
     "untested-versions": (
@@ -196,9 +197,10 @@ def test_data_planes_are_taken_from_the_builds_own_record(fake_horovod: Path) ->
 def test_gpu_lines_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\nNVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\n"
     monkeypatch.setattr(facts_module.find, "output_of", lambda command: text)
-    gpus, driver = facts_module._gpus()
-    assert gpus == ("NVIDIA H100 80GB HBM3, 81559 MiB",) * 2
-    assert driver == "580.65.06"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert facts_module._gpus() == (("NVIDIA H100 80GB HBM3, 81559 MiB",) * 2, "580.65.06")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on purpose: training on the CPU works
+    assert facts_module._gpus() == ((), "580.65.06")
 
 
 def test_looking_imports_no_framework() -> None:
