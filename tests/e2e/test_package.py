@@ -97,7 +97,7 @@ def test_the_wheel_is_typed_and_holds_the_package_alone(dist: Path) -> None:
     (metadata,) = (text for name, text in found.items() if name.endswith("/METADATA"))
     extras = Parser().parsestr(metadata.decode()).get_all("Provides-Extra")
     assert extras is not None
-    assert {"torch", "tensorflow", "jax", "keras", "report"} <= set(extras)
+    assert {"torch", "tensorflow", "jax", "jax-cuda", "keras", "report"} <= set(extras)
 
 
 @pytest.fixture(scope="module")
