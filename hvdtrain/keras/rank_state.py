@@ -24,9 +24,9 @@ def capture(model: keras.Model, *, metrics: bool) -> Arrays:
     if metrics:
         held |= {_metric_name(index, v): _to_host(v) for index, v in enumerate(_metrics(model))}
     if keras.backend.backend() == "torch":  # whose Dropout draws from torch itself, unless it was given a seed
-        import torch
+        from hvdtrain.torch import training_state
 
-        held["random.torch"] = torch.get_rng_state().numpy()
+        held |= training_state.random_states()
     return held
 
 
@@ -35,10 +35,10 @@ def restore(held: Arrays, model: keras.Model) -> None:
     _assign([f"random.seed.{index}" for index in range(len(_seeds(model)))], _seeds(model), held)
     weights = model.non_trainable_weights
     _assign([_weight_name(index, v) for index, v in enumerate(weights)], weights, held)
-    if "random.torch" in held and keras.backend.backend() == "torch":
-        import torch
+    if keras.backend.backend() == "torch":
+        from hvdtrain.torch import training_state
 
-        torch.set_rng_state(torch.from_numpy(held["random.torch"].copy()))
+        training_state.set_random_states(held)
 
 
 def restore_metrics(held: Arrays, model: keras.Model) -> None:

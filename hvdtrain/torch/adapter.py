@@ -107,7 +107,7 @@ class TorchAdapter:
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
         """Random states, buffers, the epoch's running totals, and which gradients travel together."""
-        held = training_state.rank_state(self._model, self._device)
+        held = training_state.rank_state(self._model)
         packed = self._optimizer._hvd_reducer.packed if self._reduced else None
         if packed is not None:
             held["max.packed"] = packed
@@ -118,7 +118,7 @@ class TorchAdapter:
 
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
-        training_state.set_rank_state(held, self._model, self._device)
+        training_state.set_rank_state(held, self._model)
         if "max.packed" in held and self._reduced:
             self._optimizer._hvd_reducer.packed = held["max.packed"]
         if "max.loss_per_sample" in held:

@@ -103,12 +103,12 @@ def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bo
 
 
 def check_adasum(tensor: Tensor) -> None:
-    """Raise ValueError where Horovod has no Adasum: on the host it runs over MPI alone.
+    """Raise ValueError where Horovod has no Adasum: it runs over MPI alone, on GPUs too.
 
     Horovod itself says "No Adasum operation enabled", after the tensor was sent.
     """
     native = engine.native()
-    if native.size() > 1 and not tensor.is_cuda and not native.mpi_enabled():
+    if native.size() > 1 and not native.mpi_enabled():
         raise ValueError(
             f"Adasum needs MPI. Received: a tensor on {tensor.device}, and Gloo as data plane on rank {native.rank()}. "
             "Launch with `horovodrun --mpi`, or use op=Average."
@@ -331,12 +331,15 @@ def join(device: int = -1) -> int:
     Meanwhile the others go on reducing, and this rank adds zeros; their means are over the ranks still there.
 
     Args:
-        device: GPU on which to make the zeros; -1 is the CPU.
+        device: GPU on which to add zeros to the others' tensors on GPUs; -1 is this rank's.
 
     Returns:
         The rank that joined last.
     """
-    last = int(engine.native().join(device))
+    native = engine.native()
+    if device == -1 and torch.cuda.is_initialized() and native.cuda_built():
+        device = torch.cuda.current_device()  # zeros on the CPU would meet nobody who waits in NCCL
+    last = int(native.join(device))
     engine.joined_together()
     return last
 

@@ -88,22 +88,33 @@ def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -
         scaler.load_state_dict(state.meta["scaler"])
 
 
-def rank_state(model: torch.nn.Module, device: torch.device) -> dict[str, NDArray[Any]]:
-    """Return the random states that torch draws from, and the buffers, which ranks settle at an epoch's end."""
+def random_states() -> dict[str, NDArray[Any]]:
+    """Return the random states that torch draws from, on the host and on this rank's GPU if it uses one."""
     held = {"random.torch": torch.get_rng_state().numpy()}
-    if device.type == "cuda":
-        held["random.cuda"] = torch.cuda.get_rng_state(device).numpy()
+    if torch.cuda.is_initialized():
+        held["random.cuda"] = torch.cuda.get_rng_state().numpy()
+    return held
+
+
+def set_random_states(held: dict[str, NDArray[Any]]) -> None:
+    """Take on what `random_states` returned, as far as it is there."""
+    if "random.torch" in held:
+        torch.set_rng_state(torch.from_numpy(held["random.torch"].copy()))
+    if "random.cuda" in held and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.from_numpy(held["random.cuda"].copy()))
+
+
+def rank_state(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
+    """Return the random states, and the buffers, which ranks settle at an epoch's end."""
+    held = random_states()
     for name, buffer in model.named_buffers():
         held[f"{'mean' if buffer.is_floating_point() else 'max'}.buffer.{name}"] = to_host(buffer)
     return held
 
 
-def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module, device: torch.device) -> None:
+def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module) -> None:
     """Take on what `rank_state` returned, as far as it is there."""
-    if "random.torch" in held:
-        torch.set_rng_state(torch.from_numpy(held["random.torch"].copy()))
-    if "random.cuda" in held and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.from_numpy(held["random.cuda"].copy()), device)
+    set_random_states(held)
     buffers = {f"{'mean' if b.is_floating_point() else 'max'}.buffer.{name}": b for name, b in model.named_buffers()}
     with torch.no_grad():
         for name in buffers.keys() & held.keys():

@@ -9,11 +9,10 @@ from hvdtrain.torch import training_state
 
 
 def test_batch_normalization_of_two_ranks_goes_on_at_one():
-    cpu = torch.device("cpu")
     models = [torch.nn.BatchNorm1d(2) for _ in range(2)]
     for value, model in enumerate(models):
         model(torch.full((4, 2), float(value)))
-    held = rank_state.combine([training_state.rank_state(model, cpu) for model in models], rank=0, size=1)
-    training_state.set_rank_state(held, alone := torch.nn.BatchNorm1d(2), cpu)
+    held = rank_state.combine([training_state.rank_state(model) for model in models], rank=0, size=1)
+    training_state.set_rank_state(held, alone := torch.nn.BatchNorm1d(2))
     assert alone.num_batches_tracked == 1
     torch.testing.assert_close(alone.running_mean, (models[0].running_mean + models[1].running_mean) / 2)
