@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hvdtrain.errors import DesyncError
 
@@ -35,6 +36,20 @@ def test_different_types_are_an_error(hvd, rank):
 def test_types_that_have_no_sum_are_an_error_before_anything_is_sent(hvd):
     with pytest.raises(TypeError, match="complex64 cannot be reduced"):
         hvd.allreduce(torch.ones(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("collective", ["allreduce_", "broadcast_"])
+def test_a_tensor_on_a_gpu_is_refused_at_once_where_horovod_has_no_gpu_operations(hvd, rank, collective):
+    if hvd.cuda_built():
+        pytest.skip("this Horovod has GPU operations")
+    # A tensor without memory, which says of itself that it is on a GPU.
+    with FakeTensorMode():
+        tensor = torch.ones(3, device="cuda")
+        with pytest.raises(
+            ValueError, match=rf"rank {rank}: .*no GPU operations.*cuda:0.*hvdtrain build.*CUDA_VISIBLE"
+        ):
+            getattr(hvd, collective)(tensor, *([0] if collective == "broadcast_" else []))
+    assert float(hvd.allreduce(torch.ones(1))) == 1.0
 
 
 def test_shapes_that_differ_are_horovods_error(hvd, rank):
