@@ -8,7 +8,6 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 HIDDEN = "(hidden)"
 
@@ -84,7 +83,7 @@ class Scrubber:
         users = _users() if users is None else users
         hosts = [socket.gethostname(), socket.getfqdn()] if hosts is None else hosts
         hosts = {part for host in hosts for part in (host, host.partition(".")[0])}
-        homes = {str(Path.home()), os.environ.get("HOME", "")} if homes is None else homes
+        homes = {os.path.expanduser("~")} if homes is None else homes  # "~" itself where nobody knows it
         # The longest first: a name may be the beginning of another one.
         self._homes = sorted((home.rstrip("/") for home in homes if len(home.rstrip("/")) > 1), key=len, reverse=True)
         self._names = [_words(sorted(set(hosts) - kept)), _words(sorted(set(users) - kept))]

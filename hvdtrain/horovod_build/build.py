@@ -63,9 +63,10 @@ def build(options: Options) -> Path | None:
     chosen = native.settings(found, cuda_arch=options.cuda_arch)
     parts = cache.key_parts(found, chosen)
     key = cache.key_of(parts)
-    for line in describe(found):
+    home, elsewhere = cache.cache_folder()
+    for line in [*describe(found), *filter(None, [elsewhere])]:
         progress.note(line)
-    wheels = cache.cache_folder() / "wheels"
+    wheels = home / "wheels"
     if options.dry_run:
         hit = cache.load(wheels, key) is not None and not options.rebuild
         progress.note(f"cache: {wheels / key} ({'there: nothing to compile' if hit else 'not there: would compile'})")
@@ -75,7 +76,7 @@ def build(options: Options) -> Path | None:
     with cache.locked(wheels, key):
         entry = None if options.rebuild else cache.load(wheels, key)
         if entry is None:
-            entry = _compile(found, chosen, parts, options=options, progress=progress)
+            entry = _compile(found, chosen, parts, home=home, options=options, progress=progress)
         else:
             progress.step("Taking the wheel from the cache")
             progress.note(f"compiled before in {entry.seconds:.0f} s: {entry.wheel.parent}")
@@ -87,7 +88,7 @@ def build(options: Options) -> Path | None:
             progress.step("Installed already: this very wheel")
         else:
             progress.step("Installing the wheel")
-            install.install(entry.wheel)
+            install.install(entry.wheel, cache=home)
     if options.prove and options.install:
         progress.step("Proving it: an allreduce between two processes")
         prove(found, progress=progress)
@@ -106,10 +107,10 @@ def describe(found: Found) -> list[str]:
 
 
 def _compile(
-    found: Found, chosen: dict[str, str], parts: dict[str, str], *, options: Options, progress: Progress
+    found: Found, chosen: dict[str, str], parts: dict[str, str], *, home: Path, options: Options, progress: Progress
 ) -> cache.Entry:
     """Make the wheel and put it into the cache; the log stays where a failure names it."""
-    home, key = cache.cache_folder(), cache.key_of(parts)
+    key = cache.key_of(parts)
     started = time.monotonic()
     jobs = options.jobs or len(os.sched_getaffinity(0))
     progress.step(f"Compiling Horovod {sdist.VERSION} with {jobs} processes (about 2 minutes on 2 cores)")

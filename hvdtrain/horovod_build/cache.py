@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.horovod_build import edits, sdist
+from hvdtrain.horovod_build.errors import CacheError
 from hvdtrain.horovod_build.find import Found
 
 _RECORD = "build.json"
@@ -32,13 +33,36 @@ class Entry:
     seconds: float
 
 
-def cache_folder() -> Path:
-    """Return $HVDTRAIN_CACHE, else hvdtrain/ in $XDG_CACHE_HOME, else in ~/.cache."""
+def cache_folder() -> tuple[Path, str]:
+    """Return the folder of the cache, and a line where it is not the usual one.
+
+    It is $HVDTRAIN_CACHE, else hvdtrain/ in $XDG_CACHE_HOME, else in ~/.cache. Where the last two cannot be written, as
+    in containers, it is .cache/hvdtrain in this environment, which its user owns, unlike a folder in /tmp.
+
+    Raises:
+        CacheError: none of them can be written.
+    """
     chosen = os.environ.get("HVDTRAIN_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hvdtrain"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    usual = Path(os.path.abspath(os.path.expanduser(chosen))) if chosen else Path(base) / "hvdtrain"
+    if _can_be_written(usual):
+        return usual, ""
+    own = Path(sys.prefix) / ".cache" / "hvdtrain"
+    if not chosen and _can_be_written(own):
+        return own, f"{usual} cannot be written: the cache is in {own}"
+    raise CacheError(
+        f"The cache's folder cannot be written: {usual}{'' if chosen else f', nor can {own}'}. "
+        "Set HVDTRAIN_CACHE to a folder that can."
+    )
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Return whether files can be made in `folder` and below it; nothing is made to find out."""
+    if not folder.is_absolute():  # "~/.cache" where nobody knows this user's home
+        return False
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    below = list(folder.iterdir()) if there == folder and os.access(folder, os.R_OK) else []
+    return all(os.access(path, os.W_OK | os.X_OK) for path in [there, *filter(os.path.isdir, below)])
 
 
 def key_parts(found: Found, chosen: dict[str, str]) -> dict[str, str]:

@@ -21,6 +21,10 @@ class UntestedVersionError(BuildError):
     """A framework version that no test has seen, without --force."""
 
 
+class CacheError(BuildError):
+    """No folder for the wheel cache can be written."""
+
+
 class SdistError(BuildError):
     """Horovod's sdist cannot be had, or is not the one that was checked."""
 

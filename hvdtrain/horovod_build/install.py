@@ -8,14 +8,14 @@ import subprocess
 from pathlib import Path
 
 from hvdtrain.horovod_build.errors import InstallError
-from hvdtrain.horovod_build.sdist import last_lines, pip_command
+from hvdtrain.horovod_build.pip import last_lines, pip_command
 
 # What Horovod imports at run time. Its own requirements are hvdtrain's too, so this is for environments where
 # hvdtrain came without them (pip install --no-deps).
 _NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
 
 
-def install(wheel: Path) -> None:
+def install(wheel: Path, *, cache: Path) -> None:
     """Install `wheel` over whatever Horovod is there; the frameworks stay as they are.
 
     Raises:
@@ -26,7 +26,7 @@ def install(wheel: Path) -> None:
     if missing:
         commands.append(["install", "--quiet", *missing])
     for command in commands:
-        done = subprocess.run([*pip_command(), *command], capture_output=True, text=True, check=False)
+        done = subprocess.run([*pip_command(cache), *command], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise InstallError(f"pip {' '.join(command)} failed: {last_lines(done.stderr)}")
     importlib.invalidate_caches()

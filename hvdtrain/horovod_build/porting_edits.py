@@ -148,6 +148,13 @@ PORTING: tuple[Edit, ...] = (
         "machines in FIPS mode refuse MD5 that is not said to be a mere name",
     ),
     Edit(
+        "horovod/runner/launch.py",
+        "    if not args.disable_cache:\n",
+        "    if not args.disable_cache and os.path.isabs(CACHE_FOLDER) and os.access(\n"
+        "            CACHE_FOLDER if os.path.isdir(CACHE_FOLDER) else os.path.dirname(CACHE_FOLDER), os.W_OK):\n",
+        "where the home folder cannot be written horovodrun ended, and where there is none it made one named ~",
+    ),
+    Edit(
         "horovod/runner/common/util/host_hash.py",
         "hashlib.md5(string.encode('ascii'))",
         "hashlib.md5(string.encode('ascii'), usedforsecurity=False)",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
-from hvdtrain.horovod_build.errors import MissingToolError, SdistError
+from hvdtrain.horovod_build.errors import SdistError
+from hvdtrain.horovod_build.pip import last_lines, move_into_place, pip_command
 
 VERSION = "0.28.1"
 FILE_NAME = f"horovod-{VERSION}.tar.gz"
@@ -46,26 +46,6 @@ def check(path: Path) -> Path:
     return path
 
 
-def pip_command() -> list[str]:
-    """Return the command that runs this environment's pip.
-
-    Raises:
-        MissingToolError: the environment has no pip.
-    """
-    probe = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
-    if probe.returncode != 0:
-        raise MissingToolError(
-            f"{sys.executable} has no pip, which fetches Horovod's source and installs the wheel. "
-            f"Run: {sys.executable} -m ensurepip --upgrade"
-        )
-    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-
-
-def last_lines(text: str, count: int = 3) -> str:
-    """Return the last lines of a program's output that say something, as one line."""
-    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-count:])
-
-
 def fetch_tools(cache: Path) -> Path:
     """Return a folder with setuptools and CMake for the build only: the user's own are neither used nor changed."""
     name = f"cp{sys.version_info[0]}{sys.version_info[1]}-" + "-".join(t.replace("==", "") for t in BUILD_TOOLS)
@@ -75,11 +55,11 @@ def fetch_tools(cache: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
         target = Path(partial) / name
-        command = [*pip_command(), "install", "--quiet", "--no-deps", "--target", str(target), *BUILD_TOOLS]
+        command = [*pip_command(cache), "install", "--quiet", "--no-deps", "--target", str(target), *BUILD_TOOLS]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SdistError(f"pip could not fetch the build tools {' '.join(BUILD_TOOLS)}: {last_lines(done.stderr)}")
-        _move_into_place(target, folder)
+        move_into_place(target, folder)
     return folder
 
 
@@ -99,7 +79,15 @@ def fetch(cache: Path, *, tools: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
         requirements = Path(partial) / "requirements.txt"
         requirements.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
-        command = [*pip_command(), "download", "--quiet", "--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
+        command = [
+            *pip_command(cache),
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            "horovod",
+            "--no-build-isolation",
+        ]
         command += ["--require-hashes", "--requirement", str(requirements), "--dest", partial]
         # pip asks setup.py for the metadata, which needs setuptools: ours, since there is no build isolation.
         environment = {**os.environ, "PYTHONPATH": str(tools)}
@@ -122,13 +110,3 @@ def unpack(sdist: Path, folder: Path) -> Path:
         # The hash above vouches for the content; the filter also silences Python 3.12's question about it.
         archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # type: ignore[arg-type]
     return folder / f"horovod-{VERSION}"
-
-
-def _move_into_place(made: Path, target: Path) -> None:
-    """Rename a finished folder to its place; another process that was faster has made the same."""
-    try:
-        os.rename(made, target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        shutil.rmtree(made)

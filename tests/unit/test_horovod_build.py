@@ -52,7 +52,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(sdist, "unpack", unpack)
     monkeypatch.setattr(steps.edits, "apply", lambda tree: None)
     monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
-    monkeypatch.setattr(installing, "install", lambda wheel: done.installed.append(wheel))
+    monkeypatch.setattr(installing, "install", lambda wheel, cache: done.installed.append(wheel))
     monkeypatch.setattr(steps.installed, "record", lambda: done.record)
     monkeypatch.setattr(probe, "allreduce", allreduce)
     return done

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import cache, edits, native
+from hvdtrain.horovod_build.errors import CacheError
 from hvdtrain.horovod_build.find import Cuda, Found, Framework, Mpi, Nccl
 
 FOUND = Found(
@@ -115,10 +118,60 @@ def test_a_second_build_of_the_same_wheel_waits_for_the_first(tmp_path: Path) ->
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path / "mine"))
-    assert cache.cache_folder() == tmp_path / "mine"
+    assert cache.cache_folder() == (tmp_path / "mine", "")
     monkeypatch.delenv("HVDTRAIN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.cache_folder() == tmp_path / "xdg" / "hvdtrain"
+    assert cache.cache_folder() == (tmp_path / "xdg" / "hvdtrain", "")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.cache_folder() == tmp_path / ".cache" / "hvdtrain"
+    assert cache.cache_folder() == (tmp_path / ".cache" / "hvdtrain", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Folders that cannot be written: root, who runs tests in containers, may write anywhere."""
+    folders: set[Path] = set()
+    access = os.access
+    monkeypatch.setattr(cache.os, "access", lambda path, mode: Path(path) not in folders and access(path, mode))
+    return folders
+
+
+def test_where_the_home_cannot_be_written_the_cache_is_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: set[Path]
+) -> None:
+    home, environment = tmp_path / "home", tmp_path / "environment"
+    home.mkdir()
+    environment.mkdir()
+    monkeypatch.delenv("HVDTRAIN_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(cache.sys, "prefix", str(environment))
+    refused.add(home)
+    folder, line = cache.cache_folder()
+    assert folder == environment / ".cache" / "hvdtrain"
+    assert line == f"{home}/.cache/hvdtrain cannot be written: the cache is in {folder}"
+
+    refused.add(environment)
+    with pytest.raises(CacheError, match="Set HVDTRAIN_CACHE to a folder that can"):
+        cache.cache_folder()
+
+
+def test_a_folder_of_roots_below_a_cache_of_ones_own_is_seen_before_the_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: set[Path]
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path))
+    (tmp_path / "wheels").mkdir()
+    refused.add(tmp_path / "wheels")
+    with pytest.raises(CacheError, match=re.escape(f"cannot be written: {tmp_path}.")):
+        cache.cache_folder()
+
+
+def test_a_user_without_a_name_and_a_home_has_a_cache_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HVDTRAIN_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr(cache.sys, "prefix", str(tmp_path))
+    folder, line = cache.cache_folder()
+    assert folder == tmp_path / ".cache" / "hvdtrain"
+    assert line.startswith("~/.cache/hvdtrain cannot be written")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,26 @@ def test_a_missing_make_is_named(programs: dict[str, str]) -> None:
 def test_no_framework_is_an_error(frameworks: Callable[..., None]) -> None:
     with pytest.raises(NoFrameworkError, match="pip install torch"):
         find.find_frameworks()
+
+
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [
+        (
+            {"keras"},
+            "in this environment, only Keras. Horovod is built for what is there: install one (pip install torch",
+        ),
+        ({"keras", "jax"}, "only Keras and JAX. JAX trains through Horovod for either: install one (pip install torch"),
+    ],
+)
+def test_keras_alone_is_told_to_bring_a_framework(
+    frameworks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, packages: set[str], said: str
+) -> None:
+    frameworks()
+    monkeypatch.setattr(find, "package_folder", lambda name: Path(name) if name in packages else None)
+    with pytest.raises(NoFrameworkError, match=re.escape(said)) as info:
+        find.find_frameworks()
+    assert "\n" not in str(info.value)
 
 
 def test_leaving_out_the_only_framework_is_an_error(frameworks: Callable[..., None]) -> None:

@@ -1,0 +1,75 @@
+"""The pip that fetches and installs: the environment's own, or one beside it where it has none, as uv's have none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path
+
+from hvdtrain.horovod_build.errors import MissingToolError
+
+_OPTIONS = ("--disable-pip-version-check", "--no-input")
+
+
+def pip_command(cache: Path) -> list[str]:
+    """Return the command that runs pip for this environment.
+
+    Without a pip of its own: the one that Python brings for new environments, else one that uv fetches. Both are kept
+    in `cache`; the environment is left as it is.
+
+    Raises:
+        MissingToolError: there is no pip, and none can be had.
+    """
+    own = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
+    if own.returncode == 0:
+        return [sys.executable, "-m", "pip", *_OPTIONS]
+    folder = cache / "build-tools" / f"cp{sys.version_info[0]}{sys.version_info[1]}-pip"
+    if not (folder / "pip").is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
+            target = Path(partial) / "pip"
+            why = _bring(target)
+            if why:
+                raise MissingToolError(
+                    f"{sys.executable} has no pip, which fetches Horovod's source and installs the wheel, and none can "
+                    f"be had: {why}. Run: {sys.executable} -m ensurepip --upgrade (or: uv pip install pip)"
+                )
+            move_into_place(target, folder)
+    return [sys.executable, str(folder / "pip"), *_OPTIONS]
+
+
+def _bring(target: Path) -> str:
+    """Put pip's package into `target`; return "" or why not."""
+    # Debian keeps the wheels of python3-venv in a folder of its own.
+    folders = [Path(sysconfig.get_path("stdlib")) / "ensurepip" / "_bundled", sysconfig.get_config_var("WHEEL_PKG_DIR")]
+    wheels = [wheel for folder in folders if folder for wheel in sorted(Path(folder).glob("pip-*.whl"))]
+    if wheels:
+        with zipfile.ZipFile(wheels[-1]) as archive:
+            archive.extractall(target)
+        return ""
+    uv = os.environ.get("UV") or shutil.which("uv")  # `uv run` names itself
+    if not uv:
+        return "this Python comes without ensurepip, and uv is not on PATH"
+    command = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--target", str(target), "pip"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"uv could not fetch it: {last_lines(done.stderr)}" if done.returncode else ""
+
+
+def move_into_place(made: Path, target: Path) -> None:
+    """Rename a finished folder to its place; another process that was faster has made the same."""
+    try:
+        os.rename(made, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(made)
+
+
+def last_lines(text: str, count: int = 3) -> str:
+    """Return the last lines of a program's output that say something, as one line."""
+    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-count:])
