@@ -19,7 +19,7 @@ RUN := OMP_NUM_THREADS=1 horovodrun -np $(NP)
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup train train-torch train-keras test check lint types unit ranks e2e engines faults faults-short bench docs docker-test package clean
+.PHONY: help setup train train-torch train-keras test check lint types unit ranks e2e engines faults faults-short bench docs docker-test newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ docs: $(STAMP) ## The site, in build/site/index.html: every link and name in it 
 
 docker-test: $(STAMP) ## The Dockerfile's cpu steps, run in a clean root (needs root and debootstrap)
 	python tests/docker/run_steps.py || test $$? -eq 77
+
+newest: ## The newest frameworks, in build/newest: Horovod built for them, and the core of the rank tests (4 GB)
+	$(PYTHON) scripts/newest.py $(ARGS)
 
 package: $(STAMP) ## The sdist and the wheel, in dist/, checked as a package index would
 	rm -rf dist

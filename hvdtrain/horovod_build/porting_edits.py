@@ -151,7 +151,8 @@ PORTING: tuple[Edit, ...] = (
         "horovod/runner/launch.py",
         "    if not args.disable_cache:\n",
         "    if not args.disable_cache and os.path.isabs(CACHE_FOLDER) and os.access(\n"
-        "            CACHE_FOLDER if os.path.isdir(CACHE_FOLDER) else os.path.dirname(CACHE_FOLDER), os.W_OK):\n",
+        "            CACHE_FOLDER if os.path.isdir(CACHE_FOLDER) else os.path.dirname(CACHE_FOLDER), "
+        "os.W_OK | os.X_OK):\n",
         "where the home folder cannot be written horovodrun ended, and where there is none it made one named ~",
     ),
     Edit(

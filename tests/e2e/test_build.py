@@ -1,4 +1,4 @@
-"""`hvdtrain build` as a person types it, in an environment without Horovod that sees the frameworks of this one."""
+"""`hvdtrain build` as a person types it, in an environment without Horovod and pip that sees this one's frameworks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new virtual environment that has links to all of this one's packages but Horovod."""
+    """A new virtual environment that has links to all of this one's packages but Horovod and, as with uv, pip."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (own,) = folder.glob("lib/python*/site-packages")
     for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if not package.name.startswith("horovod"):
+        if not package.name.startswith(("horovod", "pip")):
             (own / package.name).symlink_to(package)
     return folder
 
@@ -74,6 +74,7 @@ def test_plain_horovodrun_works_after_build(environment: Path, tmp_path: Path) -
         env={
             **os.environ,
             "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "HOME": "/dev/null",  # as users that nobody logs in as have it
             "OMP_NUM_THREADS": "1",
             "OMPI_MCA_mpi_yield_when_idle": "1",
         },
@@ -81,6 +82,18 @@ def test_plain_horovodrun_works_after_build(environment: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in (0, 1):
         assert f"rank {rank} of 2: 2.0" in done.stdout
+
+
+def test_where_the_home_cannot_be_written_the_build_says_where_the_cache_is(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HVDTRAIN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    done = hvdtrain(environment, "build", "--dry-run", HOME="/dev/null")
+    assert done.returncode == 0, done.stderr
+    cache = environment / ".cache" / "hvdtrain"
+    assert f"/dev/null/.cache/hvdtrain cannot be written: the cache is in {cache}\n" in done.stdout
+    assert not cache.exists()
 
 
 def test_a_missing_compiler_ends_the_build_with_one_sentence(environment: Path, tmp_path: Path) -> None:

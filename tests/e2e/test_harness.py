@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,19 @@ def harness(tmp_path: Path) -> Harness:
 
 def last_line(output: str) -> str:
     return output.rstrip().splitlines()[-1]
+
+
+def test_the_core_is_of_files_that_exist_and_a_missing_one_is_a_failure(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(TESTS / "ranks"))
+    core = runpy.run_path(str(TESTS / "ranks" / "run.py"))["CORE"]
+    files = [TESTS / "ranks" / folder / name for folder, names in core.items() for name in names]
+    assert [file for file in files if not file.is_file()] == []
+
+    status, output = harness.run("--core")
+    assert status == 1
+    assert f"FAILED torch np=2: there is no {harness.folder / core['torch'][0]}" in output
 
 
 def test_green_run_ends_with_its_counts_and_leaves_nothing_behind(harness: Harness) -> None:

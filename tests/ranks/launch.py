@@ -80,7 +80,7 @@ class Launch:
         self,
         *,
         size: int,
-        target: Path,
+        targets: Sequence[Path],
         directory: Path,
         environment: dict[str, str],
         launcher_options: Sequence[str] = (),
@@ -101,7 +101,7 @@ class Launch:
         self.command = [
             str(Path(sys.executable).parent / "horovodrun"),
             *("-np", str(size), "-H", f"localhost:{size}", *launcher_options),
-            *(sys.executable, str(HERE / "worker.py"), str(target), *pytest_arguments),
+            *(sys.executable, str(HERE / "worker.py"), *map(str, targets), *pytest_arguments),
         ]
         self.environment = {
             **os.environ,

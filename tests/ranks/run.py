@@ -2,6 +2,7 @@
 
     python tests/ranks/run.py                                   # everything
     python tests/ranks/run.py --np 2 --only keras-jax -- -k accumulation
+    python tests/ranks/run.py --core                            # what a framework's new version would break first
 
 What this promises, each proven in tests/e2e/test_harness.py: a rank that fails a test fails the run and shows that
 rank's own traceback once; the other ranks are ended and the tests that are left go on in fresh ranks; a hang ends at
@@ -58,6 +59,13 @@ GROUPS = (
     Group("trainer-keras-jax", "trainer", "keras", "jax", sizes=(2,)),
 )
 
+# `--core`, by folder: that ranks train as one process does, through each framework's optimizers, steps and state.
+CORE = {
+    "torch": ("test_optimizer.py", "test_equal_to_others.py", "test_trainer_torch.py"),
+    "keras": ("test_optimizer.py", "test_updates.py", "test_precision.py"),
+    "trainer": ("test_trainer.py", "test_same_bits.py"),
+}
+
 
 def mpi_is_built() -> bool:
     """Say whether Horovod's native library was linked with MPI, without loading it (horovodrun's check takes 14 s)."""
@@ -105,11 +113,14 @@ class Progress:
 def run_group(group: Group, size: int, options: argparse.Namespace, base: Path, totals: Totals) -> None:
     """Run one group at one world size, in fresh ranks again after each failed test, and add to `totals`."""
     label = f"{group.name} np={size}"
-    target = (HERE / group.folder) if options.path is None else options.path.resolve()
-    if not target.exists():
-        totals.failed += 1
-        print(f"FAILED {label}: there is no {target}", flush=True)
-        return
+    folder = HERE / group.folder
+    targets = [folder / name for name in CORE[group.folder]] if options.core else [folder]
+    targets = targets if options.path is None else [options.path.resolve()]
+    for target in targets:
+        if not target.exists():
+            totals.failed += 1
+            print(f"FAILED {label}: there is no {target}", flush=True)
+            return
     started = time.monotonic()
     progress = Progress(label, verbose=options.verbose)
     outcomes: list[Outcome] = []
@@ -117,7 +128,7 @@ def run_group(group: Group, size: int, options: argparse.Namespace, base: Path, 
     while True:
         outcome = Launch(
             size=size,
-            target=target,
+            targets=targets,
             directory=base / f"{group.name}-{size}-{len(outcomes)}",
             environment=group.environment(),
             launcher_options=group.launcher_options,
@@ -171,6 +182,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--np", type=int, action="append", help="only at this world size (may be repeated)")
     names = [group.name for group in GROUPS]
     parser.add_argument("--only", action="append", choices=names, help="only this group (may be repeated)")
+    parser.add_argument("--core", action="store_true", help="only the files in CORE, at 2 ranks, not over --gloo")
     parser.add_argument("--path", type=Path, help="run this file or folder instead of the group's folder")
     parser.add_argument("--test-limit", type=float, default=120.0, help="seconds a test may take [120]")
     parser.add_argument("--start-limit", type=float, default=180.0, help="seconds to import and collect [180]")
@@ -186,12 +198,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def select(options: argparse.Namespace) -> list[tuple[Group, int]]:
     """Return the rows of the matrix that the options leave."""
     groups = [group for group in GROUPS if not options.only or group.name in options.only]
-    if not mpi_is_built():
+    if options.core or not mpi_is_built():
         # Without MPI every group runs over Gloo already.
         groups = [group for group in groups if "--gloo" not in group.launcher_options]
     rows = []
     for group in groups:
-        sizes = options.np or group.sizes
+        sizes = options.np or ([2] if options.core else group.sizes)
         rows += [(group, size) for size in sizes if options.only or size in group.sizes or size not in SIZES]
     return rows
 
