@@ -149,11 +149,16 @@ PORTING: tuple[Edit, ...] = (
     ),
     Edit(
         "horovod/runner/launch.py",
+        "CACHE_FOLDER = os.path",
+        "if not os.path.isabs(os.path.expanduser('~')):\n    os.environ['HOME'] = '/'\nCACHE_FOLDER = os.path",
+        "where nobody knows the user's home, as in containers, mpirun crashed, and horovodrun made a folder named ~",
+    ),
+    Edit(
+        "horovod/runner/launch.py",
         "    if not args.disable_cache:\n",
-        "    if not args.disable_cache and os.path.isabs(CACHE_FOLDER) and os.access(\n"
-        "            CACHE_FOLDER if os.path.isdir(CACHE_FOLDER) else os.path.dirname(CACHE_FOLDER), "
-        "os.W_OK | os.X_OK):\n",
-        "where the home folder cannot be written horovodrun ended, and where there is none it made one named ~",
+        "    home = CACHE_FOLDER if os.path.isdir(CACHE_FOLDER) else os.path.dirname(CACHE_FOLDER)\n"
+        "    if not args.disable_cache and os.access(home, os.W_OK | os.X_OK):\n",
+        "where the home folder cannot be written horovodrun ended",
     ),
     Edit(
         "horovod/runner/common/util/host_hash.py",
