@@ -98,7 +98,7 @@ def build(options: Options) -> Path | None:
 def describe(found: Found) -> list[str]:
     """Return the plan, one line a thing."""
     lines = [f"{f.name} {f.version} ({'CUDA ' + f.cuda if f.cuda else 'CPU'})" for f in found.frameworks]
-    lines.append(f"compiler: {found.compiler}")
+    lines.append(f"compiler: {found.compiler}, C++{found.cxx_standard}")
     if found.mpi:
         lines.append(f"Open MPI {found.mpi.version}: {found.mpi.launcher}")
     if found.gpu and found.cuda and found.nccl:

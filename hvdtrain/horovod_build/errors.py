@@ -14,7 +14,7 @@ class MissingToolError(BuildError):
 
 
 class NoFrameworkError(BuildError):
-    """Neither torch nor TensorFlow is installed in this environment."""
+    """Neither torch nor TensorFlow is installed in this environment in a form that Horovod can be built for."""
 
 
 class UntestedVersionError(BuildError):

@@ -22,6 +22,9 @@ Plane = Literal["mpi", "gloo", "nccl"]
 # [first, last): releases that the tests ran on. Widen after a test run, not before.
 TESTED = {"torch": ("2.11", "2.14"), "tensorflow": ("2.21", "2.22")}
 
+# The header that refuses an older C++ standard than its framework was written for.
+_ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
+
 
 @dataclass(frozen=True)
 class Framework:
@@ -70,6 +73,7 @@ class Found:
     nccl: Nccl | None
     gpus: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    cxx_standard: int = 17
 
     @property
     def gpu(self) -> bool:
@@ -169,6 +173,26 @@ def is_tested(framework: Framework) -> bool:
     except InvalidVersion:
         return False
     return Version(first) <= version < Version(last) and not version.is_prerelease
+
+
+def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
+    """Return the C++ standard that the frameworks' headers ask for: 17, 20...; both are compiled with one.
+
+    Raises:
+        NoFrameworkError: a framework came without its headers.
+    """
+    standards = [17]
+    for framework in frameworks:
+        header = (package_folder(framework.name) or Path()) / "include" / _ASKS_FOR_A_STANDARD[framework.name]
+        if not header.is_file():
+            raise NoFrameworkError(
+                f"{framework.name} {framework.version} came without its C++ headers: {header} is missing. Install it "
+                f"whole: pip install --force-reinstall --no-deps {framework.name}=={framework.version}"
+            )
+        # `#if __cplusplus < 202002L`, then `#error`: a standard's year and month.
+        years = re.findall(r"__cplusplus\s*<\s*20(\d\d)\d\dL", header.read_text(encoding="utf-8", errors="replace"))
+        standards += [int(year) for year in years]
+    return max(standards)
 
 
 def find_compiler() -> str:
@@ -273,7 +297,8 @@ def find_all(*, without: frozenset[str] = frozenset(), force: bool = False) -> F
     if "nccl" not in without and any(f.cuda for f in frameworks):
         cuda, nccl, why = _find_gpu_parts(frameworks, gpus)
         notes += [why] if why else []
-    return Found(frameworks, compiler, mpi, cuda, nccl, gpus, tuple(notes))
+    standard = find_cxx_standard(frameworks)
+    return Found(frameworks, compiler, mpi, cuda, nccl, gpus, tuple(notes), standard)
 
 
 def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) -> tuple[Cuda | None, Nccl | None, str]:

@@ -44,6 +44,7 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
     """Return the build's environment variables that change what comes out: part of the cache's key."""
     names = {f.name for f in found.frameworks}
     chosen = {
+        "HVDTRAIN_CXX_STANDARD": str(found.cxx_standard),
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_BUILD_ARCH_FLAGS": arch_flags(),

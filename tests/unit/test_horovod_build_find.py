@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import find
-from hvdtrain.horovod_build.errors import MissingToolError, NoFrameworkError, UntestedVersionError
+from hvdtrain.horovod_build.errors import (
+    MissingToolError,
+    NoFrameworkError,
+    UntestedVersionError,
+)
 from hvdtrain.horovod_build.find import Cuda, Framework, Nccl
 
 TORCH_CPU = Framework("torch", "2.13.0+cpu")
@@ -157,6 +161,48 @@ def test_torch_is_known_without_importing_it(
     assert find.find_torch() == expected
 
 
+def headers(folder: Path, framework: str, first_line: str) -> None:
+    """Lay out the header of an installed framework that says which C++ standard it needs."""
+    header = folder / framework / "include" / find._ASKS_FOR_A_STANDARD[framework]
+    header.parent.mkdir(parents=True)
+    header.write_text(f"{first_line}\n#error a newer C++ is needed\n#endif\n")
+
+
+@pytest.mark.parametrize(
+    ("torch", "standard"),
+    [
+        ("#if !defined(_MSC_VER) && __cplusplus < 201703L", 17),
+        ("#if !defined(_MSC_VER) && __cplusplus < 202002L", 20),
+        ("#if !defined(_MSC_VER) && __cplusplus < 202302L", 23),
+        ("// asks for nothing", 17),
+    ],
+)
+def test_the_cpp_standard_is_the_newest_that_a_framework_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, standard: int
+) -> None:
+    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path / name)
+    headers(tmp_path, "torch", torch)
+    headers(tmp_path, "tensorflow", "#if __cplusplus < 201703L")
+    assert find.find_cxx_standard((TORCH_CPU, TENSORFLOW)) == standard
+    assert find.find_cxx_standard((TENSORFLOW,)) == 17
+
+
+def test_the_cpp_standard_of_the_installed_frameworks_is_in_their_headers() -> None:
+    folder = find.package_folder("torch")
+    assert folder is not None
+    asks = (folder / "include" / find._ASKS_FOR_A_STANDARD["torch"]).read_text()
+    assert re.search(r"__cplusplus\s*<\s*20\d{4}L", asks)
+
+
+def test_a_torch_without_headers_is_told_with_the_command_that_brings_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path / name)
+    with pytest.raises(NoFrameworkError, match=r"--force-reinstall --no-deps torch==2\.13\.0\+cpu") as info:
+        find.find_cxx_standard((TORCH_CPU,))
+    assert "\n" not in str(info.value)
+
+
 def test_nccl_of_pip_is_found_in_whichever_folder_of_the_nvidia_namespace_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +234,7 @@ class TestWhole:
         self, programs: dict[str, str], frameworks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         programs |= {"g++": "g++ 12.2.0", "make": "GNU Make"}
+        monkeypatch.setattr(find, "find_cxx_standard", lambda frameworks: 17)
         self.install = frameworks
         self.monkeypatch = monkeypatch
         self.hardware(gpus=(), cuda=None, nccl=None)

@@ -34,6 +34,11 @@ def test_what_is_not_there_is_told_to_horovod_as_left_out(tmp_path: Path) -> Non
     assert env["MAKEFLAGS"] == "-j3"
 
 
+def test_the_cpp_standard_reaches_the_build_and_its_key() -> None:
+    assert native.settings(CPU)["HVDTRAIN_CXX_STANDARD"] == "17"
+    assert native.settings(replace(CPU, cxx_standard=20))["HVDTRAIN_CXX_STANDARD"] == "20"
+
+
 def test_stray_horovod_variables_do_not_reach_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "MPI")
     monkeypatch.setenv("HOROVOD_WITHOUT_PYTORCH", "1")
