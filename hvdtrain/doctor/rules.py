@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain import open_mpi
 from hvdtrain.doctor.facts import Facts
 from hvdtrain.horovod_build.find import Framework, is_tested
 from hvdtrain.probe import Probe
@@ -74,14 +75,16 @@ def _serves_nothing(facts: Facts) -> str:
     return "Horovod is installed, but built for no framework"
 
 
-def _open_mpi_5(facts: Facts) -> str:
-    if "mpi" not in facts.horovod_planes or not facts.open_mpi or facts.open_mpi[0] < 5:
+def _other_open_mpi(facts: Facts) -> str:
+    built, found = facts.horovod_mpi, facts.open_mpi
+    if not built or not found or open_mpi.major(built) == found[0]:
         return ""
-    return f"horovodrun passes Open MPI options that {facts.mpi} rejects (-bind-to none), and Horovod has MPI built in"
+    return f"Horovod was built with Open MPI {built}, which {facts.mpi} cannot launch"
 
 
 def _other_mpi(facts: Facts) -> str:
-    if "mpi" not in facts.horovod_planes or not facts.mpi or facts.open_mpi:
+    is_supported = facts.open_mpi is not None and facts.open_mpi[0] in open_mpi.SUPPORTED
+    if "mpi" not in facts.horovod_planes or not facts.mpi or is_supported:
         return ""
     return f'Horovod has MPI built in, and horovodrun cannot drive this mpirun: "{facts.mpi}"'
 
@@ -169,9 +172,9 @@ RULES: tuple[Rule, ...] = (
     Rule("no-horovod", "error", _no_horovod, "hvdtrain build"),
     Rule("horovod-for-other-versions", "error", _other_versions, "hvdtrain build"),
     Rule("horovod-for-nothing", "error", _serves_nothing, "hvdtrain build"),
-    Rule("open-mpi-5", "error", _open_mpi_5, "hvdtrain build --without mpi"),
+    Rule("other-open-mpi", "error", _other_open_mpi, "hvdtrain build"),
     Rule("not-open-mpi", "error", _other_mpi, "hvdtrain build --without mpi"),
-    Rule("no-mpirun", "error", _no_mpirun, "apt-get install openmpi-bin"),
+    Rule("no-mpirun", "error", _no_mpirun, "pip install 'hvdtrain[mpi]' && hvdtrain build"),
     Rule("gpus-without-nccl", "error", _gpus_without_operations, "hvdtrain build"),
     Rule("keras-2", "error", _keras_2, "pip install --upgrade 'keras>=3'"),
     Rule("keras-backend-missing", "warning", _keras_backend, "export KERAS_BACKEND=torch"),

@@ -81,7 +81,7 @@ def key_parts(found: Found, chosen: dict[str, str]) -> dict[str, str]:
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('EXT_SUFFIX')}",
         "platform": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".strip(),
         "compiler": found.compiler,
-        "mpi": f"{found.mpi.version} {found.mpi.launcher}" if found.mpi else "",
+        "mpi": f"{found.mpi.version} {'' if found.mpi.library else found.mpi.launcher}" if found.mpi else "",
         "cuda": found.cuda.version if found.gpu and found.cuda else "",
         "nccl": found.nccl.version if found.gpu and found.nccl else "",
     }

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 
+from hvdtrain import open_mpi
 from hvdtrain.horovod_build.errors import MissingToolError, NoFrameworkError, UntestedVersionError
 from hvdtrain.installed import package_folder, package_folders
 
@@ -38,10 +40,11 @@ class Framework:
 
 @dataclass(frozen=True)
 class Mpi:
-    """A usable Open MPI; `launcher` is the mpirun beside which it was found."""
+    """A usable Open MPI; `library` is the folder of one that is part of this Python environment."""
 
     version: str
     launcher: Path
+    library: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -219,22 +222,29 @@ def find_mpi() -> tuple[Mpi | None, str]:
 
     horovodrun chooses MPI whenever it was built in, so one that it cannot launch must stay out.
     """
-    wrapper, launcher = shutil.which("mpicxx") or shutil.which("mpic++"), shutil.which("mpirun")
+    wrapper, launcher = open_mpi.program("mpicxx") or open_mpi.program("mpic++"), open_mpi.program("mpirun")
     if wrapper is None or launcher is None:
         missing = " and ".join(n for n, p in (("mpicxx", wrapper), ("mpirun", launcher)) if p is None)
-        return None, f"no MPI: {missing} not on PATH"
+        return None, f"no MPI: {missing} not on PATH. Install one: pip install 'hvdtrain[mpi]'"
     text = output_of([launcher, "--version"]) or ""
-    match = re.search(r"\((?:Open MPI|OpenRTE)\)\s*(\d+\.\d+\S*)", text)
-    if match is None:
+    version = open_mpi.version_in(text)
+    if not version or open_mpi.major(version) not in open_mpi.SUPPORTED:
         first = text.strip().splitlines()[0] if text.strip() else "mpirun --version fails"
-        return None, f"MPI left out: horovodrun works with Open MPI 4 only, found: {first}"
-    version = match.group(1)
-    if int(version.split(".")[0]) >= 5:
-        return None, f"MPI left out: Open MPI {version} rejects the options that horovodrun passes; 4.x works"
+        return None, (
+            f"MPI left out: horovodrun works with Open MPI 4 and 5, found: {first} ({launcher}). Install one: "
+            "pip install 'hvdtrain[mpi]'"
+        )
     built = output_of([wrapper, "--showme:version"]) or ""
     if version not in built:
         return None, f"MPI left out: mpirun is Open MPI {version}, but mpicxx says: {built.strip() or 'nothing'}"
-    return Mpi(version, Path(launcher)), ""
+    libraries = (output_of([wrapper, "--showme:libdirs"]) or "").split()
+    own = [Path(folder) for folder in libraries if _is_in_environment(Path(folder))]
+    return Mpi(version, Path(launcher), own[0] if own else None), ""
+
+
+def _is_in_environment(path: Path) -> bool:
+    """Return whether a path moves with this environment: that of the system's Python does not."""
+    return sys.prefix != sys.base_prefix and path.is_relative_to(sys.prefix)
 
 
 def find_gpus() -> tuple[str, ...]:

@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
+from hvdtrain import open_mpi
 from hvdtrain.horovod_build.errors import CompileError
 from hvdtrain.horovod_build.find import Found
 from hvdtrain.horovod_build.progress import Progress
@@ -62,8 +64,17 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
             chosen[name] = os.environ[name]
     if found.gpu and found.nccl and found.nccl.from_pip:
         # Next to the frameworks in any environment; torch loads it before Horovod anyway, TensorFlow does not.
-        chosen["LDFLAGS"] = f"{chosen.get('LDFLAGS', '')} -Wl,-rpath,$ORIGIN/../../nvidia/nccl/lib".strip()
+        _look_beside(chosen, "../../nvidia/nccl/lib")
+    if found.mpi and found.mpi.library:
+        # The wheel serves any environment that has this Open MPI. The system's may have the same soname.
+        libraries = Path(sysconfig.get_path("platlib"), "horovod", "torch")
+        _look_beside(chosen, os.path.relpath(found.mpi.library, libraries))
     return chosen
+
+
+def _look_beside(chosen: dict[str, str], folder: str) -> None:
+    """Have Horovod's libraries look for others in `folder`, which is relative to their own."""
+    chosen["LDFLAGS"] = f"{chosen.get('LDFLAGS', '')} -Wl,-rpath,$ORIGIN/{folder}".strip()
 
 
 def environment(
@@ -79,6 +90,7 @@ def environment(
     env["HOROVOD_CMAKE"] = str(tools / "cmake" / "data" / "bin" / "cmake")
     # In front of the user's packages, so that setup.py gets this setuptools and still imports their frameworks.
     env["PYTHONPATH"] = str(tools)
+    env["PATH"] = open_mpi.search_path()
     env["MAKEFLAGS"] = f"-j{jobs}"
     env["TF_CPP_MIN_LOG_LEVEL"] = "3"
     # The build is its own temporary folder's business: user site packages and CUDA devices are not.
@@ -87,7 +99,7 @@ def environment(
         env["CUDA_HOME"] = str(found.cuda.home)
         env["HOROVOD_NCCL_INCLUDE"] = str(found.nccl.include)
         env["HOROVOD_NCCL_LIB"] = str(nccl_link_folder(found, scratch))
-        env["PATH"] = f"{found.cuda.home / 'bin'}{os.pathsep}{env.get('PATH', '')}"
+        env["PATH"] = f"{found.cuda.home / 'bin'}{os.pathsep}{env['PATH']}"
     return env
 
 

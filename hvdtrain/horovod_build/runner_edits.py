@@ -132,10 +132,10 @@ _LOOPBACK = (
     ),
 )
 
-# Open MPI's mpirun binds its listening sockets to every interface, whatever oob_tcp_if_include says.
+# Open MPI's mpirun binds its listening sockets to every interface, whatever oob_tcp_if_include or, in 5,
+# prte_if_include says.
 LOOPBACK_SOURCE = r"""
 #include <dlfcn.h>
-#include <errno.h>
 #include <netinet/in.h>
 #include <stdlib.h>
 #include <string.h>
@@ -145,8 +145,8 @@ namespace {
 bool in_mpirun = false;
 
 __attribute__((constructor)) void Begin() {
-  in_mpirun = strcmp(program_invocation_short_name, "mpirun") == 0 ||
-              strcmp(program_invocation_short_name, "orterun") == 0;
+  // Open MPI 4's mpirun, and the program that 5's becomes: those that have its launcher's library.
+  in_mpirun = dlsym(RTLD_DEFAULT, "orte_init") != nullptr || dlsym(RTLD_DEFAULT, "prte_init") != nullptr;
   if (in_mpirun) {
     // Not for the ranks: LD_PRELOAD is what it was, without this library, which stands first in it.
     const char* rest = getenv("LD_PRELOAD") ? strchr(getenv("LD_PRELOAD"), ':') : nullptr;
@@ -183,6 +183,27 @@ extern "C" int bind(int fd, const struct sockaddr* address, socklen_t length) no
   return next(fd, address, length);
 }
 """
+
+# horovodrun speaks Open MPI 4 and 5, and finds the one that it was built with.
+_OPEN_MPI = (
+    Edit(
+        _MPI,
+        "_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']\n",
+        "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']\n",
+        "Open MPI 5 takes no long option with one dash",
+    ),
+    Edit(
+        _MPI,
+        "    mpi_impl_flags, impl_binding_args, mpi = _get_mpi_implementation_flags(settings.tcp_flag, env=env)\n",
+        "    # The Open MPI of a Python environment, though it is not activated.\n"
+        "    env = dict(os.environ if env is None else env)\n"
+        "    beside, path = os.path.dirname(sys.executable), env.get('PATH', os.environ.get('PATH', os.defpath))\n"
+        "    if beside not in path.split(os.pathsep) and os.path.exists(os.path.join(beside, 'mpirun')):\n"
+        "        env['PATH'] = beside + os.pathsep + path\n\n"
+        "    mpi_impl_flags, impl_binding_args, mpi = _get_mpi_implementation_flags(settings.tcp_flag, env=env)\n",
+        "another mpirun, or none, was on PATH than that which Horovod was built with",
+    ),
+)
 
 _LIBRARY = (
     Edit(
@@ -391,4 +412,4 @@ _SECRETS = (
     ),
 )
 
-RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *_LIBRARY, *_STOP, *_STATUS, *_SECRETS)
+RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *_OPEN_MPI, *_LIBRARY, *_STOP, *_STATUS, *_SECRETS)

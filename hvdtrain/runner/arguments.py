@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,10 +56,11 @@ _MPIRUN_VALUES = {
         "x H host hostfile machinefile default-hostfile map-by bind-to rank-by wd wdir path prefix N npernode "
         "npersocket ppr output-filename timeout am tune rf rankfile cpu-list cpu-set slot-list report-uri stdin "
         "personality preload-files app launch-agent ompi-server dvm max-vm-size cpus-per-proc cpus-per-rank "
-        "report-state-on-timeout-file debugger",
+        "report-state-on-timeout-file debugger output display runtime-options tmpdir forward-signals pset xterm "
+        "with-ft initial-errhandler memory-alloc-kinds gpu-support app-prefix amca c n",
         values=1,
     ),
-    **_each("mca gmca gpmixmca pmixmca", values=2),
+    **_each("mca gmca gpmixmca pmixmca prtemca omca gomca", values=2),
 }
 
 _MOST_DIGITS = 9  # of a count: Python refuses to read some thousands of them
@@ -167,6 +168,16 @@ def places_ranks(options: Sequence[str]) -> bool:
     """Return whether mpirun's `options` say on which cores ranks run."""
     names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
     return bool(names & _MPIRUN_PLACES) or any("binding_policy" in word for word in options)
+
+
+def marks(launcher: str, options: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the option with which mpirun marks each line with its rank, as horovodrun has it.
+
+    Without marks nobody can tell ranks' lines apart that come in pieces.
+    """
+    names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
+    unwanted = environment.get("OMPI_MCA_orte_tag_output") == "0" or names & {"tag-output", "output", "xml"}
+    return [] if launcher != MPIRUN or unwanted else ["--tag-output"]
 
 
 def whole_number(name: str, text: str | None, *, least: int) -> int:

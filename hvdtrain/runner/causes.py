@@ -17,9 +17,10 @@ STOPPED = 75  # EX_TEMPFAIL: stopped on request, to be started again
 
 # What mpirun and horovodrun over Gloo say of the rank that ended first.
 _SAID = re.compile(
-    rb"process rank (?P<rank_signal>\d+) with PID \S+ on node (?P<node>\S+) exited on signal (?P<signal>\d+)(?=\D)"
-    rb"|Process name: \[\[\d+,\d+\],(?P<rank_code>\d+)\]\s+Exit code:\s+(?P<code>\d+)(?=\D)"
-    rb"|MPI_ABORT was invoked on rank (?P<rank_abort>\d+) in communicator [^\n]+\s+with errorcode (?P<abort>\d+)(?=\D)"
+    rb"process rank (?P<rank_signal>\d+) with PID \S+ on node (?P<node>\S+) exited on\s+signal (?P<signal>\d+)(?=\D)"
+    rb"|Process name: \[(?:\[\d+,\d+\]|\S+@\d+),(?P<rank_code>\d+)\]\s+Exit code:\s+(?P<code>\d+)(?=\D)"
+    rb"|MPI_ABORT was invoked on rank (?P<rank_abort>\d+) in communicator [^\n]+\s+(?:Proc: [^\n]+\s+)?"
+    rb"(?:with errorcode|Errorcode:) (?P<abort>\d+)(?=\D)"
     rb"|Process (?P<rank_gloo>\d+) exit with status code (?P<gloo>-?\d+)\."
     rb"|Remote daemon:\s+\S+ on node (?P<lost>\S+)\s"
 )

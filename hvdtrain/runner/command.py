@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import socket
 import sys
 from pathlib import Path
@@ -148,7 +147,7 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     environment = surroundings.environment(
         run_dir, name=script, launcher=launcher, passed=passed, slots=hosts, elastic=elastic
     )
-    line = [*_launcher(launcher), "-np", str(count), *passed]
+    line = [*_launcher(launcher), "-np", str(count), *arguments.marks(launcher, passed, environment), *passed]
     if launcher == arguments.MPIRUN and not loopback.is_here(slots):
         line += remote.exports(passed, environment)
     named = arguments.value(passed, "-H", "--hosts") or ""
@@ -169,12 +168,12 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
 
 
 def _launcher(name: str) -> list[str]:
-    from hvdtrain import start
+    from hvdtrain import open_mpi, start
     from hvdtrain.runner import arguments
 
     if name == arguments.HOROVODRUN:
         return start.horovodrun(Path(sys.executable))
-    found = shutil.which(name)
+    found = open_mpi.program(name)
     if found is None:
-        raise UsageError("there is no mpirun on PATH. Install Open MPI, or leave --launcher out")
+        raise UsageError("there is no mpirun on PATH. Try: pip install 'hvdtrain[mpi]', or leave --launcher out")
     return [found]

@@ -6,9 +6,11 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from hvdtrain import open_mpi
+
 # What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo, and before that
-# the time, "Sat Nov 21 20:05:27 2026", where it was asked for.
-_TIME = re.compile(rb"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}")
+# the time, "Sat Nov 21 20:05:27 2026" (Open MPI 5: in brackets), where it was asked for.
+_TIME = re.compile(rb"\[?[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}\]?")
 _TAG = rb"\[(?:\d+,)?\d+\]<(?:stdout|stderr)>:?"
 _MARK, _TIMED_MARK = re.compile(rb"(" + _TAG + rb")"), re.compile(rb"(" + _TIME.pattern + _TAG + rb")")
 _ITS_MARK = re.compile(rb"^(?:" + _TIME.pattern + rb")?" + _TAG)
@@ -52,7 +54,8 @@ class _Pieces:
         """Keep pieces for their ranks; return the line of the last one, which is complete."""
         for mark, text in zip(marked[::2], marked[1::2], strict=True):
             tag = _tag(mark)
-            self.begun[tag] = self.begun.get(tag, b"") + text
+            own = text[1:] if b"," in tag and text.startswith(b" ") and open_mpi.spaces_marks() else text
+            self.begun[tag] = self.begun.get(tag, b"") + own
         return self.begun.pop(tag)
 
 

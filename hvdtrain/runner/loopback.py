@@ -100,7 +100,7 @@ def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: M
             wanted["LD_PRELOAD"] = os.pathsep.join(filter(None, [str(library), environment.get("LD_PRELOAD")]))
     chosen = {}
     for name, text in wanted.items():
-        parameter = name.removeprefix("OMPI_MCA_")
+        parameter = name.partition("_MCA_")[2]
         if name == "LD_PRELOAD" or (name not in environment and f"mca {parameter} " not in given):
             chosen[name] = text
     return chosen

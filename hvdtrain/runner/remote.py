@@ -8,16 +8,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdtrain import open_mpi
 from hvdtrain.runner import arguments, loopback
 from hvdtrain.runner.family import RUN_DIR
 
 # What belongs to one host, or to one session on it.
 _OWN = re.compile(
-    r"BASH_FUNC_|SLURM|SBATCH_|PBS_|LSB_|SSH_|XDG_|DBUS_|PMIX_|OMPI_COMM_|(.*CUDA_VISIBLE_DEVICES|HOSTNAME|PWD|OLDPWD|"
-    r"SHLVL|TERM|DISPLAY|TMPDIR|_)$"
+    r"BASH_FUNC_|SLURM|SBATCH_|PBS_|LSB_|SSH_|XDG_|DBUS_|PMIX_|OMPI_COMM_|PRTE_LAUNCHED|"
+    r"(.*CUDA_VISIBLE_DEVICES|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_)$"
 )
 # Another way of starting something on other hosts than ssh, which Open MPI takes where it finds one of them.
-_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_plm")
+_SCHEDULERS = (
+    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", "OMPI_MCA_plm", "PRTE_MCA_plm", "PRTE_MCA_plm_ssh_agent",
+)  # fmt: skip
 _SSH_LIMIT_S = 10
 # Options of mpirun's with which it does not fill one host after the other.
 _MAPPING = {"map-by", "rank-by", "rf", "rankfile", "ppr", "npersocket", "npernode", "pernode", "bynode", "N"}
@@ -47,17 +50,19 @@ def way(hosts: Mapping[str, int], launcher: str, passed: Sequence[str], environm
         passed: its options.
         environment: its environment.
     """
+    environment = open_mpi.for_both(environment)
     others = tuple(host for host in hosts if not loopback.is_here([host]))
     limits = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_LIMIT_S}")
-    if not others or "OMPI_MCA_plm_rsh_agent" in environment:
+    if not others or "PRTE_MCA_plm_ssh_agent" in environment:
         return None
     if launcher == arguments.HOROVODRUN:
         port, key = (arguments.value(passed, *names) for names in (("-p", "--ssh-port"), ("-i", "--ssh-identity-file")))
         options = [*(("-p", port) if port else ()), *(("-i", key) if key else ())]
         return Way(others, ("ssh", *limits, "-o", "StrictHostKeyChecking=no", *options))
-    if any(name in environment for name in _SCHEDULERS) or {"plm", "plm_rsh_agent", "launch-agent"} & _names(passed):
+    others_ways = {"plm", "plm_rsh_agent", "plm_ssh_agent", "launch-agent"}
+    if any(name in environment for name in _SCHEDULERS) or others_ways & _names(passed):
         return None
-    given = _parameter("plm_rsh_args", passed) or environment.get("OMPI_MCA_plm_rsh_args", "")
+    given = _parameter(("plm_rsh_args", "plm_ssh_args"), passed) or environment.get("PRTE_MCA_plm_ssh_args", "")
     return Way(others, ("ssh", "-x", *shlex.split(given), *limits))
 
 
@@ -65,9 +70,9 @@ def _names(passed: Sequence[str]) -> set[str]:
     return {word.lstrip("-") for word in passed}
 
 
-def _parameter(name: str, passed: Sequence[str]) -> str | None:
-    """Return what `--mca NAME VALUE` says."""
-    return next((passed[i + 1] for i, word in enumerate(passed[:-1]) if word == name), None)
+def _parameter(names: Sequence[str], passed: Sequence[str]) -> str | None:
+    """Return what `--mca NAME VALUE` says, for one of `names`."""
+    return next((passed[i + 1] for i, word in enumerate(passed[:-1]) if word in names), None)
 
 
 def exports(passed: Sequence[str], environment: Mapping[str, str]) -> list[str]:

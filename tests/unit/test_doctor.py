@@ -50,9 +50,9 @@ SICK = {
     "no-horovod": ({"versions": {"horovod": None}, "horovod_for": {}, "horovod_planes": ()}, "hvdtrain build"),
     "horovod-for-other-versions": ({"versions": {"torch": "2.12.0+cpu"}}, "hvdtrain build"),
     "horovod-for-nothing": ({"horovod_for": {}}, "hvdtrain build"),
-    "open-mpi-5": ({"mpi": "mpirun (Open MPI) 5.0.11"}, "hvdtrain build --without mpi"),
+    "other-open-mpi": ({"mpi": "mpirun (Open MPI) 5.0.11", "horovod_mpi": "4.1.4"}, "hvdtrain build"),
     "not-open-mpi": ({"mpi": "HYDRA build details:"}, "hvdtrain build --without mpi"),
-    "no-mpirun": ({"mpi": ""}, "apt-get install openmpi-bin"),
+    "no-mpirun": ({"mpi": ""}, "pip install 'hvdtrain[mpi]'"),
     "keras-2": ({"versions": {"keras": "2.15.0"}}, "pip install"),
     "keras-backend-missing": ({"keras_backend": "jax", "versions": {"jax": None}}, "KERAS_BACKEND"),
     "horovod-without-framework": ({"horovod_for": {"torch": "2.13.0+cpu"}}, "hvdtrain build"),
@@ -93,8 +93,12 @@ def test_cpu_frameworks_on_a_gpu_machine_are_told() -> None:
     assert "CPU builds" in verdict.reason
 
 
-def test_open_mpi_5_does_no_harm_to_a_build_without_mpi() -> None:
-    assert judge(machine(mpi="mpirun (Open MPI) 5.0.11", horovod_planes=("gloo",))) == []
+@pytest.mark.parametrize("version", ["4.1.6", "5.0.11"])
+def test_open_mpi_is_fine_where_horovod_was_built_with_that_major_version_or_without_mpi(version: str) -> None:
+    assert judge(machine(mpi=f"mpirun (Open MPI) {version}", horovod_mpi=version)) == []
+    assert judge(machine(mpi=f"mpirun (Open MPI) {version}", horovod_planes=("gloo",))) == []
+    (verdict,) = judge(machine(mpi="mpirun (Open MPI) 6.0.0"))
+    assert verdict.name == "not-open-mpi"
 
 
 def test_errors_come_before_warnings() -> None:

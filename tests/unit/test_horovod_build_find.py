@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain import open_mpi
 from hvdtrain.horovod_build import find
 from hvdtrain.horovod_build.errors import (
     MissingToolError,
@@ -25,7 +27,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Programs on PATH and what they print: {"mpirun": "mpirun (Open MPI) 4.1.4"}."""
     there: dict[str, str] = {}
 
-    def which(name: str) -> str | None:
+    def which(name: str, path: str | None = None) -> str | None:
         return f"/fake/bin/{name}" if name in there else None
 
     def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
@@ -48,18 +50,40 @@ def frameworks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def test_open_mpi_4_is_usable(programs: dict[str, str]) -> None:
-    programs |= {"mpirun": "mpirun (Open MPI) 4.1.4\n", "mpicxx": "mpicxx: Open MPI 4.1.4 (Language: C++)\n"}
+@pytest.mark.parametrize("version", ["4.1.4", "5.0.7"])
+def test_open_mpi_4_and_5_are_usable(programs: dict[str, str], version: str) -> None:
+    programs |= {"mpirun": f"mpirun (Open MPI) {version}\n", "mpicxx": f"mpicxx: Open MPI {version} (Language: C++)\n"}
     mpi, why = find.find_mpi()
     assert mpi is not None
-    assert (mpi.version, mpi.launcher, why) == ("4.1.4", Path("/fake/bin/mpirun"), "")
+    assert (mpi.version, mpi.launcher, mpi.library, why) == (version, Path("/fake/bin/mpirun"), None, "")
+
+
+def test_an_open_mpi_of_the_environment_is_found_where_that_is_not_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, said in (
+        ("mpirun", "mpirun (Open MPI) 5.0.11"),
+        ("mpicxx", f"mpicxx: Open MPI 5.0.11 (Language: C++) {tmp_path}/lib"),
+    ):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", os.defpath)
+    mpi, _ = find.find_mpi()
+    assert mpi == find.Mpi("5.0.11", tmp_path / "bin" / "mpirun", tmp_path / "lib")
+    # Where it is activated, what the user has put before it wins.
+    monkeypatch.setenv("PATH", f"{tmp_path}/other{os.pathsep}{tmp_path}/bin")
+    assert open_mpi.search_path() == os.environ["PATH"]
 
 
 @pytest.mark.parametrize(
     ("mpirun", "mpicxx", "reason"),
     [
-        ("mpirun (Open MPI) 5.0.11", "mpicxx: Open MPI 5.0.11", "Open MPI 5.0.11 rejects the options"),
-        ("HYDRA build details:\nMPICH Version: 4.2", "MPICH", "Open MPI 4 only, found: HYDRA build details"),
+        ("mpirun (Open MPI) 6.0.0", "mpicxx: Open MPI 6.0.0", r"Open MPI 4 and 5, found: mpirun (Open MPI) 6.0.0"),
+        ("mpirun (Open MPI) 3.1.3", "mpicxx: Open MPI 3.1.3", "pip install 'hvdtrain[mpi]'"),
+        ("HYDRA build details:\nMPICH Version: 4.2", "MPICH", "Open MPI 4 and 5, found: HYDRA build details"),
         ("mpirun (Open MPI) 4.1.4", "mpicxx: Open MPI 5.0.1", "mpirun is Open MPI 4.1.4, but mpicxx says"),
         (None, "mpicxx: Open MPI 4.1.4", "mpirun not on PATH"),
         (None, None, "mpicxx and mpirun not on PATH"),
@@ -250,7 +274,7 @@ class TestWhole:
         self.install(TORCH_CPU, TENSORFLOW)
         found = find.find_all()
         assert found.planes == ("gloo",)
-        assert found.notes == ("no MPI: mpicxx and mpirun not on PATH",)
+        assert found.notes == ("no MPI: mpicxx and mpirun not on PATH. Install one: pip install 'hvdtrain[mpi]'",)
 
     def test_a_gpu_machine_gets_nccl(self) -> None:
         self.install(TORCH_CUDA)

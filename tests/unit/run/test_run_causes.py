@@ -8,6 +8,16 @@ import pytest
 from hvdtrain.runner import causes
 from hvdtrain.runner.causes import Cause, Listener, first_error, told_by_ranks
 
+# Open MPI 5's.
+SIGNAL_5 = b"prterun noticed that process rank 1 with PID 3173 on node vm exited on\nsignal 9 (Killed).\n"
+CODE_5 = (
+    b"prterun detected that one or more processes exited with non-zero status,\n"
+    b"thus causing the job to be terminated. The first process to do so was:\n\n"
+    b"   Process name: [prterun-vm-3046@1,1]\n   Exit code:    7\n----"
+)
+ABORT_5 = (
+    b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Proc: [[46140,1],1]\n  Errorcode: 9\n\nNOTE"
+)
 SIGNAL = b"mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n"
 STATUS = (
     b"mpirun detected that one or more processes exited with non-zero status, thus causing\n"
@@ -26,6 +36,9 @@ GLOO = b"Process 1 exit with status code 137.\nTerminating remaining workers\nPr
         (SIGNAL, Cause("rank 1 on host vm", 137, 1)),
         (STATUS, Cause("rank 2 on host here", 75, 2)),
         (ABORT, Cause("rank 3 on host here", 4, 3)),
+        (SIGNAL_5, Cause("rank 1 on host vm", 137, 1)),
+        (CODE_5, Cause("rank 1 on host here", 7, 1)),
+        (ABORT_5, Cause("rank 1 on host here", 9, 1)),
         (GLOO, Cause("rank 1 on host here", 137, 1)),
         (b"Process 1 exit with status code -9.\n", Cause("rank 1 on host here", 137, 1)),
         (b"Remote daemon: [[7555,0],1] on node gpu2\n", Cause("host gpu2", 205, how="no longer answers")),

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from hvdtrain import open_mpi
+from hvdtrain.bench.launch import split_by_rank
 from hvdtrain.runner.lines import Lines, Whole, without_mark
 
 OVER_MPI = b"[1,0]<stdout>:one\n[1,1]<stderr>:two\nmpirun: words\n[1,1]<stdout>:[0] not mine\n"
@@ -96,3 +98,15 @@ def test_a_rank_that_writes_all_the_time_has_not_waited() -> None:
         assert lines.feed(b"o[1,1]<stdout>:x\n[1,1]<stdout>:y\n[1,0]<stdout>:\n", now=at + 0.6)[-1:] == [
             b"[1,0]<stdout>:two"
         ]
+
+
+def test_the_space_that_open_mpi_5_puts_behind_a_mark_is_not_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = b"[1,0]<stdout>:   File x\n[1,1]<stdout>: \n[0]<stdout>: by Gloo\n"
+    timed = b"[Sat Nov 21 20:05:27 2026][1,0]<stdout>: at once\n"
+    for spaces in (True, False):
+        monkeypatch.setattr(open_mpi, "spaces_marks", lambda spaces=spaces: spaces)
+        indent = " " * (not spaces)
+        assert Lines().feed(printed) == [(0, f"{indent}  File x"), (1, indent), (0, " by Gloo")]
+        assert Whole().feed(printed, now=0)[0] == f"[1,0]<stdout>:{indent}  File x".encode()
+        assert Lines().feed(timed) == [(0, f"{indent}at once")]
+        assert split_by_rank("[1,0]<stdout>: a\n[1,1]<stdout>: b\n")[0] == {0: f"{indent}a\n", 1: f"{indent}b\n"}

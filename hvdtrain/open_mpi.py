@@ -1,0 +1,82 @@
+"""Open MPI 4 and 5: where this environment has its programs, and what each version calls the same setting.
+
+5 has another launcher, PRRTE, with variables of its own. Each version ignores the other's names, so both are set.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SUPPORTED = (4, 5)
+_LIMIT_S = 10
+_VERSION = re.compile(r"\((?:Open MPI|OpenRTE)\)\s*(\d+\.\d+\S*)")
+
+
+def search_path() -> str:
+    """Return where programs are looked for: PATH, behind this environment's own Open MPI where it is not activated."""
+    beside, path = Path(sys.executable).parent, os.environ.get("PATH", os.defpath)
+    if str(beside) in path.split(os.pathsep) or not (beside / "mpirun").exists():
+        return path
+    return f"{beside}{os.pathsep}{path}"
+
+
+def program(name: str) -> str | None:
+    """Return the path of one of Open MPI's programs, None where there is none."""
+    return shutil.which(name, path=search_path())
+
+
+def version_in(text: str) -> str:
+    """Return the version in what `mpirun --version` prints, "" where that is no Open MPI."""
+    found = _VERSION.search(text)
+    return found.group(1) if found else ""
+
+
+def major(version: str) -> int:
+    """Return the first number of a version."""
+    return int(version.partition(".")[0])
+
+
+# What 5 calls a variable of 4, and its values where those differ too.
+_IN_5: dict[str, tuple[str, dict[str, str] | None]] = {
+    "OMPI_MCA_rmaps_base_oversubscribe": ("PRTE_MCA_rmaps_default_mapping_policy", {"1": ":OVERSUBSCRIBE"}),
+    "OMPI_MCA_hwloc_base_binding_policy": ("PRTE_MCA_hwloc_default_binding_policy", None),
+    "OMPI_MCA_orte_tmpdir_base": ("PRTE_MCA_prte_tmpdir_base", None),
+    "OMPI_MCA_oob_tcp_keepalive_time": ("PRTE_MCA_oob_tcp_keepalive_time", None),
+    "OMPI_MCA_oob_tcp_keepalive_intvl": ("PRTE_MCA_oob_tcp_keepalive_intvl", None),
+    "OMPI_MCA_oob_tcp_keepalive_probes": ("PRTE_MCA_oob_tcp_keepalive_probes", None),
+    "OMPI_MCA_plm_rsh_args": ("PRTE_MCA_plm_ssh_args", None),
+    "OMPI_MCA_plm_rsh_agent": ("PRTE_MCA_plm_ssh_agent", None),
+    "OMPI_MCA_btl_vader_backing_directory": ("OMPI_MCA_btl_sm_backing_directory", None),
+    "OMPI_MCA_btl_vader_single_copy_mechanism": ("OMPI_MCA_smsc", {"none": "^cma,knem,xpmem", "cma": "cma"}),
+}
+
+
+def for_both(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return `variables`, those of Open MPI 4 also under 5's names where these are not set."""
+    found = dict(variables)
+    for name, (in_5, values) in _IN_5.items():
+        text = variables.get(name)
+        if text is not None and (values is None or text in values):
+            found.setdefault(in_5, text if values is None else values[text])
+    return found
+
+
+@functools.cache
+def spaces_marks() -> bool:
+    """Return whether mpirun puts a space behind the mark of a rank's line, as 5 does: a line may begin with its own."""
+    mpirun = program("mpirun")
+    if mpirun is None:
+        return False
+    try:
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    version = version_in(done.stdout)
+    return bool(version) and major(version) >= 5

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import open_mpi
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An mpirun beside this interpreter, which is on no PATH."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    open_mpi.spaces_marks.cache_clear()
+    yield tmp_path / "mpirun"
+    open_mpi.spaces_marks.cache_clear()
+
+
+def write(path: Path, said: str) -> None:
+    path.write_text(f"#!/bin/sh\necho '{said}'\n")
+    path.chmod(0o755)
+
+
+def test_5_gets_the_settings_of_4_under_its_own_names_and_values() -> None:
+    given = {
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_orte_tmpdir_base": "/dev/shm/job",
+        "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+        "MINE": "1",
+    }
+    added = {
+        "PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE",
+        "PRTE_MCA_prte_tmpdir_base": "/dev/shm/job",
+        "OMPI_MCA_smsc": "^cma,knem,xpmem",
+    }
+    assert open_mpi.for_both(given) == given | added
+
+
+def test_what_is_set_under_5s_name_stays_and_what_5_has_no_value_for_is_left_out() -> None:
+    given = {"OMPI_MCA_plm_rsh_args": "-p 1", "PRTE_MCA_plm_ssh_args": "-p 2", "OMPI_MCA_rmaps_base_oversubscribe": "0"}
+    assert open_mpi.for_both(given) == given
+
+
+def test_an_environments_programs_are_found_where_it_is_not_activated(mpirun: Path) -> None:
+    assert open_mpi.program("mpirun") is None
+    write(mpirun, "mpirun (Open MPI) 5.0.11")
+    assert open_mpi.program("mpirun") == str(mpirun)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("mpirun (Open MPI) 5.0.11", True), ("mpirun (Open MPI) 4.1.4", False), ("HYDRA build details:", False)],
+)
+def test_only_5_puts_a_space_behind_marks(mpirun: Path, said: str, *, expected: bool) -> None:
+    write(mpirun, said)
+    assert open_mpi.spaces_marks() is expected
