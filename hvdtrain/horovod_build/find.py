@@ -253,20 +253,29 @@ def find_gpus() -> tuple[str, ...]:
     return tuple(line.strip() for line in text.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip()))
 
 
-def find_cuda() -> Cuda | None:
-    """Return the CUDA toolkit: HOROVOD_CUDA_HOME, CUDA_HOME, the nvcc on PATH, then /usr/local/cuda."""
+def find_cuda(major: str = "") -> Cuda | None:
+    """Return the CUDA toolkit: in CUDA_HOME, beside the nvcc on PATH, in /usr/local/cuda, or from pip's wheels.
+
+    HOROVOD_CUDA_HOME decides alone, where it is set.
+
+    Args:
+        major: the major version that is wanted; one of another is returned only where this one is not there.
+    """
     nvcc = shutil.which("nvcc")
-    homes = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
     # /usr/local/bin/nvcc may be a script in front of the toolkit's: its parent then has no headers.
-    homes += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
-    for home in [Path(h) for h in [*homes, "/usr/local/cuda"] if h]:
-        if not any((home / i / "cuda_runtime.h").is_file() for i in ("include", "targets/x86_64-linux/include")):
-            continue
-        text = output_of([str(home / "bin" / "nvcc"), "--version"]) or ""
-        release = re.search(r"release (\d+\.\d+)", text)
-        if release:
-            return Cuda(release.group(1), home)
-    return None
+    homes = [os.environ.get("CUDA_HOME"), str(Path(nvcc).resolve().parent.parent) if nvcc else None, "/usr/local/cuda"]
+    homes += [str(wheels) for nvidia in package_folders("nvidia") for wheels in sorted(nvidia.glob("cu[0-9]*"))]
+    if os.environ.get("HOROVOD_CUDA_HOME"):
+        homes = [os.environ["HOROVOD_CUDA_HOME"]]
+    found = [cuda for home in homes if home and (cuda := _cuda_in(Path(home)))]
+    return next((cuda for cuda in found if cuda.version.split(".")[0] == major), found[0] if found else None)
+
+
+def _cuda_in(home: Path) -> Cuda | None:
+    if not any(next(home.glob(f"{folder}/cuda_runtime.h"), None) for folder in ("include", "targets/*/include")):
+        return None
+    release = re.search(r"release (\d+\.\d+)", output_of([str(home / "bin" / "nvcc"), "--version"]) or "")
+    return Cuda(release.group(1), home) if release else None
 
 
 def _nccl_version(header: Path) -> str:
@@ -313,23 +322,26 @@ def find_all(*, without: frozenset[str] = frozenset(), force: bool = False) -> F
 
 def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) -> tuple[Cuda | None, Nccl | None, str]:
     """Return toolkit and NCCL where GPU operations can be built; refuse to leave GPUs idle unasked."""
-    cuda = find_cuda()
+    # torch's headers are compiled against this toolkit; TensorFlow only hands over a stream.
+    torch = next((f for f in frameworks if f.name == "torch"), None)
+    wanted = torch.cuda if torch else ""
+    cuda = find_cuda(wanted.split(".")[0])
     nccl = find_nccl(cuda)
     why = ""
     cpu_builds = [f.name for f in frameworks if not f.cuda]
+    # torch itself asks for cuda-toolkit in its own version.
+    wheels = f"pip install 'cuda-toolkit[nvcc,cccl]=={wanted or '13.0'}.*' brings one"
     if cpu_builds:
         # One set of GPU operations is compiled for all: beside a CPU build they lack symbols, or do not compile.
         why = f"{cpu_builds[0]} is a CPU build (install its GPU build, or leave it out with --without {cpu_builds[0]})"
     elif cuda is None:
-        why = "no CUDA toolkit with nvcc (looked at HOROVOD_CUDA_HOME, CUDA_HOME, PATH and /usr/local/cuda)"
+        chosen = os.environ.get("HOROVOD_CUDA_HOME")
+        looked = f"HOROVOD_CUDA_HOME={chosen}" if chosen else "CUDA_HOME, PATH, /usr/local/cuda and pip's wheels"
+        why = f"no CUDA toolkit with nvcc in {looked} ({wheels})"
     elif nccl is None:
         why = "no NCCL with nccl.h (pip install nvidia-nccl-cu13, or the system's libnccl-dev)"
-    else:
-        for framework in frameworks:
-            # torch's headers are compiled against this toolkit; TensorFlow only hands over a stream.
-            major = framework.cuda.split(".")[0]
-            if framework.name == "torch" and major != cuda.version.split(".")[0]:
-                why = f"{framework.name} is built for CUDA {framework.cuda}, but nvcc in {cuda.home} is {cuda.version}"
+    elif torch and wanted.split(".")[0] != cuda.version.split(".")[0]:
+        why = f"torch is built for CUDA {wanted}, but nvcc in {cuda.home} is {cuda.version} ({wheels})"
     if not why:
         return cuda, nccl, ""
     if gpus:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvdtrain import open_mpi
 from hvdtrain.horovod_build.errors import CompileError
-from hvdtrain.horovod_build.find import Found
+from hvdtrain.horovod_build.find import Cuda, Found, Nccl, output_of
 from hvdtrain.horovod_build.progress import Progress
 
 _PERCENT = re.compile(r"^\[\s*(\d+)%\]")
@@ -57,24 +57,34 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
     if found.gpu and found.cuda and found.nccl:
         chosen["HOROVOD_GPU_OPERATIONS"] = "NCCL"
         chosen["HOROVOD_NCCL_LINK"] = "SHARED"
-        chosen["HOROVOD_CUDA_HOME"] = str(found.cuda.home)
         chosen["HOROVOD_BUILD_CUDA_CC_LIST"] = cuda_architectures(found, cuda_arch)
     for name in ("CXXFLAGS", "LDFLAGS", "HOROVOD_CPU_OPERATIONS"):
         if os.environ.get(name):
             chosen[name] = os.environ[name]
-    if found.gpu and found.nccl and found.nccl.from_pip:
-        # Next to the frameworks in any environment; torch loads it before Horovod anyway, TensorFlow does not.
-        _look_beside(chosen, "../../nvidia/nccl/lib")
-    if found.mpi and found.mpi.library:
-        # The wheel serves any environment that has this Open MPI. The system's may have the same soname.
-        libraries = Path(sysconfig.get_path("platlib"), "horovod", "torch")
-        _look_beside(chosen, os.path.relpath(found.mpi.library, libraries))
+    flags = [chosen.get("LDFLAGS", ""), *(f"-Wl,-rpath,{folder}" for folder in runpath(found))]
+    if any(flags):
+        chosen["LDFLAGS"] = " ".join(filter(None, flags))
     return chosen
 
 
-def _look_beside(chosen: dict[str, str], folder: str) -> None:
-    """Have Horovod's libraries look for others in `folder`, which is relative to their own."""
-    chosen["LDFLAGS"] = f"{chosen.get('LDFLAGS', '')} -Wl,-rpath,$ORIGIN/{folder}".strip()
+def runpath(found: Found) -> list[str]:
+    """Return where Horovod's libraries look for others: MPI's folder and NCCL's, in any environment that has them.
+
+    CMake's own list is switched off by an edit: it names this environment and the build's folder in /tmp, and whoever
+    can write that folder later could have its library loaded. The frameworks load their libraries before Horovod.
+    """
+    folders = []
+    if found.mpi and found.mpi.library:
+        # The wheel serves any environment that has this Open MPI. The system's may have the same soname.
+        libraries = Path(sysconfig.get_path("platlib"), "horovod", "torch")
+        folders.append(f"$ORIGIN/{os.path.relpath(found.mpi.library, libraries)}")
+    elif found.mpi:
+        listed = output_of([str(found.mpi.launcher.with_name("mpicxx")), "--showme:libdirs"]) or ""
+        folders += listed.split()
+    if found.gpu and found.nccl and found.nccl.from_pip:
+        # torch loads it before Horovod, TensorFlow does not.
+        folders.append("$ORIGIN/../../nvidia/nccl/lib")
+    return folders
 
 
 def environment(
@@ -96,22 +106,26 @@ def environment(
     # The build is its own temporary folder's business: user site packages and CUDA devices are not.
     env["CUDA_VISIBLE_DEVICES"] = ""
     if found.gpu and found.cuda and found.nccl:
-        env["CUDA_HOME"] = str(found.cuda.home)
+        links = link_folder(found.cuda, found.nccl, scratch)
+        # A toolkit of wheels has lib, not lib64: neither nvcc, the linker nor CMake looks there.
+        folders = [str(links), *(str(found.cuda.home / name) for name in ("lib64", "lib"))]
+        for name in ("LIBRARY_PATH", "CMAKE_LIBRARY_PATH"):
+            env[name] = os.pathsep.join([*folders, *filter(None, [env.get(name)])])
+        env["CUDA_HOME"] = env["HOROVOD_CUDA_HOME"] = str(found.cuda.home)
         env["HOROVOD_NCCL_INCLUDE"] = str(found.nccl.include)
-        env["HOROVOD_NCCL_LIB"] = str(nccl_link_folder(found, scratch))
+        env["HOROVOD_NCCL_LIB"] = str(links)
         env["PATH"] = f"{found.cuda.home / 'bin'}{os.pathsep}{env['PATH']}"
     return env
 
 
-def nccl_link_folder(found: Found, scratch: Path) -> Path:
-    """Return a folder with an unversioned libnccl.so, which the linker asks for and pip's wheel does not have."""
-    if found.nccl is None:
-        raise CompileError("NCCL was not found, but GPU operations were asked for.")
-    folder = scratch / "nccl"
+def link_folder(cuda: Cuda, nccl: Nccl, scratch: Path) -> Path:
+    """Return a folder with the names without a version that the linker asks for and pip's wheels do not have."""
+    folder = scratch / "links"
     folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "libnccl.so"
-    if not link.is_symlink():
-        link.symlink_to(found.nccl.library)
+    runtime = sorted((cuda.home / "lib").glob("libcudart.so.*"))
+    for name, library in (("libnccl.so", nccl.library), ("libcudart.so", runtime[0] if runtime else None)):
+        if library and not (folder / name).is_symlink():
+            (folder / name).symlink_to(library)
     return folder
 
 

@@ -130,6 +130,12 @@ PORTING: tuple[Edit, ...] = (
     ),
     Edit(
         "CMakeLists.txt",
+        "project(horovod CXX)\n",
+        "project(horovod CXX)\nset(CMAKE_SKIP_RPATH TRUE)\n",
+        "the libraries looked for others in the builder's environment and in a deleted folder under /tmp",
+    ),
+    Edit(
+        "CMakeLists.txt",
         "find_program(CCACHE_PROGRAM ccache)\n",
         "if(NOT DEFINED ENV{CMAKE_CXX_COMPILER_LAUNCHER})\n    find_program(CCACHE_PROGRAM ccache)\nendif()\n",
         "a compiler launcher that the user chose was overridden whenever ccache was on PATH",

@@ -250,6 +250,58 @@ def test_torch_for_amd_gpus_is_refused_whatever_is_forced(frameworks: Callable[.
         find.find_frameworks(force=True)
 
 
+def toolkit(home: Path, programs: dict[str, str], version: str) -> Path:
+    """A toolkit whose nvcc says `version`; `programs` knows nvcc by its whole path."""
+    for folder in ("bin", "include"):
+        (home / folder).mkdir(parents=True)
+    (home / "include/cuda_runtime.h").touch()
+    programs[str(home / "bin/nvcc")] = f"Cuda compilation tools, release {version}, V{version}.88"
+    return home
+
+
+class TestCuda:
+    """find_cuda with toolkits in several places."""
+
+    @pytest.fixture(autouse=True)
+    def machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.programs: dict[str, str] = {}
+        self.nvidia = [tmp_path / "site/nvidia", tmp_path / "inherited/nvidia"]
+        for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(find.shutil, "which", lambda name: None)
+        monkeypatch.setattr(find, "output_of", lambda command, **_: self.programs.get(command[0]))
+        monkeypatch.setattr(find, "package_folders", lambda name: self.nvidia)
+
+    def test_the_toolkit_of_pips_wheels_is_found_in_any_folder_of_the_namespace(self) -> None:
+        home = toolkit(self.nvidia[1] / "cu13", self.programs, "13.0")
+        assert find.find_cuda("13") == Cuda("13.0", home)
+
+    def test_a_machines_own_toolkit_comes_before_the_wheels(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        toolkit(self.nvidia[0] / "cu13", self.programs, "13.0")
+        own = toolkit(tmp_path / "cuda", self.programs, "13.2")
+        monkeypatch.setenv("CUDA_HOME", str(own))
+        assert find.find_cuda("13") == Cuda("13.2", own)
+
+    def test_a_toolkit_of_another_major_version_gives_way_to_the_wheels(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own = toolkit(tmp_path / "cuda", self.programs, "12.4")
+        monkeypatch.setattr(find.shutil, "which", lambda name: str(own / "bin/nvcc"))
+        assert find.find_cuda("13") == Cuda("12.4", own)
+        home = toolkit(self.nvidia[0] / "cu13", self.programs, "13.0")
+        assert find.find_cuda("13") == Cuda("13.0", home)
+
+    def test_horovod_cuda_home_decides_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        toolkit(self.nvidia[0] / "cu13", self.programs, "13.0")
+        own = toolkit(tmp_path / "cuda", self.programs, "12.4")
+        monkeypatch.setenv("HOROVOD_CUDA_HOME", str(own))
+        assert find.find_cuda("13") == Cuda("12.4", own)
+        monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path))
+        assert find.find_cuda("13") is None
+
+
 class TestWhole:
     """find_all on machines of several kinds."""
 
@@ -267,7 +319,7 @@ class TestWhole:
         toolkit = Cuda(cuda, Path("/cuda")) if cuda else None
         library = Nccl(nccl, Path("/i"), Path("/l/libnccl.so.2"), True) if nccl else None
         self.monkeypatch.setattr(find, "find_gpus", lambda: gpus)
-        self.monkeypatch.setattr(find, "find_cuda", lambda: toolkit)
+        self.monkeypatch.setattr(find, "find_cuda", lambda major="": toolkit)
         self.monkeypatch.setattr(find, "find_nccl", lambda cuda=None: library)
 
     def test_without_mpi_and_gpu_gloo_alone_is_built(self) -> None:
@@ -300,7 +352,11 @@ class TestWhole:
 
     @pytest.mark.parametrize(
         ("cuda", "nccl", "reason"),
-        [(None, "2.28.3", "no CUDA toolkit"), ("13.0", None, "no NCCL"), ("12.4", "2.28.3", "nvcc in /cuda is 12.4")],
+        [
+            (None, "2.28.3", r"no CUDA toolkit.*pip install 'cuda-toolkit\[nvcc,cccl\]==13.0.\*'"),
+            ("13.0", None, "no NCCL.*pip install nvidia-nccl-cu13"),
+            ("12.4", "2.28.3", r"nvcc in /cuda is 12.4.*pip install 'cuda-toolkit\[nvcc,cccl\]==13.0.\*'"),
+        ],
     )
     def test_gpus_are_not_left_idle_unasked(self, cuda: str | None, nccl: str | None, reason: str) -> None:
         self.install(TORCH_CUDA)

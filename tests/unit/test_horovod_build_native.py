@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.horovod_build import native
+from hvdtrain.horovod_build import cache, native
 from hvdtrain.horovod_build.errors import CompileError
 from hvdtrain.horovod_build.find import Cuda, Found, Framework, Mpi, Nccl
 from hvdtrain.horovod_build.progress import Progress
@@ -52,8 +52,36 @@ def test_nccl_of_pip_gets_the_unversioned_link_that_the_linker_asks_for(tmp_path
     link = Path(env["HOROVOD_NCCL_LIB"]) / "libnccl.so"
     assert link.readlink() == Path("/n/lib/libnccl.so.2")
     assert env["HOROVOD_NCCL_INCLUDE"] == "/n/include"
-    assert "$ORIGIN/../../nvidia/nccl/lib" in env["LDFLAGS"]
     assert (env["HOROVOD_GPU_OPERATIONS"], env["HOROVOD_NCCL_LINK"]) == ("NCCL", "SHARED")
+
+
+def test_the_linker_finds_the_toolkit_of_pips_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "cu13"
+    (home / "lib").mkdir(parents=True)
+    (home / "lib/libcudart.so.13").touch()
+    monkeypatch.setenv("LIBRARY_PATH", "/opt/lib")
+    env = environment(replace(GPU, cuda=Cuda("13.0", home)), tmp_path)
+    links, *others = env["LIBRARY_PATH"].split(":")
+    assert (Path(links) / "libcudart.so").readlink() == home / "lib/libcudart.so.13"
+    assert others == [str(home / "lib64"), str(home / "lib"), "/opt/lib"]
+    assert env["CMAKE_LIBRARY_PATH"].split(":")[0] == links
+    assert env["CUDA_HOME"] == env["HOROVOD_CUDA_HOME"] == str(home)
+
+
+def test_a_wheel_looks_beside_itself_and_in_mpis_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setenv("LDFLAGS", "-Wl,-O1")
+    monkeypatch.setattr(native, "output_of", lambda command: asked.append(command) or "/opt/mpi/lib\n")
+    flags = native.settings(GPU)["LDFLAGS"]
+    assert flags == "-Wl,-O1 -Wl,-rpath,/opt/mpi/lib -Wl,-rpath,$ORIGIN/../../nvidia/nccl/lib"
+    assert asked == [["/usr/bin/mpicxx", "--showme:libdirs"]]
+    assert native.settings(CPU)["LDFLAGS"] == "-Wl,-O1"
+
+
+def test_the_same_toolkit_in_another_environment_makes_the_same_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "output_of", lambda command: None)
+    elsewhere = replace(GPU, cuda=Cuda("13.0", Path("/other/site-packages/nvidia/cu13")))
+    assert cache.key_parts(GPU, native.settings(GPU)) == cache.key_parts(elsewhere, native.settings(elsewhere))
 
 
 @pytest.mark.parametrize(
