@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
-NP ?= 2
+# Two ranks; NCCL wants a GPU for each, so one on a host with a single GPU.
+NP ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')),1,2)
 # Passed on to the example: make train ARGS="--data-dir DIR"
 ARGS ?=
 # Passed on to the benchmarks: make bench BENCH="--workload lenet --peer ddp,trainer"
@@ -16,13 +17,18 @@ PIP := python -m pip install --quiet --disable-pip-version-check
 # One thread a rank: two ranks that both take every core slow each other down.
 RUN := OMP_NUM_THREADS=1 horovodrun -np $(NP)
 
+# Keras's, asked in the recipe: on a GPU host .venv has no TensorFlow.
+BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow" if find_spec("tensorflow") else "torch")')
+# Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
+check test unit ranks e2e engines faults faults-short: export CUDA_VISIBLE_DEVICES :=
+
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup train train-torch train-keras test check lint types unit ranks e2e engines faults faults-short bench docs docker-test newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks e2e engines gpu-build-test faults faults-short bench docs docker-test newest package clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  Variables: PYTHON=python3, NP=2, ARGS="--data-dir DIR", HVDTRAIN_MPI=0 (no MPI), HVDTRAIN_GPU=0|1, HVDTRAIN_CACHE=DIR'
 
 setup: $(STAMP) ## Make .venv: pinned frameworks, hvdtrain, and Horovod built for them
@@ -32,13 +38,17 @@ $(STAMP): pyproject.toml hvdtrain/bootstrap.py $(wildcard hvdtrain/horovod_build
 	@$(PYTHON) -I hvdtrain/bootstrap.py --venv $(VENV)
 	@touch $@
 
-train: train-torch train-keras ## Train on two ranks, with PyTorch, then with Keras on TensorFlow
+setup-tensorflow-gpu: ## Make .venv-tensorflow: TensorFlow for GPUs, whose CUDA 12 cannot share an environment, and Horovod
+	HVDTRAIN_GPU=1 $(PYTHON) -I hvdtrain/bootstrap.py --venv .venv-tensorflow --extras tensorflow-gpu,keras
+	.venv-tensorflow/bin/hvdtrain build
+
+train: train-torch train-keras ## Train on two ranks, with PyTorch, then with Keras on TensorFlow (PyTorch on a GPU host)
 
 train-torch: $(STAMP) ## The PyTorch half of `make train`
 	$(RUN) python examples/mnist/train.py --framework torch $(ARGS)
 
 train-keras: $(STAMP) ## The Keras half
-	KERAS_BACKEND=tensorflow $(RUN) python examples/mnist/train.py --framework keras $(ARGS)
+	KERAS_BACKEND=$(BACKEND) $(RUN) python examples/mnist/train.py --framework keras $(ARGS)
 
 test: lint types unit faults-short ranks e2e ## Lint, types and every test
 
@@ -64,6 +74,10 @@ engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, severa
 	python -c "import ray, pyspark, pyarrow" 2>/dev/null || $(PIP) -e ".[ray,spark]"
 	-python -c "import mlflow, wandb" 2>/dev/null || $(PIP) -e ".[loggers]"
 	python -m pytest tests/engines tests/unit/loggers
+
+gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was built: needs no GPU
+	$(MAKE) VENV=.venv-gpu HVDTRAIN_GPU=1 setup
+	HVDTRAIN_TEST_NCCL=1 .venv-gpu/bin/python -m pytest tests/e2e/test_libraries.py
 
 faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULTS_SEED=0)
 	HVDTRAIN_FAULTS=long python -m pytest tests/faults

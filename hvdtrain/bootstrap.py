@@ -20,6 +20,9 @@ _STEPS = 4
 _HEARTBEAT_S = 15
 _APT_TIMEOUT_S = 180
 
+# The oldest NVIDIA driver for programs built for CUDA 13, as torch and JAX are.
+OLDEST_DRIVER = 580
+
 
 class SetupError(RuntimeError):
     """Set-up cannot go on; the message says why and what to do next."""
@@ -96,21 +99,43 @@ def check_tools() -> None:
         raise SetupError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make).")
 
 
-def wants_gpu() -> tuple[bool, str]:
-    """Return whether GPU builds are to be installed, and why; HVDTRAIN_GPU=0 or 1 decides it beforehand."""
-    chosen = os.environ.get("HVDTRAIN_GPU", "")
-    if chosen in ("0", "1"):
-        return chosen == "1", f"HVDTRAIN_GPU={chosen}"
+def gpu_drivers() -> tuple[list[str], str]:
+    """Return the driver's version once for each GPU, and why there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False, "no GPU"
-    count = done.stdout.count("GPU ") if done.returncode == 0 else 0
-    if count == 0:
-        return False, "no GPU"
-    if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
-        return False, f"{count} GPU(s), but no nvcc to build for them: install the CUDA toolkit 13 to use them"
-    return True, f"{count} GPU(s)"
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return [], "no GPU: no nvidia-smi, which comes with the driver"
+    except subprocess.TimeoutExpired:
+        return [], "no GPU: nvidia-smi did not answer within 30 s"
+    versions = [line.strip() for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
+    if done.returncode != 0 or not versions:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        return [], f"no GPU: nvidia-smi says {said[0] if said else 'nothing'}"
+    return versions, ""
+
+
+def wants_gpu() -> tuple[bool, str]:
+    """Return whether GPU builds are to be installed, and why; HVDTRAIN_GPU=0 or 1 decides it beforehand.
+
+    Raises:
+        SetupError: there are GPUs, whose driver is too old.
+    """
+    chosen = os.environ.get("HVDTRAIN_GPU", "")
+    if chosen == "0":
+        return False, "HVDTRAIN_GPU=0"
+    versions, why = gpu_drivers()
+    if versions and int(versions[0].split(".")[0]) < OLDEST_DRIVER:
+        why = (
+            f"the NVIDIA driver is {versions[0]}, and CUDA 13, which torch and JAX are built for, needs {OLDEST_DRIVER}"
+        )
+    if chosen == "1":
+        return True, ", but ".join(filter(None, ("HVDTRAIN_GPU=1", why)))
+    if versions and why:
+        raise SetupError(
+            f"{why[0].upper()}{why[1:]} or newer. Update it, or take CPU builds: HVDTRAIN_GPU=0 make setup"
+        )
+    return bool(versions), why or f"{len(versions)} GPU(s), driver {versions[0]}"
 
 
 def make_venv(setup: Setup) -> None:
@@ -137,7 +162,8 @@ def install_torch(setup: Setup, version: str, *, gpu: bool) -> str:
     """
     plain = setup.pip("--no-deps", f"torch=={version}")
     if gpu:
-        return setup.run(plain, f"torch {version} for CUDA")
+        # Of two builds of one version, pip would take the one with "+cpu" in its name.
+        return setup.run(setup.pip("--no-deps", f"torch=={version},!={version}+cpu"), f"torch {version} for CUDA")
     if not setup.run(setup.pip("--no-deps", f"torch=={version}+cpu"), f"torch {version} for CPU"):
         return ""
     uv: list[str | Path] = [
@@ -165,20 +191,28 @@ def install_packages(setup: Setup, pinned: dict[str, str], *, gpu: bool) -> None
 
     Unpacking the large wheels is most of the time and takes one core each, so torch, TensorFlow and the rest go side
     by side, each without the others in it; a last pip adds what torch and TensorFlow need and checks the whole.
+
+    A GPU machine gets no TensorFlow: its GPU build brings the NCCL of CUDA 12 over that of CUDA 13, and Horovod's GPU
+    operations do not compile beside its CPU build. It gets nvcc from wheels, in the version that torch's own ask for.
     """
-    name = "tensorflow" if gpu or os.uname().machine != "x86_64" else "tensorflow-cpu"
-    rest = f"{setup.root}[dev,examples,jax,keras]"
+    tools = "dev,examples,keras" if gpu else "dev,examples,jax,keras"
+    frameworks = "gpu-build,jax-cuda,torch" if gpu else "tensorflow,torch"
     side_by_side: dict[str, Callable[[], str]] = {
         "torch": lambda: install_torch(setup, pinned["torch"], gpu=gpu),
-        name: lambda: setup.run(setup.pip("--no-deps", f"{name}=={pinned[name]}"), f"{name} {pinned[name]}"),
-        "hvdtrain": lambda: setup.run(setup.pip("-e", rest), "hvdtrain, JAX, Keras, tools for the tests"),
+        "hvdtrain": lambda: setup.run(setup.pip("-e", f"{setup.root}[{tools}]"), "hvdtrain, tools for the tests"),
     }
+    if not gpu:
+        name = "tensorflow-cpu" if os.uname().machine == "x86_64" else "tensorflow"
+        side_by_side[name] = lambda: setup.run(
+            setup.pip("--no-deps", f"{name}=={pinned[name]}"), f"{name} {pinned[name]}"
+        )
     with ThreadPoolExecutor(len(side_by_side)) as pool:
         problems = {what: pool.submit(install) for what, install in side_by_side.items()}
     for what, problem in problems.items():
         setup.require(problem.result(), f"Installing {what}")
-    whole = f"{setup.root}[dev,examples,jax,keras,torch,{'tensorflow-gpu' if gpu else 'tensorflow'}]"
-    setup.require(setup.run(setup.pip("-e", whole), "what torch and TensorFlow need"), "Installing hvdtrain")
+    what = "JAX, nvcc, and what torch needs" if gpu else "what torch and TensorFlow need"
+    whole = setup.pip("-e", f"{setup.root}[{tools},{frameworks}]")
+    setup.require(setup.run(whole, what), "Installing hvdtrain")
 
 
 def install_extras(setup: Setup, pinned: dict[str, str], extras: Sequence[str], *, gpu: bool) -> None:

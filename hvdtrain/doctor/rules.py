@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain import open_mpi
+from hvdtrain.bootstrap import OLDEST_DRIVER
 from hvdtrain.doctor.facts import Facts
 from hvdtrain.horovod_build.find import Framework, is_tested
 from hvdtrain.probe import Probe
@@ -132,6 +133,18 @@ def _keras_ddp(facts: Facts) -> str:
     )
 
 
+def _old_driver(facts: Facts) -> str:
+    major = facts.gpu_driver.split(".")[0]
+    built = [
+        f"{name} {facts.versions[name]}" for name in facts.frameworks if facts.cuda.get(name, "").startswith("13.")
+    ]
+    if not built or not major.isdigit() or int(major) >= OLDEST_DRIVER:
+        return ""
+    return (
+        f"the NVIDIA driver is {facts.gpu_driver}, and {' and '.join(built)} needs {OLDEST_DRIVER} or newer (CUDA 13)"
+    )
+
+
 def _idle_gpus(facts: Facts) -> str:
     if not facts.gpus or not facts.horovod_for:
         return ""
@@ -180,6 +193,7 @@ RULES: tuple[Rule, ...] = (
     Rule("keras-backend-missing", "warning", _keras_backend, "export KERAS_BACKEND=torch"),
     Rule("horovod-without-framework", "warning", _without_framework, "hvdtrain build"),
     Rule("keras-torch-ddp", "warning", _keras_ddp, "unset MASTER_ADDR WORLD_SIZE"),
+    Rule("old-gpu-driver", "error", _old_driver, f"apt-get install nvidia-driver-{OLDEST_DRIVER}"),
     Rule("idle-gpus", "warning", _idle_gpus, "hvdtrain build"),
     Rule("horovod-from-elsewhere", "warning", _built_elsewhere, "hvdtrain build"),
     Rule("horovod-by-other-hvdtrain", "warning", _has_other_changes, "hvdtrain build"),

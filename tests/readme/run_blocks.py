@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RUN = ("bash", "python")
 SKIP_KINDS = ("docker", "multi-host", "gpu", "ci")
 DEFAULT_LIMIT_S = 600.0
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "shared")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "shared")
 
 
 class DocumentError(ValueError):

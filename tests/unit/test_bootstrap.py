@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,21 @@ def test_the_large_build_is_the_last_resort_and_is_announced(tmp_path: Path, bro
     assert any("large" in note for note in setup.notes)
 
 
-def test_a_gpu_machine_gets_the_cuda_builds(tmp_path: Path) -> None:
+def test_a_gpu_machine_gets_the_cuda_builds_of_torch_and_jax_with_nvcc_and_no_tensorflow(tmp_path: Path) -> None:
     setup = FakeSetup(tmp_path)
-    bootstrap.install_packages(setup, bootstrap.pins(ROOT / "pyproject.toml"), gpu=True)
-    assert any(c.split()[-1].startswith("tensorflow==") for c in setup.commands)
-    assert "tensorflow-gpu" in setup.commands[-1]
-    assert not any("+cpu" in c or "tensorflow-cpu" in c for c in setup.commands)
+    pinned = bootstrap.pins(ROOT / "pyproject.toml")
+    bootstrap.install_packages(setup, pinned, gpu=True)
+    version = pinned["torch"]
+    # Where an index has both, pip prefers 2.13.0+cpu to 2.13.0, the name of the CUDA build.
+    assert f"torch=={version},!={version}+cpu" in {c.split()[-1] for c in setup.commands}
+    extras = set(setup.commands[-1].partition("[")[2].rstrip("]").split(","))
+    assert {"gpu-build", "jax-cuda", "keras", "torch"} <= extras
+    assert not any("tensorflow" in c for c in setup.commands)
+
+
+def test_nvcc_comes_in_the_version_that_torch_asks_for() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '"cuda-toolkit[cccl,nvcc]"]' in text, "a version of our own would fight with torch's"
 
 
 def test_extras_alone_come_without_test_tools_and_without_a_link_to_the_folder(tmp_path: Path) -> None:
@@ -110,26 +120,60 @@ def test_a_package_that_cannot_be_installed_ends_the_set_up_by_name(tmp_path: Pa
         bootstrap.install_packages(setup, bootstrap.pins(ROOT / "pyproject.toml"), gpu=False)
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [("0", False), ("1", True)])
-def test_the_environment_decides_about_the_gpu(monkeypatch: pytest.MonkeyPatch, chosen: str, *, expected: bool) -> None:
-    monkeypatch.setenv("HVDTRAIN_GPU", chosen)
-    assert bootstrap.wants_gpu()[0] is expected
+@pytest.fixture
+def nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set what nvidia-smi prints and returns; None: there is none."""
+    monkeypatch.delenv("HVDTRAIN_GPU", raising=False)
+
+    def set_to(printed: str | None, *, status: int = 0) -> None:
+        def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+            assert command[0] == "nvidia-smi"
+            if printed is None:
+                raise FileNotFoundError("nvidia-smi")
+            return subprocess.CompletedProcess(command, status, printed, "")
+
+        monkeypatch.setattr(bootstrap.subprocess, "run", run)
+
+    return set_to
+
+
+def test_gpus_and_their_driver_are_enough_for_gpu_builds(nvidia_smi: Callable[..., None]) -> None:
+    nvidia_smi("580.65.06\n580.65.06\n")
+    assert bootstrap.wants_gpu() == (True, "2 GPU(s), driver 580.65.06")
 
 
 @pytest.mark.parametrize(
-    ("listed", "nvcc", "expected"),
-    [("GPU 0: H100\nGPU 1: H100\n", True, True), ("GPU 0: H100\n", False, False), ("", True, False)],
+    ("printed", "status", "why"),
+    [
+        (None, 0, "no nvidia-smi"),
+        ("No devices were found\n", 0, "nvidia-smi says No devices were found"),
+        ("Failed to initialize NVML: Driver/library version mismatch\n", 18, "Driver/library version mismatch"),
+        ("", 9, "nvidia-smi says nothing"),
+    ],
 )
-def test_gpu_builds_need_a_gpu_and_nvcc(
-    monkeypatch: pytest.MonkeyPatch, listed: str, *, nvcc: bool, expected: bool
+def test_without_a_gpu_that_answers_cpu_builds_are_taken_and_the_reason_is_said(
+    nvidia_smi: Callable[..., None], monkeypatch: pytest.MonkeyPatch, printed: str | None, status: int, why: str
 ) -> None:
-    monkeypatch.delenv("HVDTRAIN_GPU", raising=False)
-    monkeypatch.setattr(
-        bootstrap.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listed, "")
-    )
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: "/cuda/bin/nvcc" if nvcc else None)
-    monkeypatch.setattr(bootstrap.Path, "exists", lambda path: False)
-    assert bootstrap.wants_gpu()[0] is expected
+    nvidia_smi(printed, status=status)
+    wants, said = bootstrap.wants_gpu()
+    assert (wants, why in said) == (False, True)
+    monkeypatch.setenv("HVDTRAIN_GPU", "1")
+    wants, said = bootstrap.wants_gpu()
+    assert (wants, why in said) == (True, True)
+
+
+def test_a_driver_that_is_too_old_ends_the_set_up_before_the_downloads(
+    nvidia_smi: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvidia_smi("575.57.08\n")
+    assert bootstrap.main(["--venv", str(tmp_path / "venv")]) == 1
+    error = capsys.readouterr().err
+    assert all(part in error for part in ("575.57.08", "580 or newer", "HVDTRAIN_GPU=0 make setup"))
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "venv").exists()
+    for chosen in ("0", "1"):
+        monkeypatch.setenv("HVDTRAIN_GPU", chosen)
+        assert bootstrap.wants_gpu()[0] is (chosen == "1")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,15 @@ SICK = {
     "keras-torch-ddp": ({"keras_backend": "torch", "torch_distributed": True}, "unset"),
     "idle-gpus": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"tensorflow": "12.5"}}, "hvdtrain build"),
     "gpus-without-nccl": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"torch": "13.0"}}, "hvdtrain build"),
+    "old-gpu-driver": (
+        {
+            "gpus": ("NVIDIA H100, 80 GiB",),
+            "gpu_driver": "575.57.08",
+            "cuda": {"torch": "13.0"},
+            "horovod_planes": ("gloo", "nccl"),
+        },
+        "nvidia-driver-580",
+    ),
     "horovod-from-elsewhere": ({"horovod_by_hvdtrain": False}, "hvdtrain build"),
     "horovod-by-other-hvdtrain": ({"horovod_has_other_changes": True}, "hvdtrain build"),
     "untested-versions": (
@@ -91,6 +100,12 @@ def test_cpu_frameworks_on_a_gpu_machine_are_told() -> None:
     (verdict,) = judge(machine(gpus=("NVIDIA H100, 80 GiB",)))
     assert verdict.name == "idle-gpus"
     assert "CPU builds" in verdict.reason
+
+
+def test_a_driver_that_is_new_enough_is_not_blamed() -> None:
+    changes, _ = SICK["old-gpu-driver"]
+    assert judge(machine(**{**changes, "gpu_driver": "580.65.06"})) == []
+    assert judge(machine(**{**changes, "cuda": {"torch": "12.8"}})) == []
 
 
 @pytest.mark.parametrize("version", ["4.1.6", "5.0.11"])

@@ -19,6 +19,7 @@ README_SKIPS = ["ci: .ci/run runs it as its first step"]
 PAGE_SKIPS = {
     "install.md": [
         "ci: .ci/run makes the environment in its first step",
+        "gpu: downloads gigabytes",
         "docker: needs a Docker engine",
         "docker: needs a Docker engine and GPUs",
         "multi-host: needs several hosts",
