@@ -14,7 +14,10 @@ import pytest
 
 GPU_SWITCH = "HVDTRAIN_TEST_GPU"
 # Set to 1, they make a skip a failure: a run that skips its tests proves nothing, so it must not look green.
-SWITCHES = {"gpu": GPU_SWITCH, "hosts": "HVDTRAIN_TEST_HOSTS"}
+SWITCHES = {"gpu": GPU_SWITCH, "hosts": "HVDTRAIN_TEST_HOSTS", "nccl": "HVDTRAIN_TEST_NCCL"}
+
+# A GPU host's .venv has none: it is built for CUDA 12, torch and JAX for CUDA 13.
+HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"gpu: needs a GPU; skipped unless {GPU_SWITCH}=1, and then a skip of any kind is a failure"
     )
+    if not HAS_TENSORFLOW:
+        os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras's own default is TensorFlow
+    config.addinivalue_line("markers", "tensorflow: needs TensorFlow; so does a test with the parameter 'tensorflow'")
+    config.addinivalue_line(
+        "markers", f"nccl: of a Horovod built with NCCL, which needs no GPU; {SWITCHES['nccl']}=1: must not skip"
+    )
     config.addinivalue_line(
         "markers",
         f"hosts: on several hosts, which needs root, namespaces and sshd; {SWITCHES['hosts']}=1: must not skip",
@@ -31,6 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not HAS_TENSORFLOW:
+        for item in items:
+            parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
+            named = any(isinstance(value, str) and value == "tensorflow" for value in parameters)
+            if named or item.get_closest_marker("tensorflow"):
+                item.add_marker(pytest.mark.skip(reason="TensorFlow is not installed, as on a GPU host"))
     if os.environ.get(GPU_SWITCH) == "1":
         return
     for item in items:

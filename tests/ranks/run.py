@@ -76,6 +76,12 @@ def mpi_is_built() -> bool:
     return any(b"libmpi.so" in path.read_bytes() for path in libraries)
 
 
+def missing(group: Group) -> str:
+    """Return the framework that a group needs and this environment has not: TensorFlow on a GPU host, say."""
+    needed = (group.framework, group.backend)
+    return next((name for name in needed if name and importlib.util.find_spec(name) is None), "")
+
+
 @dataclass
 class Totals:
     """Counts over all groups."""
@@ -203,6 +209,9 @@ def select(options: argparse.Namespace) -> list[tuple[Group, int]]:
         groups = [group for group in groups if "--gloo" not in group.launcher_options]
     rows = []
     for group in groups:
+        if lacking := missing(group):
+            print(f"{group.name}: skipped, {lacking} is not installed", flush=True)
+            continue
         sizes = options.np or ([2] if options.core else group.sizes)
         rows += [(group, size) for size in sizes if options.only or size in group.sizes or size not in SIZES]
     return rows
