@@ -136,6 +136,9 @@ def doctor(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report there instead of printing it.", readable=False)
     ] = None,
+    no_allreduce: Annotated[
+        bool, typer.Option("--no-allreduce", help="Start no processes: only check that what is installed fits.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Say what is installed and whether training would work.
@@ -146,13 +149,15 @@ def doctor(
     """
     if json and report:
         raise UsageError("--json and --report are two forms of one answer. Give one of them")
+    if report and no_allreduce:
+        raise UsageError("--report holds the live allreduces. Leave out --no-allreduce")
     if out is not None and not report:
         raise UsageError(f"--out is for --report. Type: hvdtrain doctor --report --out {out}")
     if out is not None:
         check_page(out)
     from hvdtrain.doctor import run as run_doctor
 
-    raise typer.Exit(run_doctor(as_json=json, report=report, out=out))
+    raise typer.Exit(run_doctor(as_json=json, report=report, out=out, allreduce=not no_allreduce))
 
 
 app.command(cls=Command)(bench)

@@ -21,13 +21,14 @@ __all__ = ["run"]
 _PROBE_LIMIT_S = 90.0
 
 
-def run(*, as_json: bool = False, report: bool = False, out: Path | None = None) -> int:
+def run(*, as_json: bool = False, report: bool = False, out: Path | None = None, allreduce: bool = True) -> int:
     """Look, judge, try, and print.
 
     Args:
         as_json: print one JSON object instead of a table.
         report: print Markdown for an issue instead.
         out: write the Markdown there.
+        allreduce: try a live allreduce for each framework and data plane.
 
     Returns:
         0 if training would work, 1 if not.
@@ -39,7 +40,7 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None)
     if as_text:
         _print_facts(console, facts)
     probes = []
-    for planned in plan_probes(facts, verdicts):
+    for planned in plan_probes(facts, verdicts) if allreduce else ():
         if report:
             print(
                 f"hvdtrain doctor: trying an allreduce of {planned[0]} over {planned[1]}", file=sys.stderr, flush=True
@@ -67,7 +68,7 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None)
             out.write_text(text, encoding="utf-8")
             print(f"wrote {out}: read it, then paste it into an issue")
     else:
-        _print_verdicts(console, verdicts)
+        _print_verdicts(console, verdicts, tried=allreduce)
     return 0 if works else 1
 
 
@@ -139,7 +140,7 @@ def _probe_row(result: probe.Probe) -> tuple[str, str]:
     )
 
 
-def _print_verdicts(console: Console, verdicts: list[Verdict]) -> None:
+def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -> None:
     colours = {"error": "red", "warning": "yellow"}
     for verdict in verdicts:
         colour = colours[verdict.level]
@@ -151,5 +152,7 @@ def _print_verdicts(console: Console, verdicts: list[Verdict]) -> None:
         # The first error's cure only: the others often go with it.
         console.print("Training would not work. Type next:")
         console.print(f"  {escape(errors[0].cure)}")
-    else:
+    elif tried:
         console.print("Training would work.")
+    else:
+        console.print("What is installed fits together; no allreduce was tried.")

@@ -71,8 +71,13 @@ def test_a_known_error_is_one_message_and_no_traceback(
 def test_doctors_verdict_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     from hvdtrain import doctor
 
-    seen: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(doctor, "run", lambda *, as_json, report, out: seen.append((as_json, report)) or 1)
+    seen: list[dict[str, object]] = []
+    monkeypatch.setattr(doctor, "run", lambda **options: seen.append(options) or 1)
     assert call(monkeypatch, "doctor", "--json") == 1
     assert call(monkeypatch, "doctor", "--report") == 1
-    assert seen == [(True, False), (False, True)]
+    assert call(monkeypatch, "doctor", "--no-allreduce") == 1
+    assert [(each["as_json"], each["report"], each["allreduce"]) for each in seen] == [
+        (True, False, True),
+        (False, True, True),
+        (False, False, False),
+    ]

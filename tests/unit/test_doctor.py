@@ -195,6 +195,23 @@ def test_json_is_one_object_with_everything(
     assert document["facts"]["versions"]["torch"] == "2.13.0+cpu"
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_without_allreduce_no_process_is_started_and_nothing_is_said_of_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: HEALTHY)
+    monkeypatch.setattr(doctor.probe, "allreduce", lambda *_, **__: pytest.fail("an allreduce was tried"))
+    assert doctor.run(as_json=as_json, allreduce=False) == 0
+    output = capsys.readouterr().out
+    assert "Training would" not in output
+    assert json.loads(output)["allreduce"] == [] if as_json else "no allreduce was tried" in output
+
+
+def test_without_allreduce_what_does_not_fit_is_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: machine(mpi=""))
+    assert doctor.run(allreduce=False) == 1
+
+
 @pytest.fixture
 def fake_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(installed, "package_folder", lambda name: tmp_path / "horovod" if name == "horovod" else None)
