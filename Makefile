@@ -27,7 +27,7 @@ check test unit ranks e2e engines faults faults-short: export CUDA_VISIBLE_DEVIC
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks e2e engines gpu-build-test faults faults-short bench docs docker-test newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks e2e engines gpu-build-test faults faults-short bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,20 @@ faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULT
 
 faults-short: $(STAMP)
 	python -m pytest tests/faults
+
+# Over .venv: its frameworks and tools, with another Open MPI and a Horovod built for it.
+MPI5 := $(CURDIR)/build/mpi5
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+mpi5: $(STAMP) ## The package index's Open MPI 5 in an environment of its own: build, and the tests that concern MPI
+	python -m venv --clear $(MPI5)
+	python $(PURELIB) > "$$($(MPI5)/bin/python $(PURELIB))/over.pth"
+	$(MPI5)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
+		"$$(sed -n 's/^mpi = \["\(.*\)"\].*/\1/p' pyproject.toml)"
+	export PATH="$(MPI5)/bin:$$PATH"; hvdtrain build && mpirun --version | grep 'Open MPI) 5' && \
+		python -m pytest tests/e2e/test_run*.py tests/e2e/test_tuning.py tests/e2e/test_horovod_edits.py \
+			tests/engines/test_mpirun.py tests/engines/test_hosts.py && \
+		python tests/ranks/run.py --np 2 --only torch
 
 bench: $(STAMP) ## Step times side by side with peers (BENCH="--workload mlp"; pip install '.[bench]' adds peers)
 	python -m benchmarks $(BENCH)

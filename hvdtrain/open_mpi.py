@@ -43,9 +43,11 @@ def major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
+# More ranks than slots. Not in the table below: 5 would fill the first host with ranks that others have slots for.
+OVERSUBSCRIBE_IN_5 = {"PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE"}
+
 # What 5 calls a variable of 4, and its values where those differ too.
 _IN_5: dict[str, tuple[str, dict[str, str] | None]] = {
-    "OMPI_MCA_rmaps_base_oversubscribe": ("PRTE_MCA_rmaps_default_mapping_policy", {"1": ":OVERSUBSCRIBE"}),
     "OMPI_MCA_hwloc_base_binding_policy": ("PRTE_MCA_hwloc_default_binding_policy", None),
     "OMPI_MCA_orte_tmpdir_base": ("PRTE_MCA_prte_tmpdir_base", None),
     "OMPI_MCA_oob_tcp_keepalive_time": ("PRTE_MCA_oob_tcp_keepalive_time", None),

@@ -66,6 +66,8 @@ def environment(
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if not slots:
+            found = {**open_mpi.OVERSUBSCRIBE_IN_5, **found}
         if not arguments.places_ranks(passed):
             found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
     if not loopback.is_here(slots):

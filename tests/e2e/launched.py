@@ -53,9 +53,9 @@ class Run:
         return int(self.log(rank, "pid")[-1]["pid"])
 
     def launcher(self) -> psutil.Process:
-        """Return horovodrun or mpirun as hvdtrain run's child."""
+        """Return horovodrun or mpirun, which in Open MPI 5 becomes prterun, as hvdtrain run's child."""
         for child in psutil.Process(self.process.pid).children():
-            if any(name in " ".join(child.cmdline()) for name in ("horovodrun", "mpirun")):
+            if any(name in " ".join(child.cmdline()) for name in ("horovodrun", "mpirun", "prterun")):
                 return child
         raise AssertionError("no launcher")
 

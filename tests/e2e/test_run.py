@@ -143,7 +143,7 @@ def test_training_goes_on_within_20_s_of_a_kill(command: str, victim: str, start
 def test_mpirun_below_horovodrun_and_a_ranks_shell_may_be_killed_too(start: Callable[..., Run]) -> None:
     run = start(MPI, LIGHT, "4000", "")
     run.wait_for_steps()
-    run.family("mpirun")[-1].kill()
+    (run.family("mpirun") or run.family("prterun"))[-1].kill()
     run.wait_for_steps(2)
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.ends() == 75

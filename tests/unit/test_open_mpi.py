@@ -26,13 +26,11 @@ def write(path: Path, said: str) -> None:
 
 def test_5_gets_the_settings_of_4_under_its_own_names_and_values() -> None:
     given = {
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "OMPI_MCA_orte_tmpdir_base": "/dev/shm/job",
         "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
         "MINE": "1",
     }
     added = {
-        "PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE",
         "PRTE_MCA_prte_tmpdir_base": "/dev/shm/job",
         "OMPI_MCA_smsc": "^cma,knem,xpmem",
     }
@@ -40,7 +38,8 @@ def test_5_gets_the_settings_of_4_under_its_own_names_and_values() -> None:
 
 
 def test_what_is_set_under_5s_name_stays_and_what_5_has_no_value_for_is_left_out() -> None:
-    given = {"OMPI_MCA_plm_rsh_args": "-p 1", "PRTE_MCA_plm_ssh_args": "-p 2", "OMPI_MCA_rmaps_base_oversubscribe": "0"}
+    given = {"OMPI_MCA_plm_rsh_args": "-p 1", "PRTE_MCA_plm_ssh_args": "-p 2"}
+    given |= {"OMPI_MCA_btl_vader_single_copy_mechanism": "knem"}
     assert open_mpi.for_both(given) == given
 
 

@@ -95,6 +95,15 @@ def test_what_is_kept_starts_the_same_run_again(start):
     assert kept == kept_again
 
 
+def test_open_mpi_5_may_crowd_this_host_but_no_host_that_was_named(start) -> None:
+    policy = "PRTE_MCA_rmaps_default_mapping_policy"
+    options, *_ = start("-np 1 --launcher mpirun train.py")
+    assert options.environment[policy] == ":OVERSUBSCRIBE"
+    for line in ("-np 1 -H localhost:1 --launcher mpirun train.py", "-np 1 train.py"):
+        options, *_ = start(line)
+        assert policy not in options.environment
+
+
 def test_a_host_without_a_number_takes_one_rank_also_for_horovodrun(start):
     options, *_ = start("-np 1 -H localhost train.py")
     assert options.line[-4:-2] == ["-H", "localhost:1"]
