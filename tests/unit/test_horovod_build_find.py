@@ -213,7 +213,8 @@ def test_the_cpp_standard_is_the_newest_that_a_framework_asks_for(
 
 def test_the_cpp_standard_of_the_installed_frameworks_is_in_their_headers() -> None:
     folder = find.package_folder("torch")
-    assert folder is not None
+    if folder is None:
+        pytest.skip("needs torch")
     asks = (folder / "include" / find._ASKS_FOR_A_STANDARD["torch"]).read_text()
     assert re.search(r"__cplusplus\s*<\s*20\d{4}L", asks)
 
