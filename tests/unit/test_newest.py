@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -16,8 +17,9 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import newest
 
+    # Stand-ins that take what the real ones take.
     for name in ("check_tools", "make_venv", "install_mpi", "install"):
-        monkeypatch.setattr(newest, name, lambda *arguments: None)
+        monkeypatch.setattr(newest, name, create_autospec(getattr(newest, name)))
     monkeypatch.setattr(newest, "facts", lambda setup: {"python": "3.13.0", "torch": "9.0", "Open MPI": ""})
     return newest
 
