@@ -19,12 +19,13 @@ RUN python3 -m venv /opt/hvdtrain
 ENV PATH=/opt/hvdtrain/bin:$PATH
 WORKDIR /src
 ARG EXTRAS=torch,tensorflow,jax,keras,examples
-# The frameworks come first, in a layer that only new pins make stale. bootstrap.py finds torch's CPU build, which the
-# usual index lacks; uv, its helper in that, and its logs are not for the image.
+# The frameworks come first, in a layer that only new pins make stale: a placeholder has the version, which pyproject.toml
+# asks for. bootstrap.py finds torch's CPU build, which the usual index lacks; uv, its helper in that, and its logs are
+# not for the image.
 COPY pyproject.toml README.md LICENSE ./
 COPY hvdtrain/bootstrap.py hvdtrain/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    touch hvdtrain/__init__.py \
+    echo '__version__ = "0"' > hvdtrain/__init__.py \
     && { HVDTRAIN_GPU=0 python -I hvdtrain/bootstrap.py --venv /opt/hvdtrain --extras "${EXTRAS}" \
         || { cat /opt/hvdtrain/set-up-logs/*.log; exit 1; }; } \
     && pip uninstall --yes uv \
@@ -67,7 +68,7 @@ ARG EXTRAS=torch,jax,keras,examples
 ARG CUDA_ARCH=80,90
 COPY pyproject.toml README.md LICENSE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    mkdir hvdtrain && touch hvdtrain/__init__.py \
+    mkdir hvdtrain && echo '__version__ = "0"' > hvdtrain/__init__.py \
     && pip install ".[${EXTRAS}]"
 COPY hvdtrain hvdtrain
 RUN pip install --no-deps --force-reinstall .

@@ -16,6 +16,11 @@ def test_path_is_the_bases_with_the_environment_before_it(stage: str) -> None:
     assert re.findall(r"PATH=\S+", STAGES[stage]) == ["PATH=/opt/hvdtrain/bin:$PATH"]
 
 
+@pytest.mark.parametrize("stage", ["cpu-builder", "gpu-builder"])
+def test_layer_of_frameworks_has_the_version_that_pyproject_asks_for(stage: str) -> None:
+    assert "echo '__version__ = \"0\"' > hvdtrain/__init__.py" in STAGES[stage]
+
+
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
 def test_health_check_takes_no_gpu_memory_and_the_default_command_proves_the_data_planes(stage: str) -> None:
     assert re.findall(r" CMD (\[.*\])$", STAGES[stage], re.MULTILINE) == ['["hvdtrain", "doctor", "--no-allreduce"]']
