@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hvdtrain.data import Batch
 from hvdtrain.world import World
@@ -20,6 +22,9 @@ _ELEMENTWISE = (
     torch.nn.BCEWithLogitsLoss,
 )
 _BY_CLASS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
+
+# Class weights of losses as they were last read: the tensor, its version, its values.
+_read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, int, NDArray[np.float64]]] = weakref.WeakKeyDictionary()
 
 
 class Counted(NamedTuple):
@@ -64,7 +69,18 @@ def denominator(loss: Any, batch: Batch) -> tuple[float, bool]:
     count = float(np.count_nonzero(kept))
     if loss.weight is None:
         return count, count == targets.size
-    return float(loss.weight.detach().cpu().double().numpy()[targets[kept]].sum()), count == targets.size
+    return float(_class_weights(loss)[targets[kept]].sum()), count == targets.size
+
+
+def _class_weights(loss: Any) -> NDArray[np.float64]:
+    """Return a loss's class weights, which are read from their device only when they have changed."""
+    weight: torch.Tensor = loss.weight
+    version = -1 if weight.is_inference() else weight._version  # which those do not have
+    known, read, values = _read.get(loss, (None, 0, None))
+    if values is None or known is not weight or read != version or version < 0:
+        values = weight.detach().cpu().double().numpy().copy()
+        _read[loss] = (weight, version, values)
+    return values
 
 
 class LossWeights:
@@ -165,11 +181,16 @@ def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
 
 
 def as_tensor(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Return an array or tensor on `device`; float64 arrays, numpy's default, get `dtype` (torch's default)."""
+    """Return an array or tensor on `device`; float64 arrays, numpy's default, get `dtype` (torch's default).
+
+    To a GPU it goes through pinned memory: from any other the host waits until the device has come to the copy.
+    """
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.asarray(value, order="C"))
         if value.dtype == torch.float64:
             value = value.to(dtype or torch.get_default_dtype())
     if isinstance(value, torch.Tensor):
+        if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
+            value = value.pin_memory()
         return value.to(device, non_blocking=True)
     return value

@@ -43,7 +43,7 @@ def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
 
 
 class Accuracy:
-    """Whether each prediction is right; targets that the loss ignores are left out.
+    """Whether each prediction is right; `Totals` leaves out the targets that the loss ignores.
 
     outputs: (batch, classes, ...) scores, with targets of class indices (batch, ...) or probabilities; or one binary
     score a target, of the targets' shape: a logit, or a probability where the loss is BCELoss.
@@ -55,19 +55,16 @@ class Accuracy:
         self._ignored = getattr(loss, "ignore_index", None)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return one value a target that is not ignored."""
-        right = self.of_all(outputs, targets)
-        if self._ignored is None or right.shape != targets.shape:
-            return right
-        return right[targets != self._ignored]
-
-    def of_all(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return one value a target, none of which is ignored: picking those that count would make a GPU wait."""
+        """Return one value a target, ignored ones included."""
         if outputs.shape == targets.shape and not self._has_classes:
             return (outputs > self._threshold) == (targets > 0.5)
         if targets.is_floating_point():
             targets = targets.argmax(1)
         return outputs.argmax(1) == targets
+
+    def kept(self, right: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        """Return which of the values in `right` count; None where all do."""
+        return None if self._ignored is None or right.shape != targets.shape else targets != self._ignored
 
 
 class Totals:
@@ -76,8 +73,9 @@ class Totals:
     def __init__(self, metrics: dict[str, Metric], device: torch.device) -> None:
         self._metrics = metrics
         # float64: a mean over 10^7 samples keeps all its digits.
-        self._sums = torch.zeros(1 + len(metrics), dtype=torch.float64, device=device)
-        self._cells = self._sums.unbind()
+        self._sums = torch.zeros(2, 1 + len(metrics), dtype=torch.float64, device=device)
+        # Counts that the device alone knows; the others are kept on the host.
+        self._cells, self._kept = (row.unbind() for row in self._sums)
         self._counts = [0.0] * len(self._cells)
 
     def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted) -> None:
@@ -89,10 +87,15 @@ class Totals:
         with torch.no_grad():
             outputs = outputs.detach() if isinstance(outputs, torch.Tensor) else outputs
             for row, metric in enumerate(self._metrics.values(), start=1):
-                if counted.all_targets and isinstance(metric, Accuracy):
-                    metric = metric.of_all
                 values = torch.as_tensor(metric(outputs, targets))
-                if values.dim():
+                kept = None
+                if isinstance(metric, Accuracy) and not counted.all_targets:
+                    kept = metric.kept(values, targets)
+                if kept is not None:
+                    # Masked, not picked: the host would wait to learn how many were.
+                    self._cells[row].add_((values & kept).sum(dtype=torch.float64))
+                    self._kept[row].add_(kept.sum(dtype=torch.float64))
+                elif values.dim():
                     self._cells[row].add_(values.sum(dtype=torch.float64))
                     self._counts[row] += values.numel()
                 else:
@@ -102,12 +105,13 @@ class Totals:
     @property
     def numbers(self) -> NDArray[np.float64]:
         """The sums, then the counts; assigning takes them on."""
-        return np.concatenate([self._sums.cpu().numpy(), self._counts])
+        sums, kept = self._sums.cpu().numpy()
+        return np.concatenate([sums, kept + self._counts])
 
     @numbers.setter
     def numbers(self, numbers: NDArray[np.float64]) -> None:
         sums, counts = numbers.reshape(2, -1)
-        self._sums.copy_(torch.from_numpy(sums))
+        self._sums.zero_()[0].copy_(torch.from_numpy(sums))
         self._counts = counts.tolist()
 
     def copy(self) -> tuple[torch.Tensor, list[float]]:

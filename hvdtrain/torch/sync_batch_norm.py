@@ -42,10 +42,12 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            if self.momentum is None:  # on the device: the host does not know how many batches there were
+                running.lerp_(new.to(running.dtype), (1.0 / self.num_batches_tracked.double()).to(running.dtype))
+            else:
+                running.lerp_(new.to(running.dtype), self.momentum)
 
 
 class _Normalize(torch.autograd.Function):
@@ -68,7 +70,9 @@ class _Normalize(torch.autograd.Function):
         parts = allgather_async(mine.unsqueeze(0), name=f"sync_batch_norm.{channels}.{wide}").wait()
         counts = parts[:, -1:]  # (size, 1)
         count = counts.sum()
-        if count <= 1:
+        if (
+            local_count <= 1 and count <= 1
+        ):  # the host reads what all ranks have only where it has nearly nothing itself
             raise ValueError(
                 f"Expected more than 1 value per channel over all ranks when training. Received: {int(count)}, locally "
                 f"{tuple(x.shape)}"
