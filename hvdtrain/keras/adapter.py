@@ -252,11 +252,23 @@ class KerasAdapter:
     @contextmanager
     def _metrics_kept(self) -> Iterator[None]:
         # train_on_batch and test_on_batch start metrics anew each time; here an epoch's batches add up.
-        vars(self._model)["reset_metrics"] = lambda: None
+        changed: dict[str, Any] = {"reset_metrics": lambda: None}
+        if self._computes_results_in_vain:
+            changed["get_metrics_result"] = dict
+        vars(self._model).update(changed)
         try:
             yield
         finally:
-            del vars(self._model)["reset_metrics"]
+            for name in changed:
+                del vars(self._model)[name]
+
+    @property
+    def _computes_results_in_vain(self) -> bool:
+        """Whether each step computes means and copies them to the host, and nobody but Keras's own code sees them."""
+        if keras.backend.backend() != "torch" or self._model.jit_compile:
+            return False  # a compiled step is the same for whoever takes it
+        own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+        return all(getattr(type(self._model), name) is getattr(keras.Model, name) for name in own)
 
 
 def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:

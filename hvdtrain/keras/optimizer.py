@@ -126,7 +126,8 @@ class DistributedMixin:
             # Reduced gradients are equal on all ranks, which so decide alike.
             state.finite = _backend.may_update(self, grads)
             tell = functools.partial(watch.tell, [path(v) for v in state.variables], False)
-            _backend.tell_unless(state.finite, tell, own, _backend.not_finite_now(grads))
+            # Looked at only where it is told: one look at each gradient has decided.
+            _backend.tell_unless(state.finite, tell, own, lambda: _backend.not_finite_now(grads)())
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     @_backend.untraced

@@ -9,7 +9,7 @@ import keras
 import torch
 from packaging.version import Version
 
-from hvdtrain import waited
+from hvdtrain import tuning, waited, watch
 from hvdtrain.keras import basics
 from hvdtrain.keras.reduction import Reduction, small_together
 
@@ -98,8 +98,16 @@ def not_finite_now(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
 
     Looked at at once, since gradients are reduced in place. Extremes are NaN if anything is.
     """
+    if all(g.is_cuda and g.numel() for g in gradients):
+        norms = _largest(gradients)
+        return lambda: norms.isfinite().logical_not().cpu()
     extremes = [torch.stack(torch.aminmax(g)).float() if g.numel() else torch.zeros(2) for g in gradients]
     return lambda: torch.stack([e.isfinite().all().logical_not().cpu() for e in extremes])
+
+
+def _largest(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the largest absolute value of each, NaN if there is one: a launch for many on GPUs, slow on CPUs."""
+    return torch.stack(torch._foreach_norm(list(gradients), float("inf")))
 
 
 @torch.no_grad()
@@ -109,6 +117,8 @@ def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
     A sum over a tensor holds whatever in it is not finite, and costs less than looking at each element. Where it
     overflowed without that, each element is looked at.
     """
+    if all(g.is_cuda and g.numel() for g in gradients):
+        return bool(_largest(gradients).isfinite().all())
     sums = torch.stack([g.sum(dtype=torch.float32) for g in gradients])
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in gradients)
 
@@ -184,6 +194,10 @@ def reduce_gradients(
             parts = result if grouped is not None else result.split([wires[i].numel() for i in alike])
         for i, part in zip(alike, parts, strict=True):
             outputs[i] = part.reshape(gradients[i].shape).to(gradients[i].dtype)
+    if tuning.gpu_async() and any(g.is_cuda for g in gradients):  # no host waits: see hvdtrain.torch.reducer
+        behind = torch.cuda.Event()
+        behind.record()
+        watch.note_device(behind.query)
     return outputs
 
 

@@ -99,3 +99,42 @@ def test_several_processes_without_horovod_are_refused() -> None:
     done = _run(FORGET_HOROVOD + "import hvdtrain.keras as hvd; hvd.init()", "jax", OMPI_COMM_WORLD_SIZE="2")
     assert done.returncode != 0
     assert "HorovodMissingError" in done.stderr
+
+
+LOOKS = """
+import keras, numpy as np
+import hvdtrain
+from hvdtrain.keras.backends import torch as backend
+
+looks, results = [], []
+look, result = backend.not_finite_now, keras.metrics.Mean.result
+backend.not_finite_now = lambda gradients: looks.append(0) or look(gradients)
+keras.metrics.Mean.result = lambda metric: results.append(0) or result(metric)
+
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+trainer = hvdtrain.Trainer(model, optimizer="sgd", loss="mse", metrics=["mae"], nan_policy="raise")
+step, within = model.train_on_batch, []
+
+def take(*data):
+    before = len(results)
+    step(*data)
+    within.append(len(results) - before)
+
+model.train_on_batch = take
+rows = np.zeros((8, 4), "float32"), np.ones((8, 3), "float32")
+history = trainer.fit(rows, validation=rows, batch_size=4, epochs=2, progress=False)
+assert len(within) == 4 and sum(within) == 0, within
+assert len(looks) == 4, len(looks)
+del model.train_on_batch
+assert history["loss"][-1] > 0 < history["val_mae"][-1]
+assert set(model.train_on_batch(*rows, return_dict=True)) == {"loss", "mae"}  # the user's own call has its logs
+print("looked once")
+"""
+
+
+def test_on_torch_a_step_looks_once_at_its_gradients_and_fetches_no_means() -> None:
+    pytest.importorskip("keras")
+    pytest.importorskip("torch")
+    done = _run(FORGET_HOROVOD + LOOKS, "torch")
+    assert done.returncode == 0, done.stderr
+    assert "looked once" in done.stdout
