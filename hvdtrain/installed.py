@@ -65,12 +65,16 @@ def built_for() -> dict[str, str]:
     return {name: str(found[key]) for name, key in _METADATA_KEYS.items() if key in found}
 
 
-def has_other_changes() -> bool:
-    """Return whether another version of hvdtrain built the installed Horovod, with other changes than this one."""
+def has_these_changes() -> bool:
+    """Return whether the installed Horovod was built with the changes that this version of hvdtrain makes."""
     from hvdtrain.horovod_build import edits
 
-    found = record()
-    return bool(found) and found.get("edits") != edits.fingerprint()
+    return bool(record().get("edits") == edits.fingerprint())
+
+
+def has_other_changes() -> bool:
+    """Return whether another version of hvdtrain built the installed Horovod, with other changes than this one."""
+    return bool(record()) and not has_these_changes()
 
 
 def mismatch(framework: str) -> str | None:

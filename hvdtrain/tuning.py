@@ -20,7 +20,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import bridges, devices, launcher, open_mpi, watch
+from hvdtrain import bridges, devices, installed, launcher, open_mpi, watch
+from hvdtrain.errors import HorovodMismatchError
 
 log = logging.getLogger("hvdtrain")
 
@@ -30,6 +31,8 @@ PIECES = "HVDTRAIN_MPI_PIECE_BYTES"
 FUSION = "HOROVOD_FUSION_THRESHOLD"
 CYCLE = "HOROVOD_CYCLE_TIME"
 KEEP_MEMORY = "HVDTRAIN_KEEP_MEMORY"
+GPU_ASYNC = "HVDTRAIN_GPU_ASYNC"
+ASYNC_COMPLETION = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 # mallopt's parameters, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -111,6 +114,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
 
     Raises:
         ValueError: HVDTRAIN_MPI_PIECE_BYTES is not a number of bytes.
+        HorovodMismatchError: HVDTRAIN_GPU_ASYNC=1 with a Horovod whose hosts wait all the same.
     """
     nccl = nccl and not on_jax
     tuning = Tuning(one_host=launcher.on_one_host(), nccl=nccl and host.has_gpu())
@@ -133,12 +137,27 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         wanted[FUSION] = "0"
     given = {variable: os.environ[variable] for variable in wanted if variable in os.environ}
     wanted = {**open_mpi.for_both({**wanted, **given}), **wanted}
+    if engine == "torch" and nccl and gpu_async():
+        if not installed.has_these_changes():  # as Horovod comes, another stream waits than the one that should
+            raise HorovodMismatchError(
+                f"{GPU_ASYNC}=1 needs a Horovod that this version of hvdtrain built. Run `hvdtrain build` in this "
+                f"environment, or unset {GPU_ASYNC}."
+            )
+        wanted[ASYNC_COMPLETION] = "1"
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
     _set(watch.horovods_limits())
     if not tuning.nccl:
         tuning.keeps_memory = keep_freed_memory(torch=engine == "torch" and not on_jax)
     tuning.put_off = host.put_off_loading()
     return tuning
+
+
+def gpu_async() -> bool:
+    """Return whether what no GPU has run yet is asked for: steps on GPUs in which the host waits for nothing.
+
+    Not in elastic jobs, where NCCL's errors must reach the host.
+    """
+    return os.environ.get(GPU_ASYNC) == "1" and not launcher.is_elastic()
 
 
 def _set(wanted: dict[str, str]) -> list[str]:

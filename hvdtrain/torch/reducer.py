@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain import launcher, waited
+from hvdtrain import launcher, tuning, waited, watch
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import bucket, engine, presence, units
 from hvdtrain.torch.compression import BF16Compressor, Compression
@@ -71,6 +71,7 @@ class Reducer:
         self.options = options
         self.passes_per_step = passes_per_step
         self.is_synchronized = False
+        self._on_gpu = any(param.is_cuda for _, param in named)
         self._names: dict[Parameter, str] = {}
         self._passes: dict[Parameter, int] = {}  # backward passes since the last step
         self._units: list[Unit] = []
@@ -306,6 +307,10 @@ class Reducer:
         finally:
             self._end_step()
         self.is_synchronized = True
+        if self._on_gpu and tuning.gpu_async():  # no host waits: the watch looks whether the device ever comes by
+            behind = torch.cuda.Event()
+            behind.record()
+            watch.note_device(behind.query)
         return total
 
     def _synchronize(self, weight: float | None, expected: float) -> float | None:

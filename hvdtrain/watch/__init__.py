@@ -17,8 +17,11 @@ from hvdtrain.watch import endings, steps
 from hvdtrain.watch.endings import STALLED
 from hvdtrain.watch.steps import step_done
 from hvdtrain.watch.thread import Watch
+from hvdtrain.watch.waits import note_device
 
-__all__ = ["LIMIT", "STALLED", "begin", "horovods_limits", "joined", "leave", "limit_s", "step_done", "steps"]
+__all__ = [
+    "LIMIT", "STALLED", "begin", "horovods_limits", "joined", "leave", "limit_s", "note_device", "step_done", "steps",
+]  # fmt: skip
 
 LIMIT = "HVDTRAIN_STALL_S"
 _DEFAULT_S = 600.0

@@ -166,7 +166,7 @@ class Watch:
             line = "\n".join([f"{line}.", *self._missing(endings, what), *([stack + _ADVICE] if is_roots_host else [])])
         say(line)
         endings.stalled_s = pause_s  # others may not have spoken yet
-        if wait.kind in ("collective", "graph"):
+        if wait.kind in ("collective", "graph", "device"):
             # Then Horovod gives an error to whoever waits, on all ranks. Where it is stuck itself, this never returns.
             threading.Thread(target=self._basics.shutdown, name="hvdtrain-shutdown", daemon=True).start()
             until = time.monotonic() + min(_LET_GO_S, self._limit_s)

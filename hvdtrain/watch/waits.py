@@ -1,7 +1,8 @@
 """What this process waits for: read off its threads' Python stacks, so that no step pays for it.
 
 A thread that waits for other ranks sits in one of a few functions of Horovod, each of which makes one native call.
-TensorFlow's graphs hide theirs: there two counters tell, one before a step's reductions and one after.
+TensorFlow's graphs hide theirs: there two counters tell, one before a step's reductions and one after. Under
+HVDTRAIN_GPU_ASYNC no thread waits for a step's reductions: an event behind them tells whether the GPU has come by.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _NOT_THE_USERS = tuple(
 _kinds: dict[CodeType, str | None] = {}
 # Name of the first gradient -> (all names, what returns how many reductions have begun and how many have ended).
 _graphs: dict[str, tuple[Sequence[str], Callable[[], tuple[int, int]]]] = {}
+# The oldest step that a GPU had not come by when the next one was noted: its number, what returns whether it has.
+_device: tuple[int, Callable[[], bool]] = (0, lambda: True)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Wait:
 
     Attributes:
         key: equal for as long as it is the same wait.
-        kind: "collective", "graph" (a collective in a graph), "start" or "end" (of Horovod).
+        kind: "collective", "graph" (a collective in a graph), "device" (a GPU's), "start" or "end" (of Horovod).
         thread: the thread's identity.
         what: "allreduce of 'layer3.weight'".
     """
@@ -62,6 +65,8 @@ class Wait:
             return f"hvd.{'init' if self.kind == 'start' else 'shutdown'}, for the other ranks"
         if self.kind == "graph":
             return f"the reduction of {_listed(self.names)}"
+        if self.kind == "device":
+            return "a step's reductions on the GPU"
         frame = frames().get(self.thread)
         return "a collective" if frame is None else describe(frame)
 
@@ -69,6 +74,20 @@ class Wait:
 def note_graph(names: Sequence[str], counts: Callable[[], tuple[int, int]]) -> None:
     """Let `counts` tell how often the reduction of `names` in a graph has begun and ended."""
     _graphs[names[0]] = (names, counts)
+
+
+def note_device(done: Callable[[], bool]) -> None:
+    """Let `done` tell whether a GPU has come to the end of a step's reductions, which no thread waits for."""
+    global _device
+    if _has_come_by():
+        _device = (_device[0] + 1, done)
+
+
+def _has_come_by() -> bool:
+    try:
+        return _device[1]()
+    except Exception:  # noqa: BLE001 - the device's own error, which the main thread will meet
+        return True
 
 
 def steps_in_graphs() -> int:
@@ -111,6 +130,8 @@ def find(*, besides: int | None = None) -> list[Wait]:
             # take its place and be mistaken for it.
             handle = frame.f_locals.get("handle") if code.co_name == "synchronize" else None
             waits.append(Wait((thread, handle if isinstance(handle, int) else frame), kind, thread))
+    if not _has_come_by():
+        waits.append(Wait(("device", _device[0]), "device", threading.main_thread().ident or 0))
     return waits
 
 

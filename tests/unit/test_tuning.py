@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import launcher, tuning
+from hvdtrain.errors import HorovodMismatchError
 
 ONE_HOST = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"}
 TWO_HOSTS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}
@@ -27,6 +28,7 @@ def nothing_decided(monkeypatch):
     for name in (
         *ONE_HOST,
         "HOROVOD_AUTOTUNE",
+        "HOROVOD_ELASTIC",
         COPY,
         YIELD,
         TRANSPORTS,
@@ -34,6 +36,8 @@ def nothing_decided(monkeypatch):
         tuning.PIECES,
         tuning.FUSION,
         tuning.CYCLE,
+        tuning.GPU_ASYNC,
+        tuning.ASYNC_COMPLETION,
         "OMP_NUM_THREADS",
     ):
         monkeypatch.setenv(name, "")  # so that what the code sets is undone afterwards
@@ -101,6 +105,30 @@ def test_a_build_with_nccl_fuses_as_horovod_does_on_every_rank(gpu, monkeypatch)
     launched(monkeypatch, ONE_HOST)
     prepare(host=Host(gpu=gpu), nccl=True)
     assert tuning.FUSION not in os.environ
+
+
+@pytest.mark.parametrize("asked", ["1", "0", None])
+@pytest.mark.parametrize(("engine", "nccl"), [("torch", True), ("torch", False), ("tensorflow", True)])
+def test_gpus_are_waited_for_unless_somebody_asks_for_what_no_gpu_has_run(engine, nccl, asked, monkeypatch):
+    launched(monkeypatch, ONE_HOST if asked is None else {**ONE_HOST, tuning.GPU_ASYNC: asked})
+    monkeypatch.setattr(tuning.installed, "has_these_changes", lambda: True)
+    prepare(engine, nccl=nccl)
+    chosen = os.environ.get(tuning.ASYNC_COMPLETION)
+    assert chosen == ("1" if (engine, nccl, asked) == ("torch", True, "1") else None)
+
+
+def test_hosts_of_an_elastic_job_wait_for_their_gpus(monkeypatch):
+    launched(monkeypatch, {**ONE_HOST, tuning.GPU_ASYNC: "1", "HOROVOD_ELASTIC": "1"})
+    monkeypatch.setattr(tuning.installed, "has_these_changes", lambda: True)
+    prepare(nccl=True)
+    assert tuning.ASYNC_COMPLETION not in os.environ
+
+
+def test_a_horovod_that_makes_another_stream_wait_is_refused(monkeypatch):
+    launched(monkeypatch, {**ONE_HOST, tuning.GPU_ASYNC: "1"})
+    monkeypatch.setattr(tuning.installed, "metadata", lambda: {"pytorch": "2.13.0"})
+    with pytest.raises(HorovodMismatchError, match="hvdtrain build"):
+        prepare(nccl=True)
 
 
 def test_horovods_own_tuning_is_left_its_fusion_threshold(monkeypatch):

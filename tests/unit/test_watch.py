@@ -124,6 +124,24 @@ def test_a_graph_waits_between_its_two_counters(monkeypatch):
     assert waits.steps_in_graphs() == 4
 
 
+def test_the_oldest_step_that_a_gpu_has_not_come_by_is_one_wait(monkeypatch):
+    monkeypatch.setattr(waits, "_device", (0, lambda: True))
+    passed = {"a": False, "b": False}
+    waits.note_device(lambda: passed["a"])
+    (first,) = waits.find()
+    waits.note_device(lambda: passed["b"])  # later ones cannot have come by
+    assert [wait.key for wait in waits.find()] == [first.key]
+    assert (first.kind, first.what) == ("device", "a step's reductions on the GPU")
+    passed["a"] = True
+    assert waits.find() == []
+    waits.note_device(lambda: passed["b"])
+    assert [wait.key for wait in waits.find()] not in ([], [first.key])
+    waits.note_device(lambda: 1 / 0)
+    passed["b"] = True
+    waits.note_device(lambda: 1 / 0)
+    assert waits.find() == []  # the device's error is for whoever trains
+
+
 def test_the_place_is_the_users_and_not_a_librarys():
     def here():
         return json.loads("1", parse_int=lambda _: waits.place(sys._getframe()))
@@ -372,13 +390,16 @@ STUCK = """
     def allreduce(name):
         space["synchronize"](1)
     watch.step_done()
+    if sys.argv[1] == "device":
+        watch.note_device(lambda: False)
+        threading.Event().wait()
     allreduce("loss")
     print("let go")
     raise type("HorovodInternalError", (RuntimeError,), {})("Horovod has been shut down")
 """
 
 
-@pytest.mark.parametrize("how", ["stuck", "alive"])
+@pytest.mark.parametrize("how", ["stuck", "alive", "device"])
 def test_a_rank_that_waits_too_long_says_so_and_ends_by_an_error_or_else_with_its_process(tmp_path, how):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(STUCK))
@@ -386,10 +407,11 @@ def test_a_rank_that_waits_too_long_says_so_and_ends_by_an_error_or_else_with_it
     run = subprocess.run([sys.executable, script, how], env=env, capture_output=True, text=True, timeout=60)
     assert run.returncode == watch.STALLED
     assert "rank 0 (host " in run.stderr
-    assert " s in a collective (step 1), at train.py:" in run.stderr
+    what = "a step's reductions on the GPU" if how == "device" else "a collective"
+    assert f" s in {what} (step 1), at train.py:" in run.stderr
     assert 'train.py", line' in run.stderr
     assert ("let go" in run.stdout) is (how == "alive")
-    assert ("Horovod itself is stuck" in run.stderr) is (how == "stuck")
+    assert ("Horovod itself is stuck" in run.stderr) is (how != "alive")
     assert json.loads((tmp_path / "progress-0.json").read_text())["step"] == 1
     assert (tmp_path / "pid-0").read_text().isdecimal()
 

@@ -239,3 +239,26 @@ def test_it_applies_to_these_classes_and_can_be_turned_off(monkeypatch: pytest.M
     assert not fused_update.applies_to(torch.optim.LBFGS)
     monkeypatch.setenv("HVDTRAIN_FUSED_UPDATE", "0")
     assert not fused_update.applies_to(SGD)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_steps_on_gpus_are_fused_only_where_that_is_asked_for(
+    layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_update, "_GPU", "meta")  # which stands for one: no kernel runs here
+    params = [Parameter(torch.zeros(shape, device="meta")) for shape in ((4, 3, 5, 5), (4,))]
+    params[0].data = params[0].data.to(memory_format=layout)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer = Adam(params, lr=0.1)
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    assert not fused_update._can_be_fused(optimizer, group)
+    monkeypatch.setenv("HVDTRAIN_GPU_ASYNC", "1")
+    assert fused_update._can_be_fused(optimizer, group)
+    assert optimizer.state[params[0]]["step"].is_cpu
+    fused_update._move_counts(optimizer, params)
+    assert all(state["step"].is_meta for state in optimizer.state.values())
+    assert fused_update._can_be_fused(optimizer, group)
+    params[0].grad = torch.zeros(5, 5, 3, 4, device="meta").permute(3, 2, 0, 1)
+    assert not fused_update._can_be_fused(optimizer, group)
