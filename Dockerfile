@@ -7,8 +7,6 @@
 # `make docker-test` builds the cpu image on Debian 12 and 13, and runs it.
 
 ARG DEBIAN_IMAGE=debian:bookworm-slim
-ARG CUDA_IMAGE=nvidia/cuda:13.0.1
-ARG UBUNTU=ubuntu24.04
 
 # ---- cpu: compile -----------------------------------------------------------------------------------------------
 FROM ${DEBIAN_IMAGE} AS cpu-builder
@@ -56,7 +54,8 @@ HEALTHCHECK --interval=5m --timeout=1m CMD ["hvdtrain", "doctor", "--no-allreduc
 CMD ["hvdtrain", "doctor"]
 
 # ---- gpu: compile -----------------------------------------------------------------------------------------------
-FROM ${CUDA_IMAGE}-devel-${UBUNTU} AS gpu-builder
+# The same base: nvcc, CUDA's libraries and NCCL come from wheels, and the driver from the host.
+FROM ${DEBIAN_IMAGE} AS gpu-builder
 RUN apt-get update && apt-get install -y --no-install-recommends \
         ca-certificates g++ make python3-dev python3-venv openmpi-bin libopenmpi-dev \
     && rm -rf /var/lib/apt/lists/*
@@ -64,29 +63,33 @@ RUN python3 -m venv /opt/hvdtrain
 ENV PATH=/opt/hvdtrain/bin:$PATH
 WORKDIR /src
 # No TensorFlow here: its wheels are for CUDA 12. Keras runs on torch or JAX.
-ARG EXTRAS=torch,jax,keras,examples
+ARG EXTRAS=torch,jax-cuda,keras,examples,gpu-build
 ARG CUDA_ARCH=80,90
 COPY pyproject.toml README.md LICENSE ./
+COPY hvdtrain/bootstrap.py hvdtrain/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    mkdir hvdtrain && echo '__version__ = "0"' > hvdtrain/__init__.py \
-    && pip install ".[${EXTRAS}]"
+    echo '__version__ = "0"' > hvdtrain/__init__.py \
+    && { HVDTRAIN_GPU=1 python -I hvdtrain/bootstrap.py --venv /opt/hvdtrain --extras "${EXTRAS}" \
+        || { cat /opt/hvdtrain/set-up-logs/*.log; exit 1; }; } \
+    && rm -r /opt/hvdtrain/set-up-logs
 COPY hvdtrain hvdtrain
 RUN pip install --no-deps --force-reinstall .
 # An image build has no GPU, so the NCCL plane is proven by the image's default command, `hvdtrain doctor`, on a host.
 RUN --mount=type=cache,target=/root/.cache/hvdtrain hvdtrain build --cuda-arch "${CUDA_ARCH}"
 
 # ---- gpu: run ---------------------------------------------------------------------------------------------------
-# The base image: torch's wheels bring cuDNN, cuBLAS and NCCL themselves.
-FROM ${CUDA_IMAGE}-base-${UBUNTU} AS gpu
+FROM ${DEBIAN_IMAGE} AS gpu
 RUN apt-get update && apt-get install -y --no-install-recommends \
         ca-certificates openmpi-bin openssh-client openssh-server python3 \
     && rm -rf /var/lib/apt/lists/* \
-    && (userdel --remove ubuntu || true) \
     && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
 COPY --from=gpu-builder /opt/hvdtrain /opt/hvdtrain
 COPY hvdtrain/hvdtrain-sshd /usr/local/bin/
 COPY examples /home/hvdtrain/examples
+# What NVIDIA's container toolkit shows the container: all GPUs, the driver's CUDA library and nvidia-smi.
 ENV PATH=/opt/hvdtrain/bin:$PATH \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     KERAS_BACKEND=torch \
     OMPI_MCA_btl_vader_single_copy_mechanism=none \
     OMPI_MCA_mpi_yield_when_idle=1 \

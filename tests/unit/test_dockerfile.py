@@ -28,6 +28,15 @@ def test_health_check_takes_no_gpu_memory_and_the_default_command_proves_the_dat
     assert re.findall(r"^USER (.*)$", STAGES[stage], re.MULTILINE) == ["hvdtrain"]
 
 
+def test_the_gpu_image_needs_no_base_with_cuda_and_asks_for_the_hosts_driver() -> None:
+    bases = re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)
+    assert set(bases) == {"${DEBIAN_IMAGE}"}
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", STAGES["gpu-builder"], re.MULTILINE)
+    assert {"torch", "jax-cuda", "gpu-build"} <= set(extras.split(","))
+    assert "HVDTRAIN_GPU=1" in STAGES["gpu-builder"]
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in STAGES["gpu"]
+
+
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
 def test_runtime_stage_installs_no_build_tools(stage: str) -> None:
     installed = set(STAGES[stage].split())
