@@ -21,7 +21,8 @@ class RankTimes:
         data: waiting for the next batches.
         train: forward, backward, reduction, update.
         reduction: in that, waiting for reduced gradients, and so for slower ranks too. 0 on one rank. On a GPU, whose
-            work goes on behind Python's, it holds the wait for this rank's own backward pass as well.
+            work goes on behind Python's, it holds the wait for this rank's own backward pass as well; with
+            HVDTRAIN_GPU_ASYNC=1 train and reduction are what the GPU took, by its own clock.
         other: neither data nor train: callbacks of steps and intervals, and what else a rank does between two steps,
             but for waiting for other ranks there in collectives of `trainer.world`.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -75,7 +75,8 @@ class Pulse:
     def training(self) -> Iterator[None]:
         """Count the time within as a step's training: all of it but its data and its callbacks."""
         began, before = time.perf_counter(), waited.outside_graphs()
-        yield
+        with waited.device.training() if waited.device is not None else nullcontext():
+            yield
         self._train_s += time.perf_counter() - began
         self._train_waited_s += waited.outside_graphs() - before
 
@@ -103,10 +104,16 @@ class Pulse:
 
     def _mine(self) -> NDArray[np.float64]:
         """Return this rank's seconds since the last beat, in the order of `RankTimes`."""
+        data_s, train_s = self._data_s, self._train_s
         reduction_s = self._train_waited_s + waited.in_graphs() - self._graphs_s
         elsewhere_s = self._waited_s - self._train_waited_s  # for others' data, and in callbacks
-        other_s = max(0.0, self._seconds - self._data_s - self._train_s - elsewhere_s)
-        return np.array([self._seconds, self._data_s, self._train_s, reduction_s, other_s])
+        if waited.device is not None:
+            trained_s, reduced_s = waited.device.read()
+            train_s, reduction_s = trained_s - self._device_s[0], reduced_s - self._device_s[1]
+            self._seconds += time.perf_counter() - self._last  # until the device was there
+            data_s = min(data_s, max(0.0, self._seconds - train_s))  # what it did not compute behind
+        other_s = max(0.0, self._seconds - data_s - train_s - elsewhere_s)
+        return np.array([self._seconds, data_s, train_s, reduction_s, other_s])
 
     def _exchange(self, mine: NDArray[np.float64], asked: bool) -> tuple[NDArray[np.float64], bool]:
         size, rank = self._world.size, self._world.rank
@@ -122,3 +129,4 @@ class Pulse:
         self._steps = 0
         self._seconds = self._data_s = self._train_s = self._waited_s = self._train_waited_s = 0.0
         self._graphs_s = waited.in_graphs()
+        self._device_s = waited.device.read() if waited.device is not None else (0.0, 0.0)

@@ -132,11 +132,6 @@ class Recorder:
         self._sees_backward = True
         self._current.backward += max(0.0, seconds)
 
-    @property
-    def waited_s(self) -> float:
-        """Exposed communication of the step under way so far, seconds."""
-        return self._current.communication
-
     def step_done(self) -> None:
         """End the step under way; the next one begins."""
         now = self.clock()

@@ -142,10 +142,9 @@ class _Marks:
 
 class _TorchMarks(_Marks):
     def finish(self, result: Any) -> None:
-        import torch
+        from hvdtrain.torch.step_marks import finish_gpu
 
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        finish_gpu()
 
 
 class _JaxMarks(_Marks):

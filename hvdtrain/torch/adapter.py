@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 import hvdtrain.torch as hvd
-from hvdtrain import launcher
+from hvdtrain import launcher, tuning, waited
 from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data import Batch, leaves, tree_map
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import fused_update, training_state
 from hvdtrain.torch.finite import Guard, all_finite, first_non_finite
+from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.world import Op, World
@@ -66,6 +67,7 @@ class TorchAdapter:
         world: World,
     ) -> None:
         self._device = torch.device(world.device)
+        waited.device = GpuClock() if self._device.type == "cuda" and tuning.gpu_async() else None
         self._model = model.to(self._device)
         training_state.move_optimizer(optimizer, self._device)
         self._loss = loss.to(self._device) if isinstance(loss, torch.nn.Module) else loss

@@ -1,0 +1,72 @@
+"""Time as the GPU spends it: marks in its current stream, read when it has passed them, so that no step waits for it.
+
+The host sends work to a GPU and goes on; what it measures by its own clock is how long that takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+Mark = torch.cuda.Event
+
+
+def mark() -> Mark:
+    """Mark the place that the current stream has been given work up to."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(began: Mark, ended: Mark) -> float:
+    """Return the time that the GPU took from one mark to a later one; it must have passed both."""
+    return float(began.elapsed_time(ended)) / 1000.0
+
+
+class GpuClock:
+    """How long the GPU has trained, and how much of that it stood still for other ranks; see `hvdtrain.waited`."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[bool, Mark, Mark]] = deque()
+        self._train_s = self._waited_s = 0.0
+        self._is_training = self._is_waiting = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Count what is sent to the GPU within as a step's training."""
+        self._is_training, began = True, mark()
+        try:
+            yield
+        finally:
+            self._is_training = False
+            self._spans.append((False, began, mark()))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count as waited what the GPU stands still within."""
+        self._is_waiting, began = True, mark()
+        try:
+            yield
+        finally:
+            self._is_waiting = False
+            self._spans.append((True, began, mark()))
+
+    @property
+    def takes_waits(self) -> bool:
+        """True within a step's training, but for a wait within another one."""
+        return self._is_training and not self._is_waiting
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds trained so far, and those of them that were waited; waits for the GPU to come this far."""
+        if self._spans:
+            self._spans[-1][2].synchronize()
+        while self._spans:
+            is_wait, began, ended = self._spans.popleft()
+            if is_wait:
+                self._waited_s += seconds(began, ended)
+            else:
+                self._train_s += seconds(began, ended)
+        return self._train_s, self._waited_s
