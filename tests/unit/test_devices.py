@@ -67,7 +67,7 @@ def test_ranks_that_do_not_share_a_gpu_are_left_alone(ranks, caplog):
 
 def test_a_rank_without_a_gpu_beside_others_is_refused_with_nccl_alone():
     compare(rank_on("GPU-1"), rank_on("", "cpu", host="y"))
-    with pytest.raises(LaunchError, match=r"rank 1 on host y see no GPU"):
+    with pytest.raises(LaunchError, match=r"No GPU is visible to rank 1 on host y"):
         compare(rank_on("GPU-1"), rank_on("", "cpu", host="y"), nccl=True)
 
 
