@@ -139,8 +139,8 @@ def compare(mine: Device, module: ModuleType, allgather: Callable[..., Bytes], *
     without = [rank for rank, each in enumerate(ranks) if each.kind == "cpu"]
     if nccl and without and any(each.kind == "cuda" for each in ranks):
         raise LaunchError(
-            f"No GPU is visible to {_named(without)} on host {ranks[without[0]].host}, and others have one: NCCL reaches "
-            'no CPU. Launch on hosts with GPUs only, or train on CPUs with CUDA_VISIBLE_DEVICES="" on all hosts.'
+            f"No GPU is visible to {_named(without)} on host {ranks[without[0]].host}, and others have one. With NCCL "
+            'all have one, or none: launch on hosts with GPUs only, or train on CPUs with CUDA_VISIBLE_DEVICES="".'
         )
     if shared and module.rank() == 0:
         log.warning("%s. They take turns on it, and its memory must hold them all.", shared)

@@ -1,0 +1,83 @@
+"""What hvdtrain knows of the GPU that a rank computes on: its name, its generator, its clock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hvdtrain.torch as hvd
+from hvdtrain import devices, step_times, tuning
+from hvdtrain.torch import collectives, engine, step_marks, training_state
+from hvdtrain.torch.gpu_clock import GpuClock
+
+pytestmark = pytest.mark.cuda_only
+
+
+def test_torch_and_the_driver_name_the_same_gpu(device):
+    uuid, name = collectives.gpu(torch.cuda.current_device())
+    assert (uuid, bool(name)) == (devices.from_driver(torch.cuda.current_device())[0], True)
+
+
+def test_the_installed_horovod_serves_this_gpu(device):
+    hvd.init()
+    assert collectives.why_not(engine.native()) == ""
+    assert hvd.join() == 0
+    assert hvd.allreduce(torch.ones(3, device=device)).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_gpus_generator_goes_on_where_it_was(device):
+    torch.rand(1, device=device)
+    held = training_state.random_states()
+    drawn = torch.rand(8, device=device)
+    training_state.set_random_states(held)
+    assert torch.equal(torch.rand(8, device=device), drawn)
+
+
+def test_the_gpus_clock_counts_waits_as_a_part_of_training(device):
+    clock = GpuClock()
+    matrix = torch.randn(2048, 2048, device=device)
+    for _ in range(3):
+        with clock.training():
+            matrix @ matrix
+            with clock.waiting():
+                matrix @ matrix
+            matrix @ matrix
+    trained_s, waited_s = clock.read()
+    assert 0 < waited_s < trained_s
+    assert clock.read() == (trained_s, waited_s)
+
+
+@pytest.mark.parametrize("ahead", ["0", "1"])
+def test_steps_are_timed_with_and_without_waiting_for_their_end(device, monkeypatch, ahead):
+    monkeypatch.setenv(tuning.GPU_ASYNC, ahead)
+    net = torch.nn.Linear(512, 512, device=device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recorder = step_times.Recorder()
+    detach = step_marks.attach(recorder)
+    try:
+        for _ in range(12):
+            optimizer.zero_grad()
+            net(torch.ones(64, 512, device=device)).sum().backward()
+            optimizer.step()
+    finally:
+        detach()
+    times = recorder.summary()
+    assert recorder.steps_taken == 12 - int(ahead)
+    assert 0 < times.backward_s < times.step_s.median
+
+
+@pytest.mark.needs("jax", "jax_cuda13_plugin", "keras")
+def test_jax_is_bound_to_one_gpu_of_a_host():
+    code = (
+        "from hvdtrain.keras import jax_device\n"
+        "assert jax_device.pick_device(0) == 'cuda:0'\n"
+        "import jax\n"
+        "assert [device.platform for device in jax.local_devices()] == ['gpu']\n"
+    )
+    environment = os.environ | {"HOROVOD_SIZE": "2", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # one of two ranks
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
