@@ -30,6 +30,7 @@ class Facts:
         horovod_has_other_changes: True if that was another version of it, which changed Horovod otherwise.
         mpi: first line of `mpirun --version`, "" without an mpirun.
         horovod_mpi: version of the Open MPI that Horovod was built with, "" where nobody says.
+        horovod_cuda: CUDA version with which it takes tensors on GPUs, "" where it does not, or nobody says.
         gpus: one line a GPU: name and memory; none where CUDA_VISIBLE_DEVICES hides them all.
         gpu_driver: NVIDIA driver version, "" without one.
         interfaces: {name: IPv4 address} of the network interfaces that are up.
@@ -48,6 +49,7 @@ class Facts:
     horovod_has_other_changes: bool = False
     mpi: str = ""
     horovod_mpi: str = ""
+    horovod_cuda: str = ""
     gpus: tuple[str, ...] = ()
     gpu_driver: str = ""
     interfaces: dict[str, str] = field(default_factory=dict)
@@ -93,6 +95,7 @@ def gather() -> Facts:
         horovod_has_other_changes=installed.has_other_changes(),
         mpi=_first_line(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"])),
         horovod_mpi=str(installed.record().get("mpi", "")),
+        horovod_cuda=str(installed.record().get("cuda", "")),
         gpus=gpus,
         gpu_driver=driver,
         interfaces=_interfaces(),

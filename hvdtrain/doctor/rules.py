@@ -150,20 +150,21 @@ def _idle_gpus(facts: Facts) -> str:
         return ""
     if facts.frameworks and not any(facts.cuda.get(framework) for framework in facts.frameworks):
         return f"{len(facts.gpus)} GPU(s), but the installed frameworks are CPU builds"
-    if "nccl" not in facts.horovod_planes and not facts.cuda.get("torch"):
+    if "nccl" not in facts.horovod_planes and not _gpus_without_operations(facts):
         return (
-            f"{len(facts.gpus)} GPU(s), but Horovod was built without NCCL: gradients of TensorFlow would travel "
-            "through host memory"
+            f"{len(facts.gpus)} GPU(s), but Horovod was built without NCCL: gradients would travel through host memory"
         )
     return ""
 
 
 def _gpus_without_operations(facts: Facts) -> str:
-    if not facts.gpus or not facts.horovod_for or not facts.cuda.get("torch") or "nccl" in facts.horovod_planes:
+    if not (facts.gpus and facts.horovod_for and facts.cuda.get("torch")):
+        return ""
+    if facts.horovod_cuda or "nccl" in facts.horovod_planes:
         return ""
     return (
-        f"{len(facts.gpus)} GPU(s), on which torch would compute, but Horovod was built without NCCL: hvdtrain.init() "
-        'refuses that, unless CUDA_VISIBLE_DEVICES="" hides them'
+        f"{len(facts.gpus)} GPU(s), on which torch would compute, but Horovod was built without GPU operations: "
+        'hvdtrain.init() refuses that, unless CUDA_VISIBLE_DEVICES="" hides them'
     )
 
 
@@ -188,7 +189,7 @@ RULES: tuple[Rule, ...] = (
     Rule("other-open-mpi", "error", _other_open_mpi, "hvdtrain build"),
     Rule("not-open-mpi", "error", _other_mpi, "hvdtrain build --without mpi"),
     Rule("no-mpirun", "error", _no_mpirun, "pip install 'hvdtrain[mpi]' && hvdtrain build"),
-    Rule("gpus-without-nccl", "error", _gpus_without_operations, "hvdtrain build"),
+    Rule("gpus-without-operations", "error", _gpus_without_operations, "hvdtrain build"),
     Rule("keras-2", "error", _keras_2, "pip install --upgrade 'keras>=3'"),
     Rule("keras-backend-missing", "warning", _keras_backend, "export KERAS_BACKEND=torch"),
     Rule("horovod-without-framework", "warning", _without_framework, "hvdtrain build"),

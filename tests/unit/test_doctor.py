@@ -58,7 +58,7 @@ SICK = {
     "horovod-without-framework": ({"horovod_for": {"torch": "2.13.0+cpu"}}, "hvdtrain build"),
     "keras-torch-ddp": ({"keras_backend": "torch", "torch_distributed": True}, "unset"),
     "idle-gpus": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"tensorflow": "12.5"}}, "hvdtrain build"),
-    "gpus-without-nccl": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"torch": "13.0"}}, "hvdtrain build"),
+    "gpus-without-operations": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"torch": "13.0"}}, "hvdtrain build"),
     "old-gpu-driver": (
         {
             "gpus": ("NVIDIA H100, 80 GiB",),
@@ -247,3 +247,12 @@ def test_looking_imports_no_framework() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_tensors_on_gpus_that_travel_through_host_memory_are_told() -> None:
+    torch = machine(gpus=("NVIDIA H100, 80 GiB",), cuda={"torch": "13.0"}, horovod_cuda="13.0")
+    tensorflow = machine(gpus=("NVIDIA H100, 80 GiB",), cuda={"tensorflow": "12.5"})
+    for facts in (torch, tensorflow):
+        (verdict,) = judge(facts)
+        assert (verdict.name, verdict.level) == ("idle-gpus", "warning")
+        assert "through host memory" in verdict.reason
