@@ -81,7 +81,13 @@ def build(
     ] = None,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even where the cache has the wheel.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be built, and stop.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Take framework versions that no test has seen.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Take framework versions older than tested ones, and keep untested ones whose proof failed.",
+        ),
+    ] = False,
     wheel_dir: Annotated[Path | None, typer.Option(help="Put a copy of the wheel there.", **folder())] = None,
     sdist: Annotated[
         Path | None, typer.Option(help="Horovod's sdist as a file, for machines without a network.", **file())
@@ -101,7 +107,8 @@ def build(
 ) -> None:
     """Build Horovod for the frameworks installed here, and prove it.
 
-    The wheel is installed and proven by a two-process allreduce for each framework and data plane.
+    The wheel is installed and proven by an allreduce and a training step of two processes, for each framework and
+    data plane. A version that no test has seen stays installed only if that succeeds.
 
     Example: hvdtrain build --without mpi
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,17 @@ def record() -> dict[str, Any]:
     """Return what `hvdtrain build` wrote into Horovod's metadata; {} where another build made it, or there is none."""
     found = metadata().get("hvdtrain")
     return found if isinstance(found, dict) else {}
+
+
+def mark_as_proven() -> None:
+    """Write into the installed Horovod's metadata that `hvdtrain build` proved it in this environment."""
+    folder, found = package_folder("horovod"), metadata()
+    if folder is None or "hvdtrain" not in found:
+        return
+    found["hvdtrain"]["proven"] = True
+    part = folder / f"metadata.json.{os.getpid()}"
+    part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, folder / "metadata.json")
 
 
 def built_for() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A live two-process allreduce over one data plane: what `hvdtrain build` proves and `hvdtrain doctor` shows.
 
-`allreduce` starts two ranks under horovodrun; each runs this module as a script and leaves its answer in a file.
+`hvdtrain build` proves a training step too. `allreduce` starts two ranks under horovodrun; each runs this module as a
+script and leaves its answer in a file.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ _ANSWERS = "HVDTRAIN_PROBE_ANSWERS"
 _SIZE_BYTES = 1 << 20
 _REPEATS = 20
 _TAIL_LINES = 12
+# Where each framework takes a training step between ranks and beside it that of one process.
+_STEPS = {"torch": "hvdtrain.torch.proof", "tensorflow": "hvdtrain.keras.proof"}
+_STEP_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Probe:
         framework: "torch" or "tensorflow".
         plane: the data plane asked for.
         ranks: how many were started.
-        error: "" if every rank got the right sum, else what was printed last.
+        error: "" if every rank got the right sum, and the right weights, else what was printed last.
         start_s: from the launch to the end, seconds.
         allreduce_ms: median time of one allreduce of 1 MiB, milliseconds; None after an error.
         device: where rank 0's tensor was: "cpu" or "cuda:0".
@@ -60,14 +64,21 @@ class Probe:
         return not self.error
 
 
-def command(framework: str, plane: Plane, *, ranks: int, python: Path) -> list[str]:
+def command(framework: str, plane: Plane, *, ranks: int, python: Path, step: bool = False) -> list[str]:
     """Return the command line that starts the ranks; it also stands in error messages."""
     option = {"mpi": ["--mpi"], "gloo": ["--gloo"], "nccl": []}[plane]
-    return [*horovodrun(python), "-np", str(ranks), *option, str(python), "-m", "hvdtrain.probe", framework, plane]
+    line = [*horovodrun(python), "-np", str(ranks), *option, str(python), "-m", "hvdtrain.probe", framework, plane]
+    return [*line, "step"] if step else line
 
 
 def allreduce(
-    framework: str, plane: Plane, *, ranks: int = 2, timeout_s: float = 90, python: Path | None = None
+    framework: str,
+    plane: Plane,
+    *,
+    ranks: int = 2,
+    timeout_s: float = 90,
+    python: Path | None = None,
+    step: bool = False,
 ) -> Probe:
     """Start `ranks` processes and let them sum an array.
 
@@ -77,15 +88,21 @@ def allreduce(
         ranks: number of processes, all on this host.
         timeout_s: then everything is ended and the probe has failed.
         python: interpreter of the environment to probe; by default this one.
+        step: also take a training step, in host memory, and compare its weights with one process's.
 
     Returns:
         A Probe; failures are told in its `error`, not raised.
     """
     environment = rank_environment(
-        {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "OMPI_MCA_rmaps_base_oversubscribe": "1"},
+        {
+            "KERAS_BACKEND": "tensorflow",
+            "OMP_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        },
         without=("HOROVOD_",),  # a data plane that the user prefers is not the one asked for here
     )
-    line = command(framework, plane, ranks=ranks, python=python or Path(sys.executable))
+    line = command(framework, plane, ranks=ranks, python=python or Path(sys.executable), step=step)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
         environment[_ANSWERS] = folder
@@ -133,12 +150,14 @@ def _make_tensor(framework: str, values: np.ndarray[Any, Any], device: str) -> A
         return module.constant(values)
 
 
-def rank_main(framework: str, plane: str) -> int:
+def rank_main(framework: str, plane: str, *, step: bool = False) -> int:
     """Be one rank: sum arrays, and write down for the parent how it went."""
     rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
     answer: dict[str, Any] = {"error": "", "allreduce_ms": None, "device": "cpu"}
     try:
         answer |= _measure(framework, plane)
+        if step:
+            _take_step(framework)
     except Exception as problem:  # noqa: BLE001  whatever it was, the parent shows it
         answer["error"] = f"rank {rank}: {type(problem).__name__}: {problem}"
         traceback.print_exc()
@@ -182,5 +201,15 @@ def _measure(framework: str, plane: str) -> dict[str, Any]:
     }
 
 
+def _take_step(framework: str) -> None:
+    """Take a training step with the other ranks, and one of one process on all their data."""
+    world = importlib.import_module("hvdtrain.world").init(framework)
+    difference = importlib.import_module(_STEPS[framework]).step_difference(world)
+    if not difference <= _STEP_TOLERANCE:
+        raise RuntimeError(
+            f"after one training step on {world.size} ranks a weight is {difference:g} from one process's"
+        )
+
+
 if __name__ == "__main__":
-    sys.exit(rank_main(sys.argv[1], sys.argv[2]))
+    sys.exit(rank_main(sys.argv[1], sys.argv[2], step="step" in sys.argv[3:]))

@@ -28,6 +28,7 @@ class Facts:
         horovod_planes: what Horovod's libraries were linked with: "gloo", "mpi", "nccl".
         horovod_by_hvdtrain: True if `hvdtrain build` made this Horovod.
         horovod_has_other_changes: True if that was another version of it, which changed Horovod otherwise.
+        horovod_proven: True if `hvdtrain build` proved it in this environment.
         mpi: first line of `mpirun --version`, "" without an mpirun.
         horovod_mpi: version of the Open MPI that Horovod was built with, "" where nobody says.
         horovod_cuda: CUDA version with which it takes tensors on GPUs, "" where it does not, or nobody says.
@@ -47,6 +48,7 @@ class Facts:
     horovod_planes: tuple[str, ...] = ()
     horovod_by_hvdtrain: bool = True
     horovod_has_other_changes: bool = False
+    horovod_proven: bool = False
     mpi: str = ""
     horovod_mpi: str = ""
     horovod_cuda: str = ""
@@ -93,6 +95,7 @@ def gather() -> Facts:
         horovod_planes=_horovod_planes(),
         horovod_by_hvdtrain=bool(installed.record()),
         horovod_has_other_changes=installed.has_other_changes(),
+        horovod_proven=installed.record().get("proven") is True,
         mpi=_first_line(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"])),
         horovod_mpi=str(installed.record().get("mpi", "")),
         horovod_cuda=str(installed.record().get("cuda", "")),

@@ -108,8 +108,9 @@ def _has_other_changes(facts: Facts) -> str:
 
 def _untested(facts: Facts) -> str:
     for framework in facts.frameworks:
-        if not is_tested(Framework(framework, facts.versions[framework])):
-            return f"no test of hvdtrain ran on {framework} {facts.versions[framework]}"
+        proven = facts.horovod_proven and facts.serves(framework)
+        if not proven and not is_tested(Framework(framework, facts.versions[framework])):
+            return f"no test of hvdtrain ran on {framework} {facts.versions[framework]}, and no build was proven here"
     return ""
 
 
@@ -198,7 +199,7 @@ RULES: tuple[Rule, ...] = (
     Rule("idle-gpus", "warning", _idle_gpus, "hvdtrain build"),
     Rule("horovod-from-elsewhere", "warning", _built_elsewhere, "hvdtrain build"),
     Rule("horovod-by-other-hvdtrain", "warning", _has_other_changes, "hvdtrain build"),
-    Rule("untested-versions", "warning", _untested, "pip install 'hvdtrain[torch,tensorflow]'"),
+    Rule("untested-versions", "warning", _untested, "hvdtrain build"),
     Rule("little-shared-memory", "warning", _little_shared_memory, "docker run --shm-size=1g ..."),
     Rule("narrow-affinity", "warning", _narrow_affinity, "taskset -c 0-1 ..."),
 )

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import installed
-from hvdtrain.horovod_build import cache, edits, install, native, sdist
-from hvdtrain.horovod_build.errors import ProofError
+from hvdtrain.horovod_build import cache, edits, find, install, native, sdist
+from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.progress import Progress
 
 _STEPS = 4
-_PROOF_TIMEOUT_S = 90
+_PROOF_TIMEOUT_S = 180
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,13 @@ class Options:
         without: parts to leave out: "torch", "tensorflow", "mpi", "nccl".
         rebuild: compile even where the cache has the wheel.
         dry_run: say what would be built, and stop.
-        force: take framework versions that no test has seen.
+        force: take framework versions older than the tests', and leave a build installed whose proof failed on a
+            version that no test has seen.
         wheel_dir: put a copy of the wheel there.
         sdist: Horovod's sdist as a file, for machines without a network.
         cuda_arch: GPU architectures, e.g. "80,90"; by default those of the GPUs that are here.
         jobs: compiler processes at once; by default one a core.
-        prove: run the two-process allreduce at the end.
+        prove: run an allreduce and a training step between two processes at the end.
         install: install the wheel into this environment; False needs prove=False.
     """
 
@@ -76,23 +77,66 @@ def build(options: Options) -> Path | None:
     with cache.locked(wheels, key):
         entry = None if options.rebuild else cache.load(wheels, key)
         if entry is None:
-            entry = _compile(found, chosen, parts, home=home, options=options, progress=progress)
+            try:
+                entry = _compile(found, chosen, parts, home=home, options=options, progress=progress)
+            except CompileError as problem:
+                if not found.untested:
+                    raise
+                raise _refusal(found, str(problem)) from problem
         else:
             progress.step("Taking the wheel from the cache")
             progress.note(f"compiled before in {entry.seconds:.0f} s: {entry.wheel.parent}")
     if options.wheel_dir is not None:
         options.wheel_dir.mkdir(parents=True, exist_ok=True)
         progress.note(f"copied to {shutil.copy(entry.wheel, options.wheel_dir)}")
+    untested = " and ".join(f"{framework.name} {framework.version}" for framework in found.untested)
     if options.install:
-        if installed.record().get("key") == key and not options.rebuild:
-            progress.step("Installed already: this very wheel")
-        else:
-            progress.step("Installing the wheel")
-            install.install(entry.wheel, cache=home)
-    if options.prove and options.install:
-        progress.step("Proving it: an allreduce between two processes")
-        prove(found, progress=progress)
+        _install_and_prove(entry, found, key=key, home=home, options=options, progress=progress)
+    if untested and options.install and options.prove:
+        progress.note(f"No test of hvdtrain has seen {untested}: it was proven here, by the lines above")
+    elif untested:
+        progress.note(f"No test of hvdtrain has seen {untested}, and nothing was proven here")
     return entry.wheel
+
+
+def _install_and_prove(
+    entry: cache.Entry, found: Found, *, key: str, home: Path, options: Options, progress: Progress
+) -> None:
+    """Install the wheel and prove it; where that fails for an untested version, bring back what was there."""
+    before = str(installed.record().get("key", ""))
+    if before == key and not options.rebuild:
+        progress.step("Installed already: this very wheel")
+    else:
+        progress.step("Installing the wheel")
+        install.install(entry.wheel, cache=home)
+    if not options.prove:
+        return
+    progress.step("Proving it: an allreduce and a training step between two processes")
+    try:
+        prove(found, progress=progress)
+    except ProofError as problem:
+        if not found.untested or options.force:
+            raise
+        raise _refusal(found, f"{problem}\n{_take_back(cache.load(home / 'wheels', before), home)}") from problem
+    installed.mark_as_proven()
+
+
+def _refusal(found: Found, problem: str) -> UntestedVersionError:
+    """Return the error for a version that no test has seen and that does not work here."""
+    names = " and ".join(f"{framework.name} {framework.version}" for framework in found.untested)
+    commands = " && ".join(find.command_for_tested(framework.name) for framework in found.untested)
+    return UntestedVersionError(
+        f"{problem}\nNo test of hvdtrain has seen {names}. The last version that works: {commands}, then hvdtrain build"
+    )
+
+
+def _take_back(before: cache.Entry | None, home: Path) -> str:
+    """Install what was installed before, as far as the cache has it, and say so."""
+    if before is None:
+        install.remove(cache=home)
+        return "It was uninstalled again."
+    install.install(before.wheel, cache=home)
+    return "What was installed before is installed again."
 
 
 def describe(found: Found) -> list[str]:
@@ -150,7 +194,7 @@ def record(found: Found, key: str) -> str:
 
 
 def prove(found: Found, *, progress: Progress) -> None:
-    """Run an allreduce for each framework over each data plane that was built.
+    """Run an allreduce for each framework over each data plane that was built, and a training step in host memory.
 
     Raises:
         ProofError: at least one failed; all of them were tried.
@@ -161,7 +205,7 @@ def prove(found: Found, *, progress: Progress) -> None:
 
     def try_one(job: tuple[str, probe.Plane, int]) -> probe.Probe:
         framework, plane, ranks = job
-        return probe.allreduce(framework, plane, ranks=ranks, timeout_s=_PROOF_TIMEOUT_S)
+        return probe.allreduce(framework, plane, ranks=ranks, timeout_s=_PROOF_TIMEOUT_S, step=plane != "nccl")
 
     jobs: list[tuple[str, probe.Plane, int]] = []
     for framework in found.frameworks:
@@ -179,12 +223,13 @@ def prove(found: Found, *, progress: Progress) -> None:
             what = f"{result.framework} over {result.plane}"
             if result.ok:
                 count = f"{result.ranks} process{'es' if result.ranks > 1 else ''}"
-                progress.note(f"{what}, {count}: {result.allreduce_ms} ms for 1 MiB")
+                step = "" if result.plane == "nccl" else ", a training step equal to one process's"
+                progress.note(f"{what}, {count}: {result.allreduce_ms} ms for 1 MiB{step}")
             else:
                 progress.note(f"{what}: FAILED")
                 failed.append(f"{what}: {result.error}")
     if failed:
         raise ProofError(
-            "Horovod is built and installed, but its proof failed:\n" + "\n".join(failed) + "\n`hvdtrain doctor` says "
+            "Horovod was built and installed, but its proof failed:\n" + "\n".join(failed) + "\n`hvdtrain doctor` says "
             "more. A data plane can be left out with --without mpi or --without nccl."
         )

@@ -18,7 +18,7 @@ class NoFrameworkError(BuildError):
 
 
 class UntestedVersionError(BuildError):
-    """A framework version that no test has seen, without --force."""
+    """A framework version older than the tests', or a newer one for which the build or its proof failed here."""
 
 
 class CacheError(BuildError):

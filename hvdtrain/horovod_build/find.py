@@ -24,6 +24,9 @@ Plane = Literal["mpi", "gloo", "nccl"]
 # [first, last): releases that the tests ran on. Widen after a test run, not before.
 TESTED = {"torch": ("2.11", "2.14"), "tensorflow": ("2.21", "2.22")}
 
+# What __cplusplus is at least in a compiler that knows a standard.
+_STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}
+
 # The header that refuses an older C++ standard than its framework was written for.
 _ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
 
@@ -89,6 +92,11 @@ class Found:
         present: dict[Plane, bool] = {"gloo": True, "mpi": self.mpi is not None, "nccl": self.gpu}
         return tuple(plane for plane, there in present.items() if there)
 
+    @property
+    def untested(self) -> tuple[Framework, ...]:
+        """Frameworks in versions that no test has seen."""
+        return tuple(framework for framework in self.frameworks if not is_tested(framework))
+
 
 def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
     """Return what `command` prints; None where it is missing, fails or takes too long."""
@@ -136,11 +144,11 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
 
     Args:
         without: names to leave out.
-        force: take versions that no test has seen.
+        force: take versions older than the tests'.
 
     Raises:
-        NoFrameworkError: neither is installed, or both were left out.
-        UntestedVersionError: a version outside the tested range, and `force` is False.
+        NoFrameworkError: neither is installed, or both were left out, or one is ROCm's.
+        UntestedVersionError: a version older than the tests', and `force` is False. Of a newer one the proof decides.
     """
     finders: dict[str, Callable[[], Framework | None]] = {"torch": find_torch, "tensorflow": find_tensorflow}
     found = tuple(f for name, find in finders.items() if name not in without and (f := find()) is not None)
@@ -159,23 +167,34 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
                 f"{framework.name} {framework.version} is built for AMD GPUs (ROCm {framework.rocm}), which hvdtrain "
                 f"does not support. Install its CUDA or CPU build, or leave it out with --without {framework.name}."
             )
-        if not force and not is_tested(framework):
-            first, last = TESTED[framework.name]
+        version = _version(framework)
+        if not force and version is not None and version < Version(TESTED[framework.name][0]):
             raise UntestedVersionError(
-                f"{framework.name} {framework.version} has not been tested with Horovod. Tested: {framework.name} "
-                f">= {first} and < {last}. Install a tested version, or build all the same with --force."
+                f"{framework.name} {framework.version} is older than all that the tests ran on. Run: "
+                f"{command_for_tested(framework.name)}, or try all the same with --force."
             )
     return found
+
+
+def command_for_tested(name: str) -> str:
+    """Return the command that installs the newest release of a framework that the tests ran on."""
+    first, last = TESTED[name]
+    return f"pip install '{name}>={first},<{last}'"
 
 
 def is_tested(framework: Framework) -> bool:
     """True where the tests ran on this release of the framework."""
     first, last = TESTED[framework.name]
+    version = _version(framework)
+    return version is not None and Version(first) <= version < Version(last) and not version.is_prerelease
+
+
+def _version(framework: Framework) -> Version | None:
+    """Return the version without what says which build it is ("+cpu"); None where it is no version."""
     try:
-        version = Version(Version(framework.version).public)
+        return Version(Version(framework.version).public)
     except InvalidVersion:
-        return False
-    return Version(first) <= version < Version(last) and not version.is_prerelease
+        return None
 
 
 def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
@@ -204,7 +223,7 @@ def find_compiler() -> str:
     Raises:
         MissingToolError: no C++ compiler or no make.
     """
-    compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    compiler = _compiler_command()
     version = output_of([*compiler.split(), "--version"]) if compiler else None
     if version is None:
         named = f"CXX={compiler} does not run" if compiler else "no c++, g++ or clang++ on PATH"
@@ -215,6 +234,32 @@ def find_compiler() -> str:
     if not (shutil.which("make") or shutil.which("gmake")):
         raise MissingToolError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make) and try again.")
     return version.splitlines()[0].strip()
+
+
+def _compiler_command() -> str | None:
+    return os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+
+
+def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
+    """Compile a few lines by the standard that the frameworks' headers ask for, in the words they ask with.
+
+    Raises:
+        MissingToolError: the compiler does not know the standard, or has no C++ library.
+    """
+    compiler = _compiler_command() or "c++"
+    command = [*compiler.split(), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"]
+    text = (
+        f"#include <string>\n#if __cplusplus < {_STANDARD_DATES.get(standard, 0)}L\n#error no C++{standard}\n#endif\n"
+    )
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
+        asking = " and ".join(f"{framework.name} {framework.version}" for framework in frameworks)
+        raise MissingToolError(
+            f"{compiler} cannot compile C++{standard}, which the headers of {asking} ask for ({said.strip()}). gcc 11, "
+            "clang 17 and newer ones can: apt-get install g++-12 (Red Hat: dnf install gcc-toolset-12; conda: conda "
+            "install gxx), then CXX=g++-12 hvdtrain build"
+        )
 
 
 def find_mpi() -> tuple[Mpi | None, str]:
@@ -305,10 +350,12 @@ def find_all(*, without: frozenset[str] = frozenset(), force: bool = False) -> F
 
     Args:
         without: any of "torch", "tensorflow", "mpi", "nccl".
-        force: take framework versions that no test has seen.
+        force: take framework versions older than the tests'.
     """
     frameworks = find_frameworks(without=without, force=force)
     compiler = find_compiler()
+    standard = find_cxx_standard(frameworks)
+    check_compiler(standard, frameworks)
     mpi, why = (None, "MPI left out on request") if "mpi" in without else find_mpi()
     notes = [why] if why else []
     gpus = find_gpus()
@@ -316,7 +363,6 @@ def find_all(*, without: frozenset[str] = frozenset(), force: bool = False) -> F
     if "nccl" not in without and any(f.cuda for f in frameworks):
         cuda, nccl, why = _find_gpu_parts(frameworks, gpus)
         notes += [why] if why else []
-    standard = find_cxx_standard(frameworks)
     return Found(frameworks, compiler, mpi, cuda, nccl, gpus, tuple(notes), standard)
 
 

@@ -26,10 +26,24 @@ def install(wheel: Path, *, cache: Path) -> None:
     if missing:
         commands.append(["install", "--quiet", *missing])
     for command in commands:
-        done = subprocess.run([*pip_command(cache), *command], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise InstallError(f"pip {' '.join(command)} failed: {last_lines(done.stderr)}")
+        _pip(command, cache=cache)
     importlib.invalidate_caches()
+
+
+def remove(*, cache: Path) -> None:
+    """Uninstall Horovod.
+
+    Raises:
+        InstallError: pip failed.
+    """
+    _pip(["uninstall", "--quiet", "--yes", "horovod"], cache=cache)
+    importlib.invalidate_caches()
+
+
+def _pip(command: list[str], *, cache: Path) -> None:
+    done = subprocess.run([*pip_command(cache), *command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise InstallError(f"pip {' '.join(command)} failed: {last_lines(done.stderr)}")
 
 
 def _has(distribution: str) -> bool:

@@ -72,7 +72,7 @@ SICK = {
     "horovod-by-other-hvdtrain": ({"horovod_has_other_changes": True}, "hvdtrain build"),
     "untested-versions": (
         {"versions": {"torch": "9.0"}, "horovod_for": {"torch": "9.0", "tensorflow": "2.21.0"}},
-        "pip install",
+        "hvdtrain build",
     ),
     "little-shared-memory": ({"shared_memory_mib": 64}, "--shm-size"),
     "narrow-affinity": ({"cpu_allowed": 1}, "taskset"),
@@ -114,6 +114,13 @@ def test_open_mpi_is_fine_where_horovod_was_built_with_that_major_version_or_wit
     assert judge(machine(mpi=f"mpirun (Open MPI) {version}", horovod_planes=("gloo",))) == []
     (verdict,) = judge(machine(mpi="mpirun (Open MPI) 6.0.0"))
     assert verdict.name == "not-open-mpi"
+
+
+def test_a_version_that_the_build_has_proven_here_is_not_warned_of() -> None:
+    unseen = {"versions": {"torch": "9.0"}, "horovod_for": {"torch": "9.0", "tensorflow": "2.21.0"}}
+    assert judge(machine(**unseen, horovod_proven=True)) == []
+    unseen["versions"] = {"torch": "9.1"}
+    assert "untested-versions" in [verdict.name for verdict in judge(machine(**unseen, horovod_proven=True))]
 
 
 def test_errors_come_before_warnings() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hvdtrain.horovod_build import build as steps
 from hvdtrain.horovod_build import cache, native, sdist
 from hvdtrain.horovod_build import install as installing
 from hvdtrain.horovod_build.build import Options, build
-from hvdtrain.horovod_build.errors import ProofError
+from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, Framework, Mpi
 
 FOUND = Found(
@@ -28,7 +29,9 @@ FOUND = Found(
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine where everything works at once; it records what was done."""
-    done = SimpleNamespace(compiled=0, installed=[], proved=[], broken=(), record={}, cache=tmp_path / "cache")
+    done = SimpleNamespace(
+        proven=0, compiled=0, installed=[], proved=[], broken=(), record={}, cache=tmp_path / "cache"
+    )
 
     def compile_(source: Path, **_: object) -> Path:
         done.compiled += 1
@@ -40,7 +43,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         folder.joinpath("source").mkdir()
         return folder / "source"
 
-    def allreduce(framework: str, plane: probe.Plane, *, ranks: int, timeout_s: float) -> probe.Probe:
+    def allreduce(framework: str, plane: probe.Plane, *, ranks: int, timeout_s: float, step: bool) -> probe.Probe:
+        assert step == (plane != "nccl")
         done.proved.append((framework, plane, ranks))
         error = "no answer within 90 s" if (framework, plane) in done.broken else ""
         return probe.Probe(framework, plane, ranks, error, 1.0, None if error else 0.5)
@@ -53,6 +57,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(steps.edits, "apply", lambda tree: None)
     monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
     monkeypatch.setattr(installing, "install", lambda wheel, cache: done.installed.append(wheel))
+    monkeypatch.setattr(installing, "remove", lambda cache: done.installed.append(None))
+    monkeypatch.setattr(steps.installed, "mark_as_proven", lambda: setattr(done, "proven", done.proven + 1))
     monkeypatch.setattr(steps.installed, "record", lambda: done.record)
     monkeypatch.setattr(probe, "allreduce", allreduce)
     return done
@@ -108,6 +114,69 @@ def test_a_failed_proof_is_an_error_that_names_framework_and_plane_after_all_wer
     with pytest.raises(ProofError, match="torch over mpi: no answer within 90 s"):
         build(Options())
     assert len(machine.proved) == 4
+
+
+UNSEEN = replace(FOUND, frameworks=(Framework("torch", "9.1.0"), FOUND.frameworks[1]))
+
+
+def test_a_version_that_no_test_has_seen_is_proven_with_one_line_that_says_so(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(Options())
+    assert "No test of hvdtrain" not in capsys.readouterr().out
+    monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
+    build(Options())
+    assert capsys.readouterr().out.count("No test of hvdtrain has seen torch 9.1.0: it was proven here") == 1
+    assert machine.proven == 2
+    build(Options(install=False))
+    assert "No test of hvdtrain has seen torch 9.1.0, and nothing was proven here" in capsys.readouterr().out
+
+
+def test_an_untested_version_whose_proof_fails_is_taken_back_and_refused(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = build(Options())
+    assert worked is not None
+    machine.record = {"key": worked.parent.name}
+    monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
+    machine.broken = (("torch", "gloo"),)
+    with pytest.raises(UntestedVersionError) as info:
+        build(Options())
+    last = "No test of hvdtrain has seen torch 9.1.0. The last version that works: pip install 'torch>="
+    for said in ("torch over gloo: no answer", "What was installed before is installed again.", last):
+        assert said in str(info.value)
+    assert machine.installed[-1] == worked
+    machine.record = {}
+    with pytest.raises(UntestedVersionError, match="It was uninstalled again"):
+        build(Options())
+    assert machine.installed[-1] is None
+    assert machine.proven == 1
+
+
+def test_force_keeps_an_untested_version_whose_proof_failed(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
+    machine.broken = (("torch", "gloo"),)
+    with pytest.raises(ProofError, match="torch over gloo"):
+        build(Options(force=True))
+    assert len(machine.installed) == 1
+    assert machine.proven == 0
+
+
+def test_an_untested_version_that_does_not_compile_is_refused_with_the_last_that_works(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CompileError("Horovod did not compile")
+
+    monkeypatch.setattr(native, "run", fail)
+    with pytest.raises(CompileError):
+        build(Options())
+    monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
+    with pytest.raises(UntestedVersionError, match=r"did not compile\n.*torch 9\.1\.0.*pip install 'torch>="):
+        build(Options())
+    assert machine.installed == []
 
 
 def test_a_copy_of_the_wheel_goes_where_it_was_asked_for(machine: SimpleNamespace, tmp_path: Path) -> None:

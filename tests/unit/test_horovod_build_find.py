@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,43 @@ def test_a_missing_make_is_named(programs: dict[str, str]) -> None:
         find.find_compiler()
 
 
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Make CXX a program that gets C++ on its standard input."""
+    path = tmp_path / "old-c++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+
+
+def test_a_compiler_that_does_not_know_the_standard_is_told_before_the_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "g++: error: unrecognized command line option '-std=c++20'"
+    compiler(tmp_path, monkeypatch, f'case "$*" in *c++20*) echo "{said}" >&2; exit 1;; esac')
+    find.check_compiler(17, (TORCH_CPU,))
+    with pytest.raises(MissingToolError) as info:
+        find.check_compiler(20, (TORCH_CPU,))
+    for part in ("old-c++ cannot compile C++20", "torch 2.13.0+cpu", said, "CXX=g++-12 hvdtrain build"):
+        assert part in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_a_compiler_that_takes_the_option_but_not_the_standard_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As gcc 10 does: it takes -std=c++20, and says of __cplusplus 201709.
+    compiler(tmp_path, monkeypatch, f'exec {shutil.which("c++")} "$@" -std=c++17 -')
+    find.check_compiler(17, (TORCH_CPU,))
+    with pytest.raises(MissingToolError, match=r"error.*no C\+\+20"):
+        find.check_compiler(20, (TORCH_CPU,))
+
+
+@pytest.mark.parametrize("standard", [17, 20])
+def test_this_machines_compiler_knows_both_standards(standard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    find.check_compiler(standard, (TORCH_CPU,))
+
+
 def test_no_framework_is_an_error(frameworks: Callable[..., None]) -> None:
     with pytest.raises(NoFrameworkError, match="pip install torch"):
         find.find_frameworks()
@@ -152,17 +190,27 @@ def test_both_frameworks_go_into_one_build(frameworks: Callable[..., None]) -> N
     assert find.find_frameworks() == (TORCH_CPU, TENSORFLOW)
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "2.13.0a0+git1234", "3.0", "unknown"])
-def test_an_untested_version_is_refused_by_name_and_taken_by_force(
+@pytest.mark.parametrize("version", ["2.10.1", "2.10.0+cpu", "1.13"])
+def test_a_version_older_than_the_tests_is_refused_by_name_and_taken_by_force(
     frameworks: Callable[..., None], version: str
 ) -> None:
     framework = Framework("torch", version)
     frameworks(framework)
     with pytest.raises(UntestedVersionError) as info:
         find.find_frameworks()
-    for said in (f"torch {version}", ">= 2.11 and < 2.14", "--force"):
+    for said in (f"torch {version}", "pip install 'torch>=2.11,<", "--force"):
         assert said in str(info.value)
     assert find.find_frameworks(force=True) == (framework,)
+
+
+@pytest.mark.parametrize("version", ["2.13.0a0+git1234", "3.0", "unknown"])
+def test_a_version_newer_than_the_tests_is_taken_and_known_as_untested(
+    frameworks: Callable[..., None], version: str
+) -> None:
+    framework = Framework("torch", version)
+    frameworks(framework, TENSORFLOW)
+    found = find.Found(find.find_frameworks(), "g++ 12", None, None, None, ())
+    assert found.untested == (framework,)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +360,7 @@ class TestWhole:
     ) -> None:
         programs |= {"g++": "g++ 12.2.0", "make": "GNU Make"}
         monkeypatch.setattr(find, "find_cxx_standard", lambda frameworks: 17)
+        monkeypatch.setattr(find, "check_compiler", lambda standard, frameworks: None)
         self.install = frameworks
         self.monkeypatch = monkeypatch
         self.hardware(gpus=(), cuda=None, nccl=None)

@@ -46,6 +46,16 @@ def test_what_hvdtrain_build_says_of_horovod_is_read_from_horovods_metadata(said
     assert installed.record() == {"key": "k"}
 
 
+def test_what_was_proven_here_stands_in_the_metadata(said: Path) -> None:
+    installed.mark_as_proven()
+    assert not said.exists(), "no Horovod of ours"
+    said.write_text('{\n"pytorch": "2.13.0",\n"hvdtrain": {"key": "k"}\n}')
+    installed.mark_as_proven()
+    assert installed.record() == {"key": "k", "proven": True}
+    assert installed.built_for() == {"torch": "2.13.0"}
+    assert [path.name for path in said.parent.iterdir()] == ["metadata.json"]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"hvdtrain": 1}'])
 def test_damaged_metadata_says_nothing(said: Path, text: str) -> None:
     said.write_text(text)
