@@ -28,7 +28,7 @@ _SAID = re.compile(
 _SILENCE = re.compile(rb"Timed out waiting (\d+)ms for")
 # What mpirun says before it waits for its daemons on other hosts to end theirs.
 _ABORTED = b"the job has been aborted"
-_LOST = 205  # mpirun's own status then
+LOST = 205  # mpirun's own status then; 5 ends with 0
 _SSH_FAILED = 255
 _LONGEST = 400  # bytes that one of them takes
 _KEPT_BYTES = 2**19
@@ -113,7 +113,7 @@ class Listener:
     def _read(self, found: re.Match[bytes]) -> Cause:
         facts = {name: value.decode() for name, value in found.groupdict().items() if value is not None}
         if "lost" in facts:
-            return Cause(f"host {facts['lost']}", _LOST, how="no longer answers")
+            return Cause(f"host {facts['lost']}", LOST, how="no longer answers")
         rank = int(next(value for name, value in facts.items() if name.startswith("rank_")))
         code = int(next(facts[name] for name in ("signal", "code", "abort", "gloo") if name in facts))
         if "signal" in facts:

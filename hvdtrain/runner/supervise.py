@@ -238,7 +238,7 @@ def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Endin
 
 def _cause(job: Job, status: int | None, launcher: str) -> Cause:
     said = job.listener.cause()
-    if status == 0:
+    if status == 0 and (said is None or said.code != causes.LOST):
         return Cause(launcher, 0)
     if status == STOPPED:
         return Cause("the job", STOPPED)

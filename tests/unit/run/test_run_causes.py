@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.runner import causes
+from hvdtrain.runner import causes, supervise
 from hvdtrain.runner.causes import Cause, Listener, first_error, told_by_ranks
 
 # Open MPI 5's.
@@ -181,3 +182,12 @@ def test_an_error_is_found_where_two_ranks_printed_theirs_in_pieces_on_the_same_
             'Traceback (most recent call last):\n  File "s.py", line 1, in <module>\n'
             f"    import {name}\nModuleNotFoundError: No module named '{name}'"
         )
+
+
+@pytest.mark.parametrize("status", [0, 205])
+def test_a_lost_host_is_no_success_though_open_mpi_5_ends_with_0(status: int, tmp_path: Path) -> None:
+    said = "  HNP daemon   : [prterun-hosta-18@0,0] on node a\n  Remote daemon: [prterun-hosta-18@0,1] on node b\n\n"
+    job = SimpleNamespace(listener=heard(said), run_dir=tmp_path)
+    assert str(supervise._cause(job, status, "mpirun")) == "host b no longer answers"
+    job = SimpleNamespace(listener=heard(""), run_dir=tmp_path)
+    assert supervise._cause(job, 0, "mpirun").code == 0
