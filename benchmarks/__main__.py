@@ -79,7 +79,7 @@ def _measure(options: argparse.Namespace) -> list[str]:
     """Measure and write down what is asked for; return the names of what failed as a whole."""
     plan = asked.plan(options)
     if options.gpu:
-        return _run(_gpu_parts(options.workload, plan, options.out), options.out)
+        return _run(_gpu_parts(options.workload, plan), options.out)
     few = (["lenet"], ["ddp", "trainer"]) if options.quick else (["*"], ["*"])
     workloads = [WORKLOADS[name] for name in asked.choose("workload", options.workload or few[0], tuple(WORKLOADS))]
     peers = asked.choose("peer", options.peer or few[1], catalog.NAMES)
@@ -135,11 +135,11 @@ def _with_best_settings(workload: Workload, peers: Sequence[Peer], folder: Path)
     return [tuned if peer == sweep.TUNED else peer for peer in peers]
 
 
-def _gpu_parts(patterns: Sequence[str] | None, plan: steps.Plan, folder: Path) -> Parts:
+def _gpu_parts(patterns: Sequence[str] | None, plan: steps.Plan) -> Parts:
     names = asked.choose("GPU workload", patterns or ["*"], [each.name for each in GPU])
-    if not gpu.devices():
+    if not gpu.is_trial() and not gpu.hardware()["gpus"]:
         raise BadInputError("--gpu: no GPU is here (torch sees no CUDA device), so nothing was measured")
-    return {each.name: partial(gpu.measure, each, plan, folder, say=_say) for each in GPU if each.name in names}
+    return {each.name: partial(gpu.measure, each, plan, say=_say) for each in GPU if each.name in names}
 
 
 def _draw(results: dict[str, dict[str, Any]], folder: Path) -> None:

@@ -1,68 +1,92 @@
-"""One rank on a GPU: the Trainer in bf16 against a plain PyTorch loop, and a timeline of the exchange."""
+"""One rank on a GPU, in bf16: the Trainer and the drop-in with the reduction forced, plain PyTorch, DDP over nccl."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks import steps
 from benchmarks.catalog import Peer
-from benchmarks.groups import Group
-from benchmarks.stats import ratio
 from benchmarks.steps import Plan
 from benchmarks.workloads import Workload
+from hvdtrain import installed
 
-# averages=False: bf16 on a GPU does not repeat bit for bit, and there is one rank.
+_REDUCED = {"HVDTRAIN_REDUCE_ALONE": "1"}
+_ASYNC = {**_REDUCED, "HVDTRAIN_GPU_ASYNC": "1"}
+_HOROVOD = ("horovod",)
+# averages=False: bf16 on a GPU does not repeat bit for bit, and there is one rank; tests/gpu hold the weights.
 PEERS = (
     Peer("single", "plain PyTorch loop", "gpu_plain", "python", ranks=1, averages=False),
-    Peer("trainer", "hvdtrain, Trainer", "gpu_trainer", "horovodrun", needs=("horovod",), ranks=1, averages=False),
-)
+    Peer("ddp", "torch DDP, nccl", "gpu_ddp", "torchrun", ranks=1, averages=False),
+    Peer("hvdtrain", "hvdtrain, drop-in", "gpu_hvdtrain", "horovodrun", (), _REDUCED, _HOROVOD, 1, averages=False),
+    Peer("trainer", "hvdtrain, Trainer", "gpu_trainer", "horovodrun", (), _REDUCED, _HOROVOD, 1, averages=False),
+    Peer("hvdtrain-async", "hvdtrain, drop-in, HVDTRAIN_GPU_ASYNC=1", "gpu_hvdtrain", "horovodrun", (), _ASYNC,
+         _HOROVOD, 1, averages=False),
+    Peer("trainer-async", "hvdtrain, Trainer, HVDTRAIN_GPU_ASYNC=1", "gpu_trainer", "horovodrun", (), _ASYNC,
+         _HOROVOD, 1, averages=False),
+)  # fmt: skip
+# All peers wait on the GPU at once. A generous guess, for the whole batch of either workload.
+_GIB_A_PEER = 13
+_TRIAL_BATCH = 2
+
+_ASK = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+found = [torch.cuda.get_device_properties(index) for index in range(count)]
+print(json.dumps({
+    "gpus": [each.name for each in found],
+    "memory_gib": [round(each.total_memory / 2**30, 1) for each in found],
+    "torch_cuda": torch.version.cuda,
+    "cudnn": torch.backends.cudnn.version() if count else None,
+    "torch_nccl": ".".join(map(str, torch.cuda.nccl.version())) if count else None,
+}))
+"""
 
 
-def devices() -> list[str]:
-    """Return the names of the GPUs that torch sees; asked in a process of its own, which then lets go of them."""
-    code = (
-        "import json, torch; "
-        "print(json.dumps([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    names: list[str] = json.loads(found.stdout) if found.returncode == 0 else []
-    return names
+def is_trial() -> bool:
+    """True under BENCH_GPU_TRIAL=1: the scripts in small, on the CPU, for a look at everything but the figures."""
+    return os.environ.get("BENCH_GPU_TRIAL") == "1"
 
 
-def measure(workload: Workload, plan: Plan, folder: Path, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return what results/gpu-NAME.json holds; the timeline is written beside it."""
-    gpus = devices()
-    measured = steps.measure(workload, PEERS, replace(plan, ranks=1), say=say)
-    # The device is only waited for at the end of a turn, so a turn's mean is what a step takes.
-    for entry in measured["peers"].values():
-        if entry["status"] == "ok":
-            entry["block_ms"], entry["step_ms"] = entry["block_mean_ms"], entry["mean_ms"]
-            entry["samples_per_s"] = round(workload.batch_size / entry["mean_ms"] * 1000, 1)
-    measured["machine"]["gpus"] = gpus
-    if against := ratio(measured, "trainer", "single"):
-        say(f"trainer / plain loop: {against}, at most 1.01 wanted")
-    if len(gpus) > 1:
-        timeline(workload, len(gpus), folder / "timelines" / f"{workload.name}.json", say=say)
-    else:
-        say("no timeline: overlap shows where gradients travel, which takes two GPUs")
-    return measured
-
-
-def timeline(workload: Workload, ranks: int, path: Path, *, say: Callable[[str], None]) -> None:
-    """Write Horovod's timeline of a few steps: chrome://tracing or ui.perfetto.dev shows it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    peer = replace(PEERS[1], ranks=ranks, environment={"HOROVOD_TIMELINE": str(path.absolute())})
-    group = Group(peer, workload, ranks=ranks, data_ranks=ranks)
+def hardware() -> dict[str, Any]:
+    """Return the GPUs, their driver and libraries; asked in a process of its own, which then lets go of them."""
+    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=120, check=False)
+    found: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1]) if asked.returncode == 0 else {"gpus": []}
     try:
-        group.connect()
-        group.turn("run", steps=20)
-        group.turn("end")
-    finally:
-        group.close()
-    say(f"timeline of {ranks} ranks: {path}")
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        found["driver"] = ""
+    built = installed.record()
+    return {**found, "horovod": {name: built.get(name, "") for name in ("data_planes", "cuda", "nccl", "compiler")}}
+
+
+def batch_size(workload: Workload, memory_gib: float) -> int:
+    """Return the samples of a step: the workload's, or fewer on a GPU that is too small for all peers at once."""
+    size = workload.batch_size
+    while size > 1 and _GIB_A_PEER * len(PEERS) * size / workload.batch_size > memory_gib:
+        size //= 2
+    return size
+
+
+def measure(workload: Workload, plan: Plan, *, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return what results/gpu-NAME.json holds."""
+    found = hardware()
+    size = _TRIAL_BATCH if is_trial() else batch_size(workload, found["memory_gib"][0])
+    if size != workload.batch_size:
+        title = f"{workload.title.rpartition(',')[0]}, batch {size}{', a trial' if is_trial() else ''}"
+        workload = replace(workload, batch_size=size, title=title)
+    shared = {"BENCH_GPU_BATCH": str(size)}
+    # One rank has all cores, as `hvdtrain.init` finds for itself; torchrun would leave it one.
+    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    peers = [
+        replace(peer, environment={**peer.environment, **shared, **({} if peer.needs else threads)}) for peer in PEERS
+    ]
+    measured = steps.measure(workload, peers, replace(plan, ranks=1), say=say)
+    measured["machine"] |= found
+    return measured

@@ -70,7 +70,7 @@ def show(results: dict[str, dict[str, Any]], out: Console) -> None:
 
 def show_targets(results: dict[str, dict[str, Any]], out: Console) -> bool:
     """Print what was measured for each target; return whether all that was measured is met."""
-    table = Table(title=f"Targets, {targets.RANKS} ranks (median, quartiles)")
+    table = Table(title=f"Targets, {targets.RANKS} ranks unless said (median, quartiles)")
     for name in ("target", "at most", "measured", "", "note"):
         table.add_column(name, justify="right" if name == "at most" else "left")
     verdicts = targets.check(results)
@@ -102,7 +102,7 @@ def write(results: dict[str, dict[str, Any]], folder: Path) -> None:
 def _show_steps(result: dict[str, Any], out: Console) -> None:
     machine = result["machine"]
     table = Table(
-        title=f"{result['title']}, {result['ranks']} ranks on {machine['cores']} cores",
+        title=f"{result['title']}, {result['ranks']} ranks on {_place(machine)}",
         caption=f"{result['commit']}, {result['measured_at']}; times and ratios (turn by turn): median and quartiles",
     )
     bases = [name for name in _BASES if result["peers"].get(name, {}).get("status") == "ok"]
@@ -126,6 +126,11 @@ def _show_steps(result: dict[str, Any], out: Console) -> None:
             f"{peer['peak_mib']:.0f}",
         )
     out.print(table)
+
+
+def _place(machine: dict[str, Any]) -> str:
+    gpus = machine.get("gpus")
+    return f"{gpus[0]}, driver {machine['driver']}" if gpus else f"{machine['cores']} cores"
 
 
 def _show_rows(result: dict[str, Any], out: Console) -> None:

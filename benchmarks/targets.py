@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,16 @@ class Verdict:
 
 def check(results: Results) -> list[Verdict]:
     """Return a verdict on every target, measured or not; `results` is by the name of the file."""
+    gpu = [result for result in results.values() if result.get("machine", {}).get("gpus")]  # a trial has none
     results = {name: result for name, result in results.items() if result.get("ranks", RANKS) == RANKS}
-    return [*_against_ddp(results), *_against_tuned(results), *_keras(results), *_memory(results), *_once(results)]
+    return [
+        *_on_a_gpu(gpu),
+        *_against_ddp(results),
+        *_against_tuned(results),
+        *_keras(results),
+        *_memory(results),
+        *_once(results),
+    ]
 
 
 def _against_ddp(results: Results) -> Iterator[Verdict]:
@@ -71,6 +79,14 @@ def _against_tuned(results: Results) -> Iterator[Verdict]:
             title = result["peers"].get("horovod-tuned", {}).get("title", "") if result else ""
             note = "no sweep made: against one setting" if "no sweep" in title else ""
             yield Verdict(f"{workload}: {peer} / hand-tuned Horovod, step time", 1.02, measured, note)
+
+
+def _on_a_gpu(results: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
+    for result in results:
+        for peer in (*_OURS, *(f"{each}-async" for each in _OURS)):
+            for base, words, limit in (("single", "plain PyTorch", 1.01), ("ddp", "DDP", 1.0)):
+                text = f"{result['workload']}, one rank on a GPU: {peer} / {words}, step time"
+                yield Verdict(text, limit, ratio(result, peer, base), str(result["machine"].get("gpus", "")))
 
 
 def _keras(results: Results) -> Iterator[Verdict]:

@@ -27,6 +27,18 @@ class Finished(Exception):  # noqa: N818  no error: what ends a loop that others
     """The runner has no more turns for this process."""
 
 
+class Clock:
+    """Tells when a step was done: by the host's clock, which is right where nothing computes behind it."""
+
+    def mark(self) -> Any:
+        """Return what `spans` takes."""
+        return time.perf_counter()
+
+    def spans(self, marks: list[Any]) -> list[float]:
+        """Return the seconds between marks."""
+        return [later - earlier for earlier, later in itertools.pairwise(marks)]
+
+
 class Turns:
     """Steps in turns, as the runner asks for them.
 
@@ -34,7 +46,7 @@ class Turns:
         rank: this process's number in its group.
         weights: yields the trainable weights, in an order that is the same for every peer of a workload.
         loss: the loss over samples that are the same for every peer, with the present weights.
-        settle: waits for work that the device still has to do, at the end of a turn.
+        clock: tells when a step was done.
     """
 
     def __init__(
@@ -43,11 +55,11 @@ class Turns:
         rank: int,
         weights: Callable[[], Iterable[Any]],
         loss: Callable[[], float],
-        settle: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> None:
-        self._rank, self._weights, self._loss, self._settle = rank, weights, loss, settle
+        self._rank, self._weights, self._loss, self._clock = rank, weights, loss, clock or Clock()
         self._command: dict[str, Any] = {}
-        self._marks: list[float] = []
+        self._marks: list[Any] = []
         self._cpu_s = 0.0
         self._steps = 0
         self._peak_kib = 0
@@ -61,18 +73,14 @@ class Turns:
 
     def tick(self) -> None:
         """Note that a step is done; at the end of a turn, answer and wait. Raises Finished when all are over."""
-        self._marks.append(time.perf_counter())
+        self._marks.append(self._clock.mark())
         if len(self._marks) > self._steps:
             self._answer()
             self._wait()
 
     def _answer(self) -> None:
-        self._settle()
-        # The last step is done when its device is: what was only launched has not been measured.
-        now = time.perf_counter()
-        marks = [*self._marks[:-1], now]
         answer: dict[str, Any] = {
-            "step_s": [later - earlier for earlier, later in itertools.pairwise(marks)],
+            "step_s": self._clock.spans(self._marks),
             "cpu_s": time.process_time() - self._cpu_s,
             "done_at": time.monotonic(),  # one clock for all processes of a host
         }
@@ -98,7 +106,7 @@ class Turns:
             raise Finished
         self._steps = int(self._command["steps"])
         self._cpu_s = time.process_time()
-        self._marks = [time.perf_counter()]
+        self._marks = [self._clock.mark()]
 
     def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message) + "\n")

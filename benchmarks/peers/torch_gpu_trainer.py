@@ -11,4 +11,6 @@ if __name__ == "__main__":
     hvdtrain.init("torch")
     task = GpuTask()
     trainer = hvdtrain.Trainer(task.model, optimizer=task.optimizer(), loss=task.loss, precision="bf16", seed=SEED)
+    if not trainer._adapter._reduced:
+        raise SystemExit("This peer is to reduce: it needs HVDTRAIN_REDUCE_ALONE=1.")
     fit(trainer, task, batch_size=task.batch_size)

@@ -131,3 +131,18 @@ def test_an_interrupted_run_leaves_no_process_behind_stopped_ones_included(tmp_p
         assert processes_with(mark) == []
     finally:
         runner.kill()
+
+
+def test_the_gpu_set_runs_in_small_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_GPU_TRIAL", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    few = ("--workload", "gpu-transformer", "--rounds", "1", "--launches", "1", "--seconds", "0.05")
+    finished = benchmarks("--gpu", *few, "--out", str(tmp_path))
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    result = json.loads((tmp_path / "gpu-transformer.json").read_text())
+    assert "a trial" in result["title"]
+    assert result["machine"]["gpus"] == []
+    assert {name: peer["status"] for name, peer in result["peers"].items()} == dict.fromkeys(
+        ("single", "ddp", "hvdtrain", "trainer", "hvdtrain-async", "trainer-async"), "ok"
+    )
+    assert "one rank on a GPU" not in finished.stdout  # what no GPU has run meets no target

@@ -60,14 +60,15 @@ def test_bad_input_is_one_line_and_exit_status_1(
 def test_without_a_gpu_the_gpu_set_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "devices", list)
+    monkeypatch.delenv("BENCH_GPU_TRIAL", raising=False)
+    monkeypatch.setattr(gpu, "hardware", lambda: {"gpus": []})
     assert main(["--gpu", "--out", str(tmp_path)]) == 1
     assert "no GPU is here" in capsys.readouterr().err
 
 
 def test_the_gpu_set_measures_the_workloads_that_were_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    monkeypatch.setattr(gpu, "devices", lambda: ["a GPU"])
+    monkeypatch.setattr(gpu, "hardware", lambda: {"gpus": ["a GPU"]})
     monkeypatch.setattr(gpu, "measure", lambda workload, *_, **__: measured.append(workload.name) or {"kind": "rows"})
     monkeypatch.setattr(report, "load", lambda folder: ({}, []))
     main(["--gpu", "--workload", "*resnet*", "--out", str(tmp_path)])
