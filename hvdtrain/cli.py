@@ -92,6 +92,12 @@ def build(
     sdist: Annotated[
         Path | None, typer.Option(help="Horovod's sdist as a file, for machines without a network.", **file())
     ] = None,
+    through_host: Annotated[
+        bool,
+        typer.Option(
+            "--through-host", help="Let GPU tensors travel through host memory: NCCL refuses two ranks on one GPU."
+        ),
+    ] = False,
     cuda_arch: Annotated[
         str | None,
         typer.Option(
@@ -127,6 +133,7 @@ def build(
             force=force,
             wheel_dir=wheel_dir,
             sdist=sdist,
+            through_host=through_host,
             cuda_arch=cuda_arch,
             jobs=jobs,
             install=install,

@@ -33,6 +33,7 @@ class Options:
             version that no test has seen.
         wheel_dir: put a copy of the wheel there.
         sdist: Horovod's sdist as a file, for machines without a network.
+        through_host: GPU tensors travel through host memory instead of NCCL.
         cuda_arch: GPU architectures, e.g. "80,90"; by default those of the GPUs that are here.
         jobs: compiler processes at once; by default one a core.
         prove: run an allreduce and a training step between two processes at the end.
@@ -45,6 +46,7 @@ class Options:
     force: bool = False
     wheel_dir: Path | None = None
     sdist: Path | None = None
+    through_host: bool = False
     cuda_arch: str | None = None
     jobs: int | None = None
     prove: bool = True
@@ -60,7 +62,7 @@ def build(options: Options) -> Path | None:
     """
     progress = Progress(_STEPS)
     progress.step("Looking at what is installed")
-    found = find_all(without=options.without, force=options.force)
+    found = find_all(without=options.without, force=options.force, through_host=options.through_host)
     chosen = native.settings(found, cuda_arch=options.cuda_arch)
     parts = cache.key_parts(found, chosen)
     key = cache.key_of(parts)
@@ -147,6 +149,8 @@ def describe(found: Found) -> list[str]:
         lines.append(f"Open MPI {found.mpi.version}: {found.mpi.launcher}")
     if found.gpu and found.cuda and found.nccl:
         lines.append(f"CUDA {found.cuda.version}: {found.cuda.home}; NCCL {found.nccl.version}: {found.nccl.library}")
+    if found.through_host:
+        lines.append("GPU tensors travel through host memory")
     return [*lines, *found.notes, f"data planes: {', '.join(found.planes)}"]
 
 

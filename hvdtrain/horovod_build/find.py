@@ -70,7 +70,10 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that a build depends on; `notes` says why something was left out."""
+    """Everything that a build depends on; `notes` says why something was left out.
+
+    With `through_host` GPU tensors travel through host memory, so that several ranks can share one GPU.
+    """
 
     frameworks: tuple[Framework, ...]
     compiler: str
@@ -80,16 +83,21 @@ class Found:
     gpus: tuple[str, ...]
     notes: tuple[str, ...] = ()
     cxx_standard: int = 17
+    through_host: bool = False
 
     @property
     def gpu(self) -> bool:
-        """True where GPU operations will be built."""
+        """True where GPU tensors will be taken."""
         return self.cuda is not None and self.nccl is not None
 
     @property
     def planes(self) -> tuple[Plane, ...]:
         """Data planes of the wheel: Gloo always, then "mpi" and "nccl"."""
-        present: dict[Plane, bool] = {"gloo": True, "mpi": self.mpi is not None, "nccl": self.gpu}
+        present: dict[Plane, bool] = {
+            "gloo": True,
+            "mpi": self.mpi is not None,
+            "nccl": self.gpu and not self.through_host,
+        }
         return tuple(plane for plane, there in present.items() if there)
 
     @property
@@ -345,12 +353,13 @@ def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
     return None
 
 
-def find_all(*, without: frozenset[str] = frozenset(), force: bool = False) -> Found:
+def find_all(*, without: frozenset[str] = frozenset(), force: bool = False, through_host: bool = False) -> Found:
     """Look at everything once.
 
     Args:
         without: any of "torch", "tensorflow", "mpi", "nccl".
         force: take framework versions older than the tests'.
+        through_host: let GPU tensors travel through host memory.
     """
     frameworks = find_frameworks(without=without, force=force)
     compiler = find_compiler()
@@ -363,7 +372,10 @@ def find_all(*, without: frozenset[str] = frozenset(), force: bool = False) -> F
     if "nccl" not in without and any(f.cuda for f in frameworks):
         cuda, nccl, why = _find_gpu_parts(frameworks, gpus)
         notes += [why] if why else []
-    return Found(frameworks, compiler, mpi, cuda, nccl, gpus, tuple(notes), standard)
+    found = Found(frameworks, compiler, mpi, cuda, nccl, gpus, tuple(notes), standard, through_host)
+    if through_host and not found.gpu:
+        raise MissingToolError(f"--through-host is for GPUs. {'; '.join(notes) or 'No framework is a CUDA build.'}")
+    return found
 
 
 def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) -> tuple[Cuda | None, Nccl | None, str]:

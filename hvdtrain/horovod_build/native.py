@@ -55,8 +55,10 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
         ("HOROVOD_WITH_MPI" if found.mpi else "HOROVOD_WITHOUT_MPI"): "1",
     }
     if found.gpu and found.cuda and found.nccl:
-        chosen["HOROVOD_GPU_OPERATIONS"] = "NCCL"
-        chosen["HOROVOD_NCCL_LINK"] = "SHARED"
+        chosen["HOROVOD_GPU"] = "CUDA"
+        if not found.through_host:
+            chosen["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+            chosen["HOROVOD_NCCL_LINK"] = "SHARED"
         chosen["HOROVOD_BUILD_CUDA_CC_LIST"] = cuda_architectures(found, cuda_arch)
     for name in ("CXXFLAGS", "LDFLAGS", "HOROVOD_CPU_OPERATIONS"):
         if os.environ.get(name):

@@ -144,20 +144,26 @@ PORTING: tuple[Edit, ...] = (
         "CMakeLists.txt",
         "include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)\n",
         "include(CheckLanguage)\n"
-        "if(DEFINED ENV{HOROVOD_GPU_OPERATIONS})\n"
+        "if(DEFINED HOROVOD_GPU)\n"
         "    check_language(CUDA)\n"
         "endif()\n"
-        "if(DEFINED ENV{HOROVOD_GPU_OPERATIONS} AND NOT CMAKE_CUDA_COMPILER)\n",
+        "if(DEFINED HOROVOD_GPU AND NOT CMAKE_CUDA_COMPILER)\n",
         "a CPU build must not fail on a CUDA toolkit that it does not use",
     ),
     Edit(
         "cmake/Modules/FindPytorch.cmake",
         'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n',
         'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n'
-        "if(NOT DEFINED ENV{HOROVOD_GPU_OPERATIONS})\n"
+        "if(NOT DEFINED HOROVOD_GPU)\n"
         "    set(Pytorch_CUDA FALSE)\n"
         "endif()\n",
         "a CUDA torch may be given a Horovod without GPU operations; with any nvcc on PATH it was linked with cudart",
+    ),
+    Edit(
+        "CMakeLists.txt",
+        "if(DEFINED HOROVOD_GPU_ALLREDUCE OR DEFINED HOROVOD_GPU_ALLGATHER",
+        "if(DEFINED HOROVOD_GPU OR DEFINED HOROVOD_GPU_ALLGATHER",
+        "--through-host: CUDA without GPU operations was known to torch's part alone, not to what all parts share",
     ),
     Edit(
         "horovod/torch/CMakeLists.txt",

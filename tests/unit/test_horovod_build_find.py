@@ -400,6 +400,16 @@ class TestWhole:
             find.find_all()
         assert find.find_all(without=frozenset({"tensorflow"})).planes == ("gloo", "nccl")
 
+    def test_through_the_host_there_is_no_nccl_and_no_gpu_is_an_error(self) -> None:
+        self.install(TORCH_CUDA)
+        self.hardware(gpus=("9.0",), cuda="13.0", nccl="2.28.3")
+        found = find.find_all(through_host=True)
+        assert found.gpu
+        assert found.planes == ("gloo",)
+        self.hardware(gpus=(), cuda=None, nccl=None)
+        with pytest.raises(MissingToolError, match=r"--through-host is for GPUs.*no CUDA toolkit"):
+            find.find_all(through_host=True)
+
     @pytest.mark.parametrize(
         ("cuda", "nccl", "reason"),
         [

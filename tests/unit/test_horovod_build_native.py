@@ -84,6 +84,13 @@ def test_the_same_toolkit_in_another_environment_makes_the_same_wheel(monkeypatc
     assert cache.key_parts(GPU, native.settings(GPU)) == cache.key_parts(elsewhere, native.settings(elsewhere))
 
 
+def test_through_the_host_horovod_knows_of_cuda_and_has_no_gpu_operations(tmp_path: Path) -> None:
+    env = environment(replace(GPU, through_host=True), tmp_path)
+    assert env["HOROVOD_GPU"] == "CUDA"
+    assert "HOROVOD_GPU_OPERATIONS" not in env
+    assert native.settings(GPU) != native.settings(replace(GPU, through_host=True))  # two wheels in the cache
+
+
 @pytest.mark.parametrize(
     ("gpus", "asked", "expected"),
     [(("9.0", "8.0", "9.0"), None, "80,90"), ((), None, "80,90"), (("9.0",), "8.6,12.0", "86,120")],
