@@ -27,7 +27,7 @@ check test unit ranks e2e engines faults faults-short: export CUDA_VISIBLE_DEVIC
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks e2e engines gpu-build-test faults faults-short bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks e2e engines gpu-build-test faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,15 @@ mpi5: $(STAMP) ## The package index's Open MPI 5 in an environment of its own: b
 		python -m pytest tests/e2e/test_run*.py tests/e2e/test_tuning.py tests/e2e/test_horovod_edits.py \
 			tests/engines/test_mpirun.py tests/engines/test_hosts.py && \
 		python tests/ranks/run.py --np 2 --only torch
+
+gpu-carry: ## Fill .gpu-carry/, where there is a network, with what `make gpu` installs: bring it along
+	$(PYTHON) scripts/gpu.py carry
+
+gpu-build: ## The part of `make gpu` that needs no GPU, with HVDTRAIN_GPU_ARCH=90
+	$(PYTHON) scripts/gpu.py build
+
+gpu: ## Build, test and measure on one GPU, without a network: PYTHON has torch (see CONTRIBUTING.md)
+	$(PYTHON) scripts/gpu.py build test bench
 
 bench: $(STAMP) ## Step times side by side with peers (BENCH="--workload mlp"; pip install '.[bench]' adds peers)
 	python -m benchmarks $(BENCH)
