@@ -220,8 +220,10 @@ def test_a_drop_in_keras_script_is_measured(folder: Path, backend: str) -> None:
     assert {each["steps"] for each in told["steps"]} == {12}
     assert told["plan_input"]["gradient_bytes"] == (17 * 8 + 9) * 4
     assert told["plan_input"]["samples_per_step"] == 8
-    # tf.data may fetch ahead, but not faster than the dataset sleeps.
-    assert all(each["data_s"] >= 0.01 for each in told["steps"])
+    # tf.data fetches ahead, but not faster than the dataset sleeps. A rank whose batch came first waits for the others
+    # in the reduction.
+    assert max(each["data_s"] for each in told["steps"]) >= 0.01
+    assert all(each["data_s"] + each["communication_s"] >= 0.01 for each in told["steps"])
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
