@@ -70,9 +70,8 @@ class _Normalize(torch.autograd.Function):
         parts = allgather_async(mine.unsqueeze(0), name=f"sync_batch_norm.{channels}.{wide}").wait()
         counts = parts[:, -1:]  # (size, 1)
         count = counts.sum()
-        if (
-            local_count <= 1 and count <= 1
-        ):  # the host reads what all ranks have only where it has nearly nothing itself
+        # Reading the sum makes the host wait for the device: only a rank that has nearly nothing itself does it.
+        if local_count <= 1 and count <= 1:
             raise ValueError(
                 f"Expected more than 1 value per channel over all ranks when training. Received: {int(count)}, locally "
                 f"{tuple(x.shape)}"
