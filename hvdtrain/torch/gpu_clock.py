@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -30,43 +30,38 @@ class GpuClock:
     """How long the GPU has trained, and how much of that it stood still for other ranks; see `hvdtrain.waited`."""
 
     def __init__(self) -> None:
-        self._spans: deque[tuple[bool, Mark, Mark]] = deque()
-        self._train_s = self._waited_s = 0.0
-        self._is_training = self._is_waiting = False
+        self._spans: deque[tuple[str, Mark, Mark]] = deque()
+        self._seconds = {"training": 0.0, "waiting": 0.0}
+        self._open: set[str] = set()  # spans that have begun
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
+    def training(self) -> AbstractContextManager[None]:
         """Count what is sent to the GPU within as a step's training."""
-        self._is_training, began = True, mark()
-        try:
-            yield
-        finally:
-            self._is_training = False
-            self._spans.append((False, began, mark()))
+        return self._span("training")
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count as waited what the GPU stands still within."""
+        return self._span("waiting")
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count as waited what the GPU stands still within."""
-        self._is_waiting, began = True, mark()
+    def _span(self, kind: str) -> Iterator[None]:
+        self._open.add(kind)
+        began = mark()
         try:
             yield
         finally:
-            self._is_waiting = False
-            self._spans.append((True, began, mark()))
+            self._open.remove(kind)
+            self._spans.append((kind, began, mark()))
 
     @property
     def takes_waits(self) -> bool:
         """True within a step's training, but for a wait within another one."""
-        return self._is_training and not self._is_waiting
+        return self._open == {"training"}
 
     def read(self) -> tuple[float, float]:
         """Return the seconds trained so far, and those of them that were waited; waits for the GPU to come this far."""
         if self._spans:
             self._spans[-1][2].synchronize()
         while self._spans:
-            is_wait, began, ended = self._spans.popleft()
-            if is_wait:
-                self._waited_s += seconds(began, ended)
-            else:
-                self._train_s += seconds(began, ended)
-        return self._train_s, self._waited_s
+            kind, began, ended = self._spans.popleft()
+            self._seconds[kind] += seconds(began, ended)
+        return self._seconds["training"], self._seconds["waiting"]
