@@ -7,6 +7,7 @@ is for one. The optimizer's reducer runs too, over one process.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,31 @@ def test_norms_over_all_ranks_read_nothing(momentum: float | None, monkeypatch: 
         made.train_step([batch(LABELS)])
 
 
-@pytest.mark.usefixtures("reduced")
-def test_a_policy_reads_one_flag_a_step() -> None:
+@pytest.mark.parametrize("targets", ["meta", "host"])
+@pytest.mark.usefixtures("reduced", "values_are_read")
+def test_labels_on_the_device_are_read_where_their_count_divides_the_loss(targets: str) -> None:
+    """Whether a rank has any that count decides on the host whether it goes forward; see docs/pages/speed.md."""
+    labels = batch(torch.from_numpy(LABELS).to("meta" if targets == "meta" else "cpu"))
+    adapter(torch.nn.CrossEntropyLoss(reduction="sum"), metrics=["accuracy"]).train_step([labels])
+    made = adapter(torch.nn.CrossEntropyLoss(), metrics=["accuracy"])
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta") if targets == "meta" else nullcontext():
+        made.train_step([labels])
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "stop"])
+@pytest.mark.usefixtures("reduced", "values_are_read")
+def test_a_policy_reads_one_flag_a_step(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(adapters, "all_finite", lambda gradients: looked.append(len(gradients)) or True)
+    made = adapter(torch.nn.CrossEntropyLoss(), nan_policy=policy, metrics=["accuracy"], clip_norm=1.0, accumulate=2)
+    for _ in range(3):
+        made.train_step([batch(LABELS), batch(LABELS)])
+    assert looked == [6] * 3  # parameters
+
+
+def test_that_flag_decides_whether_the_step_is_taken() -> None:
     made = adapter(torch.nn.MSELoss(), net=torch.nn.Linear(4, 2), nan_policy="raise")
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):  # it decides whether this step is taken
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         made.train_step([batch(np.zeros((ROWS, 2), np.float32), inputs=np.ones((ROWS, 4), np.float32))])
 
 
@@ -116,3 +138,11 @@ def test_what_is_read_raises_here() -> None:
     for read in reads:
         with pytest.raises((RuntimeError, TypeError)):
             read()
+
+
+@pytest.mark.usefixtures("reduced", "values_are_read")
+def test_compression_reads_nothing_here() -> None:
+    """On a GPU the host waits all the same, in Horovod: its thread allocates what alltoall and allgather return."""
+    made = adapter(torch.nn.CrossEntropyLoss(), compression="bf16")
+    for _ in range(3):
+        made.train_step([batch(LABELS)])
