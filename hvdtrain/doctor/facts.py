@@ -15,6 +15,7 @@ import psutil
 
 from hvdtrain import __version__, installed, launcher, open_mpi
 from hvdtrain.horovod_build import find
+from hvdtrain.horovod_build.frameworks import find_tensorflow, find_torch
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Facts:
 
 def gather() -> Facts:
     """Look at everything once."""
-    frameworks = [found for found in (find.find_torch(), find.find_tensorflow()) if found]
+    frameworks = [found for found in (find_torch(), find_tensorflow()) if found]
     versions = {"python": platform.python_version(), "hvdtrain": __version__}
     versions |= {name: version for name in ("horovod",) if (version := _distribution(name))}
     versions |= {framework.name: framework.version for framework in frameworks}

@@ -9,7 +9,7 @@ from typing import Literal
 from hvdtrain import open_mpi
 from hvdtrain.bootstrap import OLDEST_DRIVER
 from hvdtrain.doctor.facts import Facts
-from hvdtrain.horovod_build.find import Framework, is_tested
+from hvdtrain.horovod_build.frameworks import Framework, is_tested
 from hvdtrain.probe import Probe
 
 Level = Literal["error", "warning"]

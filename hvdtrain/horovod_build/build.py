@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import installed
-from hvdtrain.horovod_build import cache, edits, find, install, native, sdist
+from hvdtrain.horovod_build import cache, edits, frameworks, install, native, sdist
 from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.progress import Progress
@@ -126,7 +126,7 @@ def _install_and_prove(
 def _refusal(found: Found, problem: str) -> UntestedVersionError:
     """Return the error for a version that no test has seen and that does not work here."""
     names = " and ".join(f"{framework.name} {framework.version}" for framework in found.untested)
-    commands = " && ".join(find.command_for_tested(framework.name) for framework in found.untested)
+    commands = " && ".join(frameworks.command_for_tested(framework.name) for framework in found.untested)
     return UntestedVersionError(
         f"{problem}\nNo test of hvdtrain has seen {names}. The last version that works: {commands}, then hvdtrain build"
     )

@@ -1,44 +1,25 @@
-"""What is installed: frameworks, compiler, MPI, CUDA, NCCL. Reads files, asks programs, imports no framework."""
+"""What a build depends on: frameworks, compiler, MPI, CUDA, NCCL. Reads files, asks programs, imports no framework."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from packaging.version import InvalidVersion, Version
-
 from hvdtrain import open_mpi
-from hvdtrain.horovod_build.errors import MissingToolError, NoFrameworkError, UntestedVersionError
-from hvdtrain.installed import package_folder, package_folders
+from hvdtrain.horovod_build.errors import MissingToolError
+from hvdtrain.horovod_build.frameworks import Framework, find_cxx_standard, find_frameworks, is_tested
+from hvdtrain.installed import package_folders
 
 Plane = Literal["mpi", "gloo", "nccl"]
 
-# [first, last): releases that the tests ran on. Widen after a test run, not before.
-TESTED = {"torch": ("2.11", "2.14"), "tensorflow": ("2.21", "2.22")}
-
 # What __cplusplus is at least in a compiler that knows a standard.
 _STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}
-
-# The header that refuses an older C++ standard than its framework was written for.
-_ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
-
-
-@dataclass(frozen=True)
-class Framework:
-    """An installed framework; `cuda` and `rocm` are the versions that it was built for, "" for a CPU build."""
-
-    name: str
-    version: str
-    cuda: str = ""
-    rocm: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,116 +94,6 @@ def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout + done.stderr if done.returncode == 0 else None
-
-
-def find_torch() -> Framework | None:
-    """Read torch/version.py: the distribution's metadata leaves out "+cu130"."""
-    folder = package_folder("torch")
-    if folder is None or not (folder / "version.py").is_file():
-        return None
-    text = (folder / "version.py").read_text(encoding="utf-8")
-    values = {
-        name: value.group(1)
-        for name in ("__version__", "cuda", "hip")
-        if (value := re.search(rf"^{name}\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
-    }
-    version = values.get("__version__")
-    return Framework("torch", version, values.get("cuda", ""), values.get("hip", "")) if version else None
-
-
-def find_tensorflow() -> Framework | None:
-    """Ask the distribution that holds `tensorflow` for its version, and its build_info.py for CUDA."""
-    folder = package_folder("tensorflow")
-    if folder is None:
-        return None
-    for distribution in ("tensorflow", "tensorflow-cpu", "tensorflow-cpu-aws", "tf-nightly"):
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        info = folder / "python" / "platform" / "build_info.py"
-        text = info.read_text(encoding="utf-8") if info.is_file() else ""
-        cuda = re.search(r"['\"]cuda_version['\"]\s*:\s*['\"]([^'\"]+)", text)
-        return Framework("tensorflow", version, cuda.group(1) if cuda else "")
-    return None
-
-
-def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = False) -> tuple[Framework, ...]:
-    """Return torch and TensorFlow as installed.
-
-    Args:
-        without: names to leave out.
-        force: take versions older than the tests'.
-
-    Raises:
-        NoFrameworkError: neither is installed, or both were left out, or one is ROCm's.
-        UntestedVersionError: a version older than the tests', and `force` is False. Of a newer one the proof decides.
-    """
-    finders: dict[str, Callable[[], Framework | None]] = {"torch": find_torch, "tensorflow": find_tensorflow}
-    found = tuple(f for name, find in finders.items() if name not in without and (f := find()) is not None)
-    if not found:
-        left_out = f" (left out: {', '.join(sorted(without & set(finders)))})" if without & set(finders) else ""
-        others = [name for name, package in (("Keras", "keras"), ("JAX", "jax")) if package_folder(package)]
-        raise NoFrameworkError(
-            f"Neither torch nor tensorflow is installed in this environment{left_out}"
-            + (f", only {' and '.join(others)}. " if others else ". ")
-            + ("JAX trains through Horovod for either: " if "JAX" in others else "Horovod is built for what is there: ")
-            + "install one (pip install torch, or pip install tensorflow), then try again."
-        )
-    for framework in found:
-        if framework.rocm:
-            raise NoFrameworkError(
-                f"{framework.name} {framework.version} is built for AMD GPUs (ROCm {framework.rocm}), which hvdtrain "
-                f"does not support. Install its CUDA or CPU build, or leave it out with --without {framework.name}."
-            )
-        version = _version(framework)
-        if not force and version is not None and version < Version(TESTED[framework.name][0]):
-            raise UntestedVersionError(
-                f"{framework.name} {framework.version} is older than all that the tests ran on. Run: "
-                f"{command_for_tested(framework.name)}, or try all the same with --force."
-            )
-    return found
-
-
-def command_for_tested(name: str) -> str:
-    """Return the command that installs the newest release of a framework that the tests ran on."""
-    first, last = TESTED[name]
-    return f"pip install '{name}>={first},<{last}'"
-
-
-def is_tested(framework: Framework) -> bool:
-    """True where the tests ran on this release of the framework."""
-    first, last = TESTED[framework.name]
-    version = _version(framework)
-    return version is not None and Version(first) <= version < Version(last) and not version.is_prerelease
-
-
-def _version(framework: Framework) -> Version | None:
-    """Return the version without what says which build it is ("+cpu"); None where it is no version."""
-    try:
-        return Version(Version(framework.version).public)
-    except InvalidVersion:
-        return None
-
-
-def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
-    """Return the C++ standard that the frameworks' headers ask for: 17, 20...; both are compiled with one.
-
-    Raises:
-        NoFrameworkError: a framework came without its headers.
-    """
-    standards = [17]
-    for framework in frameworks:
-        header = (package_folder(framework.name) or Path()) / "include" / _ASKS_FOR_A_STANDARD[framework.name]
-        if not header.is_file():
-            raise NoFrameworkError(
-                f"{framework.name} {framework.version} came without its C++ headers: {header} is missing. Install it "
-                f"whole: pip install --force-reinstall --no-deps {framework.name}=={framework.version}"
-            )
-        # `#if __cplusplus < 202002L`, then `#error`: a standard's year and month.
-        years = re.findall(r"__cplusplus\s*<\s*20(\d\d)\d\dL", header.read_text(encoding="utf-8", errors="replace"))
-        standards += [int(year) for year in years]
-    return max(standards)
 
 
 def find_compiler() -> str:

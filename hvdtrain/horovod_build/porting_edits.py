@@ -9,7 +9,7 @@ PORTING: tuple[Edit, ...] = (
         "CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD 14)",
         "set(CMAKE_CXX_STANDARD $ENV{HVDTRAIN_CXX_STANDARD})",
-        "the frameworks' headers ask for C++17 or 20: find.py reads which, and there is one for everything",
+        "the frameworks' headers ask for C++17 or 20: frameworks.py reads which, and there is one for everything",
     ),
     Edit(
         "horovod/torch/CMakeLists.txt",

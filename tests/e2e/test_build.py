@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.horovod_build import find
+from hvdtrain.horovod_build.frameworks import find_frameworks
 
 # With the wheel in the cache, as after `make setup`, this takes half a minute; without it, a compile comes first.
 pytestmark = pytest.mark.timeout(900)
@@ -45,7 +45,7 @@ def test_build_installs_horovod_and_proves_every_framework_over_every_data_plane
 
     done = hvdtrain(environment, "build")
     assert done.returncode == 0, done.stdout + done.stderr
-    for framework in find.find_frameworks():
+    for framework in find_frameworks():
         for plane in (plane.strip() for plane in planes):
             proven = rf"{framework.name} over {plane}, \d process.*: [\d.]+ ms"
             without_gpu = rf"|{framework.name} over nccl: not tried" if plane == "nccl" else ""

@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain import installed
 from hvdtrain.horovod_build import find
+from hvdtrain.horovod_build.frameworks import find_torch
 
 NCCL_WHEEL = "$ORIGIN/../../nvidia/nccl/lib"
 
@@ -47,7 +48,7 @@ def test_libraries_look_for_others_beside_themselves_and_where_the_system_keeps_
 
 @pytest.fixture
 def torch_library() -> Path:
-    torch = find.find_torch()
+    torch = find_torch()
     if torch is None or not torch.cuda:
         pytest.skip("torch is a CPU build")
     (library,) = [library for library in libraries() if library.parent.name == "torch"]
@@ -73,7 +74,7 @@ def test_kernels_are_compiled_in_for_the_architectures_that_were_asked_for(torch
     # nvcc's own section; without a GPU here, A100's and H100's.
     sections = subprocess.run(["readelf", "-S", "-W", torch_library], capture_output=True, text=True, check=True).stdout
     assert ".nv_fatbin" in sections
-    assert installed.record()["cuda"].split(".")[0] == (find.find_torch() or pytest.fail("no torch")).cuda.split(".")[0]
+    assert installed.record()["cuda"].split(".")[0] == (find_torch() or pytest.fail("no torch")).cuda.split(".")[0]
 
 
 @pytest.mark.nccl

@@ -13,7 +13,8 @@ from hvdtrain.horovod_build import cache, native, sdist
 from hvdtrain.horovod_build import install as installing
 from hvdtrain.horovod_build.build import Options, build
 from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
-from hvdtrain.horovod_build.find import Found, Framework, Mpi
+from hvdtrain.horovod_build.find import Found, Mpi
+from hvdtrain.horovod_build.frameworks import Framework
 
 FOUND = Found(
     (Framework("torch", "2.13.0+cpu"), Framework("tensorflow", "2.21.0")),

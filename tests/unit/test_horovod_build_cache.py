@@ -10,7 +10,8 @@ import pytest
 
 from hvdtrain.horovod_build import cache, edits, native
 from hvdtrain.horovod_build.errors import CacheError
-from hvdtrain.horovod_build.find import Cuda, Found, Framework, Mpi, Nccl
+from hvdtrain.horovod_build.find import Cuda, Found, Mpi, Nccl
+from hvdtrain.horovod_build.frameworks import Framework
 
 FOUND = Found(
     frameworks=(Framework("torch", "2.13.0+cu130", "13.0"), Framework("tensorflow", "2.21.0")),

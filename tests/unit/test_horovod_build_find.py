@@ -1,22 +1,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hvdtrain import open_mpi
 from hvdtrain.horovod_build import find
-from hvdtrain.horovod_build.errors import (
-    MissingToolError,
-    NoFrameworkError,
-    UntestedVersionError,
-)
-from hvdtrain.horovod_build.find import Cuda, Framework, Nccl
+from hvdtrain.horovod_build.errors import MissingToolError
+from hvdtrain.horovod_build.find import Cuda, Nccl
+from hvdtrain.horovod_build.frameworks import Framework
 
 TORCH_CPU = Framework("torch", "2.13.0+cpu")
 TORCH_CUDA = Framework("torch", "2.13.0+cu130", "13.0")
@@ -38,17 +33,6 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(find, "output_of", output_of)
     monkeypatch.delenv("CXX", raising=False)
     return there
-
-
-@pytest.fixture
-def frameworks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def install(*there: Framework) -> None:
-        for name in ("torch", "tensorflow"):
-            found = next((f for f in there if f.name == name), None)
-            monkeypatch.setattr(find, f"find_{name}", lambda found=found: found)
-
-    install()
-    return install
 
 
 @pytest.mark.parametrize("version", ["4.1.4", "5.0.7"])
@@ -154,128 +138,6 @@ def test_this_machines_compiler_knows_both_standards(standard: int, monkeypatch:
     find.check_compiler(standard, (TORCH_CPU,))
 
 
-def test_no_framework_is_an_error(frameworks: Callable[..., None]) -> None:
-    with pytest.raises(NoFrameworkError, match="pip install torch"):
-        find.find_frameworks()
-
-
-@pytest.mark.parametrize(
-    ("packages", "said"),
-    [
-        (
-            {"keras"},
-            "in this environment, only Keras. Horovod is built for what is there: install one (pip install torch",
-        ),
-        ({"keras", "jax"}, "only Keras and JAX. JAX trains through Horovod for either: install one (pip install torch"),
-    ],
-)
-def test_keras_alone_is_told_to_bring_a_framework(
-    frameworks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, packages: set[str], said: str
-) -> None:
-    frameworks()
-    monkeypatch.setattr(find, "package_folder", lambda name: Path(name) if name in packages else None)
-    with pytest.raises(NoFrameworkError, match=re.escape(said)) as info:
-        find.find_frameworks()
-    assert "\n" not in str(info.value)
-
-
-def test_leaving_out_the_only_framework_is_an_error(frameworks: Callable[..., None]) -> None:
-    frameworks(TORCH_CPU)
-    with pytest.raises(NoFrameworkError, match="left out: torch"):
-        find.find_frameworks(without=frozenset({"torch"}))
-
-
-def test_both_frameworks_go_into_one_build(frameworks: Callable[..., None]) -> None:
-    frameworks(TORCH_CPU, TENSORFLOW)
-    assert find.find_frameworks() == (TORCH_CPU, TENSORFLOW)
-
-
-@pytest.mark.parametrize("version", ["2.10.1", "2.10.0+cpu", "1.13"])
-def test_a_version_older_than_the_tests_is_refused_by_name_and_taken_by_force(
-    frameworks: Callable[..., None], version: str
-) -> None:
-    framework = Framework("torch", version)
-    frameworks(framework)
-    with pytest.raises(UntestedVersionError) as info:
-        find.find_frameworks()
-    for said in (f"torch {version}", "pip install 'torch>=2.11,<", "--force"):
-        assert said in str(info.value)
-    assert find.find_frameworks(force=True) == (framework,)
-
-
-@pytest.mark.parametrize("version", ["2.13.0a0+git1234", "3.0", "unknown"])
-def test_a_version_newer_than_the_tests_is_taken_and_known_as_untested(
-    frameworks: Callable[..., None], version: str
-) -> None:
-    framework = Framework("torch", version)
-    frameworks(framework, TENSORFLOW)
-    found = find.Found(find.find_frameworks(), "g++ 12", None, None, None, ())
-    assert found.untested == (framework,)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", TORCH_CPU),
-        ("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n", TORCH_CUDA),
-        (
-            "__version__ = '2.13.0+rocm7.0'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0.51831'\n",
-            Framework("torch", "2.13.0+rocm7.0", rocm="7.0.51831"),
-        ),
-        ("nothing here", None),
-    ],
-)
-def test_torch_is_known_without_importing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: Framework | None
-) -> None:
-    (tmp_path / "version.py").write_text(text)
-    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path)
-    assert find.find_torch() == expected
-
-
-def headers(folder: Path, framework: str, first_line: str) -> None:
-    """Lay out the header of an installed framework that says which C++ standard it needs."""
-    header = folder / framework / "include" / find._ASKS_FOR_A_STANDARD[framework]
-    header.parent.mkdir(parents=True)
-    header.write_text(f"{first_line}\n#error a newer C++ is needed\n#endif\n")
-
-
-@pytest.mark.parametrize(
-    ("torch", "standard"),
-    [
-        ("#if !defined(_MSC_VER) && __cplusplus < 201703L", 17),
-        ("#if !defined(_MSC_VER) && __cplusplus < 202002L", 20),
-        ("#if !defined(_MSC_VER) && __cplusplus < 202302L", 23),
-        ("// asks for nothing", 17),
-    ],
-)
-def test_the_cpp_standard_is_the_newest_that_a_framework_asks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, standard: int
-) -> None:
-    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path / name)
-    headers(tmp_path, "torch", torch)
-    headers(tmp_path, "tensorflow", "#if __cplusplus < 201703L")
-    assert find.find_cxx_standard((TORCH_CPU, TENSORFLOW)) == standard
-    assert find.find_cxx_standard((TENSORFLOW,)) == 17
-
-
-def test_the_cpp_standard_of_the_installed_frameworks_is_in_their_headers() -> None:
-    folder = find.package_folder("torch")
-    if folder is None:
-        pytest.skip("needs torch")
-    asks = (folder / "include" / find._ASKS_FOR_A_STANDARD["torch"]).read_text()
-    assert re.search(r"__cplusplus\s*<\s*20\d{4}L", asks)
-
-
-def test_a_torch_without_headers_is_told_with_the_command_that_brings_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path / name)
-    with pytest.raises(NoFrameworkError, match=r"--force-reinstall --no-deps torch==2\.13\.0\+cpu") as info:
-        find.find_cxx_standard((TORCH_CPU,))
-    assert "\n" not in str(info.value)
-
-
 def test_nccl_of_pip_is_found_in_whichever_folder_of_the_nvidia_namespace_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,12 +153,6 @@ def test_nccl_of_pip_is_found_in_whichever_folder_of_the_nvidia_namespace_has_it
     monkeypatch.delenv("HOROVOD_NCCL_HOME", raising=False)
     nccl = find.find_nccl()
     assert nccl == Nccl("2.28.3", inherited / "nccl/include", inherited / "nccl/lib/libnccl.so.2", True)
-
-
-def test_torch_for_amd_gpus_is_refused_whatever_is_forced(frameworks: Callable[..., None]) -> None:
-    frameworks(Framework("torch", "2.13.0+rocm7.0", rocm="7.0.51831"))
-    with pytest.raises(NoFrameworkError, match=r"torch 2\.13\.0\+rocm7\.0 is built for AMD GPUs.*--without torch"):
-        find.find_frameworks(force=True)
 
 
 def toolkit(home: Path, programs: dict[str, str], version: str) -> Path:
@@ -355,15 +211,18 @@ class TestWhole:
     """find_all on machines of several kinds."""
 
     @pytest.fixture(autouse=True)
-    def machine(
-        self, programs: dict[str, str], frameworks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def machine(self, programs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         programs |= {"g++": "g++ 12.2.0", "make": "GNU Make"}
         monkeypatch.setattr(find, "find_cxx_standard", lambda frameworks: 17)
         monkeypatch.setattr(find, "check_compiler", lambda standard, frameworks: None)
-        self.install = frameworks
         self.monkeypatch = monkeypatch
         self.hardware(gpus=(), cuda=None, nccl=None)
+
+    def install(self, *there: Framework) -> None:
+        def found(*, without: frozenset[str], force: bool) -> tuple[Framework, ...]:
+            return tuple(framework for framework in there if framework.name not in without)
+
+        self.monkeypatch.setattr(find, "find_frameworks", found)
 
     def hardware(self, *, gpus: tuple[str, ...], cuda: str | None, nccl: str | None) -> None:
         toolkit = Cuda(cuda, Path("/cuda")) if cuda else None

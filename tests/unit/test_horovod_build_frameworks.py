@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.horovod_build import find, frameworks
+from hvdtrain.horovod_build.errors import NoFrameworkError, UntestedVersionError
+from hvdtrain.horovod_build.frameworks import Framework
+
+TORCH_CPU = Framework("torch", "2.13.0+cpu")
+TORCH_CUDA = Framework("torch", "2.13.0+cu130", "13.0")
+TENSORFLOW = Framework("tensorflow", "2.21.0")
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def install(*those: Framework) -> None:
+        for name in ("torch", "tensorflow"):
+            found = next((f for f in those if f.name == name), None)
+            monkeypatch.setattr(frameworks, f"find_{name}", lambda found=found: found)
+
+    install()
+    return install
+
+
+def test_no_framework_is_an_error(there: Callable[..., None]) -> None:
+    with pytest.raises(NoFrameworkError, match="pip install torch"):
+        frameworks.find_frameworks()
+
+
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [
+        (
+            {"keras"},
+            "in this environment, only Keras. Horovod is built for what is there: install one (pip install torch",
+        ),
+        ({"keras", "jax"}, "only Keras and JAX. JAX trains through Horovod for either: install one (pip install torch"),
+    ],
+)
+def test_keras_alone_is_told_to_bring_a_framework(
+    there: Callable[..., None], monkeypatch: pytest.MonkeyPatch, packages: set[str], said: str
+) -> None:
+    there()
+    monkeypatch.setattr(frameworks, "package_folder", lambda name: Path(name) if name in packages else None)
+    with pytest.raises(NoFrameworkError, match=re.escape(said)) as info:
+        frameworks.find_frameworks()
+    assert "\n" not in str(info.value)
+
+
+def test_leaving_out_the_only_framework_is_an_error(there: Callable[..., None]) -> None:
+    there(TORCH_CPU)
+    with pytest.raises(NoFrameworkError, match="left out: torch"):
+        frameworks.find_frameworks(without=frozenset({"torch"}))
+
+
+def test_both_frameworks_go_into_one_build(there: Callable[..., None]) -> None:
+    there(TORCH_CPU, TENSORFLOW)
+    assert frameworks.find_frameworks() == (TORCH_CPU, TENSORFLOW)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.10.0+cpu", "1.13"])
+def test_a_version_older_than_the_tests_is_refused_by_name_and_taken_by_force(
+    there: Callable[..., None], version: str
+) -> None:
+    framework = Framework("torch", version)
+    there(framework)
+    with pytest.raises(UntestedVersionError) as info:
+        frameworks.find_frameworks()
+    for said in (f"torch {version}", "pip install 'torch>=2.11,<", "--force"):
+        assert said in str(info.value)
+    assert frameworks.find_frameworks(force=True) == (framework,)
+
+
+@pytest.mark.parametrize("version", ["2.13.0a0+git1234", "3.0", "unknown"])
+def test_a_version_newer_than_the_tests_is_taken_and_known_as_untested(
+    there: Callable[..., None], version: str
+) -> None:
+    framework = Framework("torch", version)
+    there(framework, TENSORFLOW)
+    found = find.Found(frameworks.find_frameworks(), "g++ 12", None, None, None, ())
+    assert found.untested == (framework,)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", TORCH_CPU),
+        ("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n", TORCH_CUDA),
+        (
+            "__version__ = '2.13.0+rocm7.0'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0.51831'\n",
+            Framework("torch", "2.13.0+rocm7.0", rocm="7.0.51831"),
+        ),
+        ("nothing here", None),
+    ],
+)
+def test_torch_is_known_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: Framework | None
+) -> None:
+    (tmp_path / "version.py").write_text(text)
+    monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path)
+    assert frameworks.find_torch() == expected
+
+
+def headers(folder: Path, framework: str, first_line: str) -> None:
+    """Lay out the header of an installed framework that says which C++ standard it needs."""
+    header = folder / framework / "include" / frameworks._ASKS_FOR_A_STANDARD[framework]
+    header.parent.mkdir(parents=True)
+    header.write_text(f"{first_line}\n#error a newer C++ is needed\n#endif\n")
+
+
+@pytest.mark.parametrize(
+    ("torch", "standard"),
+    [
+        ("#if !defined(_MSC_VER) && __cplusplus < 201703L", 17),
+        ("#if !defined(_MSC_VER) && __cplusplus < 202002L", 20),
+        ("#if !defined(_MSC_VER) && __cplusplus < 202302L", 23),
+        ("// asks for nothing", 17),
+    ],
+)
+def test_the_cpp_standard_is_the_newest_that_a_framework_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, standard: int
+) -> None:
+    monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path / name)
+    headers(tmp_path, "torch", torch)
+    headers(tmp_path, "tensorflow", "#if __cplusplus < 201703L")
+    assert frameworks.find_cxx_standard((TORCH_CPU, TENSORFLOW)) == standard
+    assert frameworks.find_cxx_standard((TENSORFLOW,)) == 17
+
+
+def test_the_cpp_standard_of_the_installed_frameworks_is_in_their_headers() -> None:
+    folder = frameworks.package_folder("torch")
+    if folder is None:
+        pytest.skip("needs torch")
+    asks = (folder / "include" / frameworks._ASKS_FOR_A_STANDARD["torch"]).read_text()
+    assert re.search(r"__cplusplus\s*<\s*20\d{4}L", asks)
+
+
+def test_a_torch_without_headers_is_told_with_the_command_that_brings_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path / name)
+    with pytest.raises(NoFrameworkError, match=r"--force-reinstall --no-deps torch==2\.13\.0\+cpu") as info:
+        frameworks.find_cxx_standard((TORCH_CPU,))
+    assert "\n" not in str(info.value)
+
+
+def test_torch_for_amd_gpus_is_refused_whatever_is_forced(there: Callable[..., None]) -> None:
+    there(Framework("torch", "2.13.0+rocm7.0", rocm="7.0.51831"))
+    with pytest.raises(NoFrameworkError, match=r"torch 2\.13\.0\+rocm7\.0 is built for AMD GPUs.*--without torch"):
+        frameworks.find_frameworks(force=True)
