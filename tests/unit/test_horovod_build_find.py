@@ -16,6 +16,7 @@ from hvdtrain.horovod_build.frameworks import Framework
 TORCH_CPU = Framework("torch", "2.13.0+cpu")
 TORCH_CUDA = Framework("torch", "2.13.0+cu130", "13.0")
 TENSORFLOW = Framework("tensorflow", "2.21.0")
+TENSORFLOW_CUDA = Framework("tensorflow", "2.21.0", "12.5.1")
 
 
 @pytest.fixture
@@ -69,7 +70,9 @@ def test_an_open_mpi_of_the_environment_is_found_where_that_is_not_activated(
         ("mpirun (Open MPI) 6.0.0", "mpicxx: Open MPI 6.0.0", r"Open MPI 4 and 5, found: mpirun (Open MPI) 6.0.0"),
         ("mpirun (Open MPI) 3.1.3", "mpicxx: Open MPI 3.1.3", "pip install 'hvdtrain[mpi]'"),
         ("HYDRA build details:\nMPICH Version: 4.2", "MPICH", "Open MPI 4 and 5, found: HYDRA build details"),
-        ("mpirun (Open MPI) 4.1.4", "mpicxx: Open MPI 5.0.1", "mpirun is Open MPI 4.1.4, but mpicxx says"),
+        ("HYDRA build details:\n    Version:         4.0.2\n", "MPICH", "Open MPI 4 and 5, found: MPICH 4.0.2 (/fake/"),
+        ("mpirun (Open MPI) 4.1.4", "mpicxx: Open MPI 5.0.1", "mpirun is Open MPI 4.1.4 (/fake/bin/mpirun), but"),
+        ("mpirun (Open MPI) 4.1.4", "MPICH", "pip install 'hvdtrain[mpi]' && hvdtrain build"),
         (None, "mpicxx: Open MPI 4.1.4", "mpirun not on PATH"),
         (None, None, "mpicxx and mpirun not on PATH"),
     ],
@@ -136,6 +139,16 @@ def test_a_compiler_that_takes_the_option_but_not_the_standard_is_told(
 def test_this_machines_compiler_knows_both_standards(standard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     find.check_compiler(standard, (TORCH_CPU,))
+
+
+def test_pythons_missing_headers_are_told_to_torch_with_the_command_that_brings_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(find.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(MissingToolError, match=rf"{tmp_path}/Python\.h.*apt-get install python3\.\d+-dev"):
+        find.check_compiler(17, (TORCH_CPU,))
+    find.check_compiler(17, (TENSORFLOW,))
 
 
 def test_nccl_of_pip_is_found_in_whichever_folder_of_the_nvidia_namespace_has_it(
@@ -224,7 +237,8 @@ class TestWhole:
 
         self.monkeypatch.setattr(find, "find_frameworks", found)
 
-    def hardware(self, *, gpus: tuple[str, ...], cuda: str | None, nccl: str | None) -> None:
+    def hardware(self, *, gpus: tuple[str, ...], cuda: str | None, nccl: str | None, driver: str = "580.65") -> None:
+        self.monkeypatch.setattr(find.bootstrap, "gpu_drivers", lambda: ([driver] * len(gpus), ""))
         toolkit = Cuda(cuda, Path("/cuda")) if cuda else None
         library = Nccl(nccl, Path("/i"), Path("/l/libnccl.so.2"), True) if nccl else None
         self.monkeypatch.setattr(find, "find_gpus", lambda: gpus)
@@ -235,7 +249,8 @@ class TestWhole:
         self.install(TORCH_CPU, TENSORFLOW)
         found = find.find_all()
         assert found.planes == ("gloo",)
-        assert found.notes == ("no MPI: mpicxx and mpirun not on PATH. Install one: pip install 'hvdtrain[mpi]'",)
+        command = "pip install 'hvdtrain[mpi]' && hvdtrain build"
+        assert found.notes == (f"no MPI: mpicxx and mpirun not on PATH. Install one: {command}",)
 
     def test_a_gpu_machine_gets_nccl(self) -> None:
         self.install(TORCH_CUDA)
@@ -258,6 +273,26 @@ class TestWhole:
         with pytest.raises(MissingToolError, match="--without tensorflow"):
             find.find_all()
         assert find.find_all(without=frozenset({"tensorflow"})).planes == ("gloo", "nccl")
+
+    def test_a_driver_that_is_too_old_for_the_framework_is_told_before_the_compile(self) -> None:
+        for framework, driver, oldest in ((TORCH_CUDA, "575.57.08", 580), (TENSORFLOW_CUDA, "470.256", 525)):
+            self.install(framework)
+            cuda = framework.cuda
+            self.hardware(gpus=("9.0",), cuda=cuda, nccl="2.28.3", driver=driver)
+            with pytest.raises(MissingToolError) as info:
+                find.find_all()
+            words = (f"the NVIDIA driver is {driver}", framework.version, f"CUDA {cuda}", f"needs {oldest} or newer")
+            assert all(word in str(info.value) for word in (*words, f"nvidia-driver-{oldest}", "--without nccl"))
+            assert "\n" not in str(info.value)
+            self.hardware(gpus=("9.0",), cuda=cuda, nccl="2.28.3", driver=f"{oldest}.1")
+            assert find.find_all().planes == ("gloo", "nccl")
+
+    def test_a_toolkit_that_horovod_cuda_home_hides_is_not_told_to_be_installed_alone(self) -> None:
+        self.install(TORCH_CUDA)
+        self.hardware(gpus=("9.0",), cuda="12.8", nccl="2.28.3")
+        self.monkeypatch.setenv("HOROVOD_CUDA_HOME", "/cuda")
+        with pytest.raises(MissingToolError, match=r"pip install 'cuda-toolkit.*unset HOROVOD_CUDA_HOME"):
+            find.find_all()
 
     def test_through_the_host_there_is_no_nccl_and_no_gpu_is_an_error(self) -> None:
         self.install(TORCH_CUDA)
