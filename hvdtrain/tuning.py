@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +48,11 @@ _NO_NETWORKS = {
     "OMPI_MCA_btl": "^openib,ofi,tcp,uct,usnic",
     "HWLOC_PLUGINS_BLACKLIST": "hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
 }
+# A process that no launcher started needs neither a daemon, which Open MPI 4 starts and which listens on every
+# interface, nor a transport. Only until MPI has started: what such a process launches later inherits its environment.
+_ALONE = {"OMPI_MCA_ess_singleton_isolated": "1", "OMPI_MCA_btl": "self"}
+_PMIX = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")  # what launchers set that `launcher.detect` does not know
+
 # horovodrun's own setting, with which it starts mpirun: nobody's wish.
 _HOROVODRUNS = {"OMPI_MCA_btl": "^openib"}
 _SHARED_MEMORY = "/dev/shm"
@@ -129,6 +134,8 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
             wanted |= _NO_NETWORKS
     elif launcher.detect() is not None:
         wanted |= bridges.settings(os.environ)
+    elif not any(name.startswith(_PMIX) for name in os.environ):
+        wanted |= _ALONE
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
         # Small gradients travel in buckets of ours, and large ones gain nothing by being copied. What Horovod fuses
         # hangs on time, and on three ranks or more so does the order in which MPI and Gloo add, and the last bit of
@@ -171,6 +178,13 @@ def _set(wanted: dict[str, str]) -> list[str]:
     return yours
 
 
+def _forget(variables: Iterable[str]) -> None:
+    """Take back what `_set` has set."""
+    for variable in variables:
+        if variable in _ours and os.environ.get(variable) == _ours.pop(variable):
+            del os.environ[variable]
+
+
 def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` without what was decided for this process alone."""
     return {name: value for name, value in environment.items() if _ours.get(name) != value}
@@ -186,6 +200,7 @@ def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
     """
     global _said
     if module.size() == 1:
+        _forget(_ALONE)
         return
     if host.starts_with_threads():
         share = max(1, usable_cores() // module.local_size())
