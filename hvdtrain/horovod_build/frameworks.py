@@ -16,6 +16,11 @@ from hvdtrain.installed import package_folder
 # [first, last): releases that the tests ran on. Widen after a test run, not before.
 TESTED = {"torch": ("2.11", "2.14"), "tensorflow": ("2.21", "2.22")}
 
+_DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-cpu-aws", "tf-nightly"),
+}
+
 # The header that refuses an older C++ standard than its framework was written for.
 _ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
 
@@ -50,7 +55,7 @@ def find_tensorflow() -> Framework | None:
     folder = package_folder("tensorflow")
     if folder is None:
         return None
-    for distribution in ("tensorflow", "tensorflow-cpu", "tensorflow-cpu-aws", "tf-nightly"):
+    for distribution in _DISTRIBUTIONS["tensorflow"]:
         try:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -120,6 +125,16 @@ def _version(framework: Framework) -> Version | None:
         return None
 
 
+def _pinned(framework: Framework) -> str:
+    """Return what pip installs this very framework by: what torch calls 2.13.0+cu130 is 2.13.0 on PyPI."""
+    for name in _DISTRIBUTIONS[framework.name]:
+        try:
+            return f"{name}=={importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"{framework.name}=={framework.version}"
+
+
 def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
     """Return the C++ standard that the frameworks' headers ask for: 17, 20...; both are compiled with one.
 
@@ -132,7 +147,7 @@ def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
         if not header.is_file():
             raise NoFrameworkError(
                 f"{framework.name} {framework.version} came without its C++ headers: {header} is missing. Install it "
-                f"whole: pip install --force-reinstall --no-deps {framework.name}=={framework.version}"
+                f"whole: pip install --force-reinstall --no-deps {_pinned(framework)}"
             )
         # `#if __cplusplus < 202002L`, then `#error`: a standard's year and month.
         years = re.findall(r"__cplusplus\s*<\s*20(\d\d)\d\dL", header.read_text(encoding="utf-8", errors="replace"))

@@ -139,12 +139,28 @@ def test_the_cpp_standard_of_the_installed_frameworks_is_in_their_headers() -> N
     assert re.search(r"__cplusplus\s*<\s*20\d{4}L", asks)
 
 
-def test_a_torch_without_headers_is_told_with_the_command_that_brings_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("framework", "installed", "pinned"),
+    [
+        (TORCH_CPU, {"torch": "2.13.0+cpu"}, "torch==2.13.0+cpu"),
+        (TORCH_CUDA, {"torch": "2.13.0"}, "torch==2.13.0"),
+        (TENSORFLOW, {"tensorflow-cpu": "2.21.0"}, "tensorflow-cpu==2.21.0"),
+        (TORCH_CPU, {}, "torch==2.13.0+cpu"),
+    ],
+)
+def test_a_framework_without_headers_is_told_with_the_command_that_brings_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: Framework, installed: dict[str, str], pinned: str
 ) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise frameworks.importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(frameworks.importlib.metadata, "version", version)
     monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path / name)
-    with pytest.raises(NoFrameworkError, match=r"--force-reinstall --no-deps torch==2\.13\.0\+cpu") as info:
-        frameworks.find_cxx_standard((TORCH_CPU,))
+    with pytest.raises(NoFrameworkError) as info:
+        frameworks.find_cxx_standard((framework,))
+    assert str(info.value).endswith(f"pip install --force-reinstall --no-deps {pinned}")
     assert "\n" not in str(info.value)
 
 
