@@ -24,6 +24,9 @@ _APT_TIMEOUT_S = 180
 # The oldest NVIDIA driver for programs built for CUDA 13, as torch and JAX are.
 OLDEST_DRIVER = 580
 
+# The first Python that the pinned TensorFlow has no wheels for.
+_WITHOUT_TENSORFLOW = (3, 14)
+
 
 class SetupError(RuntimeError):
     """Set-up cannot go on; the message says why and what to do next."""
@@ -222,22 +225,30 @@ def install_packages(setup: Setup, pinned: dict[str, str], *, gpu: bool) -> None
     A GPU machine gets no TensorFlow: its GPU build brings the NCCL of CUDA 12 over that of CUDA 13, and Horovod's GPU
     operations do not compile beside its CPU build. It gets nvcc from wheels, in the version that torch's own ask for.
     """
+    tensorflow = not gpu and sys.version_info < _WITHOUT_TENSORFLOW
     tools = "dev,examples,keras" if gpu else "dev,examples,jax,keras"
-    frameworks = "gpu-build,jax-cuda,torch" if gpu else "tensorflow,torch"
+    frameworks = "gpu-build,jax-cuda,torch" if gpu else "tensorflow,torch" if tensorflow else "torch"
     side_by_side: dict[str, Callable[[], str]] = {
         "torch": lambda: install_torch(setup, pinned["torch"], gpu=gpu),
         "hvdtrain": lambda: setup.run(setup.pip("-e", f"{setup.root}[{tools}]"), "hvdtrain, tools for the tests"),
     }
-    if not gpu:
+    if tensorflow:
         name = "tensorflow-cpu" if os.uname().machine == "x86_64" else "tensorflow"
         side_by_side[name] = lambda: setup.run(
             setup.pip("--no-deps", f"{name}=={pinned[name]}"), f"{name} {pinned[name]}"
+        )
+    elif not gpu:
+        version = ".".join(map(str, sys.version_info[:2]))
+        setup.note(
+            f"TensorFlow {pinned['tensorflow']} has no wheels for Python {version}: left out. Keras runs on torch or "
+            "JAX: export KERAS_BACKEND=torch"
         )
     with ThreadPoolExecutor(len(side_by_side)) as pool:
         problems = {what: pool.submit(install) for what, install in side_by_side.items()}
     for what, problem in problems.items():
         setup.require(problem.result(), f"Installing {what}")
-    what = "JAX, nvcc, and what torch needs" if gpu else "what torch and TensorFlow need"
+    needs = "what torch and TensorFlow need" if tensorflow else "what torch needs"
+    what = f"JAX, nvcc, and {needs}" if gpu else needs
     whole = setup.pip("-e", f"{setup.root}[{tools},{frameworks}]")
     setup.require(setup.run(whole, what), "Installing hvdtrain")
 

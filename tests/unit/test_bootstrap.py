@@ -83,6 +83,20 @@ def test_a_gpu_machine_gets_the_cuda_builds_of_torch_and_jax_with_nvcc_and_no_te
     assert not any("tensorflow" in c for c in setup.commands)
 
 
+def test_a_python_that_tensorflow_has_no_wheels_for_gets_torch_and_jax(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = bootstrap.pins(ROOT / "pyproject.toml")
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 14, 0, "final", 0))
+    setup = FakeSetup(tmp_path)
+    bootstrap.install_packages(setup, pinned, gpu=False)
+    assert not any("tensorflow-cpu" in command or "tensorflow==" in command for command in setup.commands)
+    assert any("torch==" in command for command in setup.commands)
+    assert setup.commands[-1].endswith("[dev,examples,jax,keras,torch]")
+    assert "has no wheels for Python 3.14" in setup.notes[0]
+    assert "KERAS_BACKEND=torch" in setup.notes[0]
+
+
 def test_nvcc_comes_in_the_version_that_torch_asks_for() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '"cuda-toolkit[cccl,nvcc]"]' in text, "a version of our own would fight with torch's"
