@@ -45,7 +45,10 @@ class Rule:
 
 
 def _no_framework(facts: Facts) -> str:
-    return "" if facts.frameworks else "neither torch nor tensorflow is installed"
+    if facts.frameworks:
+        return ""
+    why = ", and JAX's gradients travel through the Horovod of either" if "jax" in facts.versions else ""
+    return f"neither torch nor tensorflow is installed{why}"
 
 
 def _no_horovod(facts: Facts) -> str:

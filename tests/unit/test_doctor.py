@@ -96,6 +96,12 @@ def test_rule_finds_its_sick_machine_and_only_that(name: str) -> None:
     assert verdicts[0].reason
 
 
+def test_jax_without_a_framework_that_horovod_serves_is_told_why_it_needs_one() -> None:
+    changes, _ = SICK["no-framework"]
+    (verdict,) = judge(machine(**changes, keras_backend="jax"))
+    assert "JAX's gradients travel through the Horovod of either" in verdict.reason
+
+
 def test_cpu_frameworks_on_a_gpu_machine_are_told() -> None:
     (verdict,) = judge(machine(gpus=("NVIDIA H100, 80 GiB",)))
     assert verdict.name == "idle-gpus"
