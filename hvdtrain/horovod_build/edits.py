@@ -11,12 +11,13 @@ from hvdtrain.horovod_build.device_edits import DEVICES
 from hvdtrain.horovod_build.edit import Edit
 from hvdtrain.horovod_build.elastic_edits import ELASTIC
 from hvdtrain.horovod_build.errors import EditMismatchError
+from hvdtrain.horovod_build.gloo_edits import GLOO
 from hvdtrain.horovod_build.gpu_edits import GPU
 from hvdtrain.horovod_build.porting_edits import PORTING
 from hvdtrain.horovod_build.runner_edits import RUNNER
 from hvdtrain.horovod_build.speed_edits import SPEED
 
-EDITS: tuple[Edit, ...] = (*PORTING, *DEVICES, *SPEED, *GPU, *RUNNER, *ELASTIC)
+EDITS: tuple[Edit, ...] = (*PORTING, *DEVICES, *SPEED, *GPU, *RUNNER, *ELASTIC, *GLOO)
 
 
 def apply(source: Path, edits: Iterable[Edit] = EDITS) -> None:
