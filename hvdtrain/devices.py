@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import platform
@@ -28,7 +29,6 @@ Pick = Callable[[int], str]  # makes a local rank's device the current one, and 
 picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its script chooses by itself
 _unmet: Callable[[], None] | None = None
 
-_LENGTHS = (8, 32, 64, 48, 64)  # bytes that each of a Device's texts takes at most, in their order
 # "GPU 0: NVIDIA A100 (UUID: GPU-...)", below which stand its slices: "  MIG 1g.5gb  Device 0: (UUID: MIG-...)".
 _LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re.MULTILINE)
 
@@ -52,17 +52,8 @@ class Device:
     name: str = ""
 
     def to_bytes(self) -> Bytes:
-        """Return an array of the length that all Devices have."""
-        texts = (text.encode()[:length] for text, length in zip(astuple(self), _LENGTHS, strict=True))
-        padded = (text.ljust(length, b"\0") for text, length in zip(texts, _LENGTHS, strict=True))
-        return np.frombuffer(b"".join(padded), np.uint8)
-
-    @classmethod
-    def from_bytes(cls, array: Bytes) -> Device:
-        """Return what `to_bytes` was called on."""
-        ends = np.cumsum(_LENGTHS)
-        fields = (array[end - length : end].tobytes() for end, length in zip(ends, _LENGTHS, strict=True))
-        return cls(*(field.rstrip(b"\0").decode(errors="ignore") for field in fields))
+        """Return it as one line, which may be longer on one rank than on another."""
+        return np.frombuffer(json.dumps(astuple(self)).encode() + b"\n", np.uint8)
 
     def __str__(self) -> str:
         return f"{self.uuid}: {self.name}" if self.uuid else self.kind
@@ -128,8 +119,8 @@ def compare(mine: Device, module: ModuleType, allgather: Callable[..., Bytes], *
     Raises:
         LaunchError: with NCCL: ranks share a GPU, or some have none.
     """
-    rows = allgather(mine.to_bytes(), "hvdtrain.devices").reshape(-1, sum(_LENGTHS))
-    ranks = [Device.from_bytes(row) for row in rows]
+    lines = allgather(mine.to_bytes(), "hvdtrain.devices").tobytes().splitlines()
+    ranks = [Device(*json.loads(line)) for line in lines]
     shared = in_words(ranks)
     if shared and nccl:
         raise LaunchError(

@@ -26,11 +26,11 @@ def compare(*ranks, nccl=False, rank=0):
     devices.compare(ranks[rank], SimpleNamespace(rank=lambda: rank), lambda array, name: everybody, nccl=nccl)
 
 
-def test_a_device_survives_the_way_over_the_ranks():
-    long = Device("cuda", "f" * 32, "host-" * 20, "MIG-GPU-1234/7/0", "a name that is far too long " * 5)
-    assert len(long.to_bytes()) == len(rank_on("", "cpu").to_bytes())
-    assert Device.from_bytes(rank_on("GPU-1").to_bytes()) == rank_on("GPU-1")
-    assert Device.from_bytes(long.to_bytes()).uuid == long.uuid
+def test_names_of_any_length_and_script_go_over_the_ranks():
+    there = Device("cuda", "f" * 32, "host-" * 20, "MIG-GPU-1234/7/0", "zwölf\nlines " * 9)
+    with pytest.raises(LaunchError, match=r"No GPU is visible to rank 1 on host h-1"):
+        compare(there, rank_on("", "cpu", host="h-1"), nccl=True)
+    assert there.name in devices.in_words([there, there])
 
 
 def test_ranks_that_share_a_gpu_are_refused_by_name_with_nccl():
