@@ -107,6 +107,16 @@ def test_data_that_is_loaded_while_the_gpu_computes_is_not_waited_for(gpu, monke
     assert times.own[0] == pytest.approx(times.step[0], rel=0.01)
 
 
+def test_a_wait_within_another_one_is_counted_once(gpu, monkeypatch):
+    clock = GpuClock()
+    monkeypatch.setattr(waited, "device", clock)
+    with clock.training(), waited.counted(), waited.counted():
+        assert not clock.takes_waits
+        gpu.work(0.05)
+    assert clock.read() == pytest.approx((0.05, 0.05), abs=0.002)
+    assert not clock.takes_waits
+
+
 def test_collectives_outside_of_steps_are_waited_for_by_the_host(gpu, monkeypatch):
     monkeypatch.setattr(waited, "device", GpuClock())
     before = waited.outside_graphs()
