@@ -171,6 +171,7 @@ answer(rank, wrong=wrong, untouched=bool(np.all(x == rank + 1.0)))
 """
 
 
+@pytest.mark.tensorflow
 def test_tensorflows_reductions_write_over_nothing_that_is_read_again(tmp_path):
     for answer in run(IN_PLACE, tmp_path):
         assert answer == {"wrong": [], "untouched": True}

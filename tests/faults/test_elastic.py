@@ -7,6 +7,7 @@ about by its own steps, and nothing here looks at the time but for limits.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from hvdtrain.runner import loopback
 HERE = Path(__file__).parent
 HOSTS = ("localhost", "127.0.0.1")
 LIMIT_S = 150
+BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
 
 
 class Job:
@@ -56,7 +58,7 @@ def environment(backend: str) -> dict[str, str]:
 
 
 def run(
-    folder: Path, script: str, scenario: str, *more: str, backend: str = "tensorflow", slots: int = 1, **options: str
+    folder: Path, script: str, scenario: str, *more: str, backend: str = BACKEND, slots: int = 1, **options: str
 ) -> Job:
     hosts = HOSTS if scenario.startswith("kill") else HOSTS[:1]
     (folder / "hosts").write_text("".join(f"{host}:{slots}\n" for host in hosts))
@@ -83,7 +85,7 @@ def run(
     return job
 
 
-def alone(folder: Path, script: str, scenario: str, *more: str, backend: str = "tensorflow") -> dict[str, Any]:
+def alone(folder: Path, script: str, scenario: str, *more: str, backend: str = BACKEND) -> dict[str, Any]:
     """Return how one process ends that does the same in two parts."""
     command = [sys.executable, str(HERE / script), str(folder), scenario, *more]
     done = subprocess.run(
