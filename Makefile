@@ -21,6 +21,9 @@ RUN := OMP_NUM_THREADS=1 horovodrun -np $(NP)
 
 # Keras's, asked in the recipe: on a GPU host .venv has no TensorFlow.
 BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow" if find_spec("tensorflow") else "torch")')
+# mypy reads code as the oldest Python does (pyproject.toml), but cannot read numpy's types so from numpy 2.5 on.
+NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
+
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
 check test unit ranks e2e engines faults faults-short: export CUDA_VISIBLE_DEVICES :=
 
@@ -61,7 +64,7 @@ lint: $(STAMP) ## ruff
 	ruff format --check .
 
 types: $(STAMP) ## mypy
-	mypy
+	mypy $(NEW_NUMPY)
 
 unit: $(STAMP) ## Tests of one process
 	python -m pytest tests/unit
