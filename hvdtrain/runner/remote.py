@@ -26,6 +26,9 @@ _SSH_LIMIT_S = 10
 _MAPPING = {"map-by", "rank-by", "rf", "rankfile", "ppr", "npersocket", "npernode", "pernode", "bynode", "N"}
 # Seconds of silence, between two questions, and how many go unanswered. Open MPI's own are 300, 20 and 9.
 _KEEPALIVE = {"time": "10", "intvl": "5", "probes": "4"}
+# A rank whose peer was killed loses its connection to it, and aborts. If it is faster than the news of the killed rank,
+# mpirun blames the survivor: 5 names neither the killed rank nor its signal then. Wait for the news, and be killed.
+_ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "3"}  # seconds
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,9 @@ def exports(passed: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     return [word for name in names for word in ("-x", name)]
 
 
-def keepalive() -> dict[str, str]:
-    """Return settings with which mpirun ends a job half a minute after a host's network has gone, not ten minutes."""
-    return {f"OMPI_MCA_oob_tcp_keepalive_{name}": value for name, value in _KEEPALIVE.items()}
+def settings() -> dict[str, str]:
+    """Return settings with which mpirun names who failed first, and notices a host's loss within half a minute."""
+    return {**{f"OMPI_MCA_oob_tcp_keepalive_{name}": value for name, value in _KEEPALIVE.items()}, **_ABORT_DELAY}
 
 
 def fills_in_order(passed: Sequence[str]) -> bool:

@@ -71,7 +71,7 @@ def environment(
         if not arguments.places_ranks(passed):
             found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
     if not loopback.is_here(slots):
-        found = {**remote.keepalive(), **found}
+        found = {**remote.settings(), **found}
     elif not elastic:
         found |= loopback.settings(run_dir, launcher, passed, found)
     return open_mpi.for_both(found)

@@ -61,3 +61,7 @@ def test_ranks_fill_one_host_after_the_other() -> None:
 )
 def test_mpirun_may_be_told_to_fill_them_otherwise(options: str, expected: bool) -> None:
     assert remote.fills_in_order(options.split()) == expected
+
+
+def test_a_rank_that_lost_its_peer_leaves_mpirun_time_to_hear_who_was_killed() -> None:
+    assert int(remote.settings()["OMPI_MCA_opal_abort_delay"]) >= 1
