@@ -55,6 +55,8 @@ _PMIX = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")  # what launchers set that `launch
 
 # horovodrun's own setting, with which it starts mpirun: nobody's wish.
 _HOROVODRUNS = {"OMPI_MCA_btl": "^openib"}
+# What Open MPI 4 maps by itself. 5 asks for 16 MiB a rank, which a small /dev/shm has not, and ranks then abort.
+_SEGMENT_IN_5 = {"OMPI_MCA_btl_sm_segment_size": str(2**22)}
 _SHARED_MEMORY = "/dev/shm"
 _SHARED_BYTES_A_RANK = 2**23  # twice what Open MPI maps
 
@@ -129,7 +131,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
     if tuning.one_host:
         # In pieces that fit the cache, copying through shared memory beats reading the other process's memory, which
         # costs a system call and page-table walk a piece.
-        wanted |= {PIECES: str(512 * 2**10), "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+        wanted |= {PIECES: str(512 * 2**10), "OMPI_MCA_btl_vader_single_copy_mechanism": "none", **_SEGMENT_IN_5}
         if not host.has_gpu() and _has_room_for(launcher.detect()):
             wanted |= _NO_NETWORKS
     elif launcher.detect() is not None:

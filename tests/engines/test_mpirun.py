@@ -63,3 +63,16 @@ def test_a_sigterm_to_every_process_of_a_job_leaves_its_ranks_time_for_a_checkpo
     finally:
         job.kill()
         job.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small /dev/shm of its own needs root")
+def test_two_ranks_need_no_more_shared_memory_than_a_small_container_has(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch, hvdtrain, hvdtrain.torch as hvd; hvdtrain.init()\n"
+        "print('sum', hvd.allreduce(torch.ones(2_000_000), op=hvd.Sum).unique().tolist())\n"
+    )
+    small = 'mount -t tmpfs -o size=16m none /dev/shm && exec "$@"'
+    line = ["unshare", "--mount", "sh", "-c", small, "-", *COMMAND, "-np", "2", "--max-restarts", "0", "train.py"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum [2.0]") == 2

@@ -20,6 +20,8 @@ COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 TRANSPORTS = "OMPI_MCA_btl"
 ISOLATED = "OMPI_MCA_ess_singleton_isolated"
+COPY_IN_5 = "OMPI_MCA_smsc"
+SEGMENT_IN_5 = "OMPI_MCA_btl_sm_segment_size"
 PLUGINS = "HWLOC_PLUGINS_BLACKLIST"
 
 
@@ -34,6 +36,8 @@ def nothing_decided(monkeypatch):
         YIELD,
         TRANSPORTS,
         ISOLATED,
+        SEGMENT_IN_5,
+        COPY_IN_5,
         PLUGINS,
         tuning.PIECES,
         tuning.FUSION,
@@ -178,7 +182,14 @@ def test_transports_stay_where_they_may_be_needed(why, monkeypatch):
     assert PLUGINS not in os.environ
 
 
-@pytest.mark.parametrize("variable", [YIELD, COPY, TRANSPORTS, PLUGINS, tuning.PIECES, tuning.FUSION])
+def test_open_mpi_5_is_told_the_same_by_its_own_names(monkeypatch):
+    launched(monkeypatch, ONE_HOST)
+    prepare()
+    assert os.environ[COPY_IN_5] == "^cma,knem,xpmem"
+    assert os.environ[SEGMENT_IN_5] == str(4 * 2**20)
+
+
+@pytest.mark.parametrize("variable", [YIELD, COPY, TRANSPORTS, SEGMENT_IN_5, PLUGINS, tuning.PIECES, tuning.FUSION])
 def test_what_the_user_set_stays_and_is_said(variable, monkeypatch):
     launched(monkeypatch, {**ONE_HOST, variable: "7"})
     decided = prepare()
