@@ -41,9 +41,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
 COPY --from=cpu-builder /opt/hvdtrain /opt/hvdtrain
 COPY hvdtrain/hvdtrain-sshd /usr/local/bin/
 COPY examples /home/hvdtrain/examples
-# Docker's default seccomp profile forbids the single-copy system call that Open MPI uses between local ranks.
+# Docker's default seccomp profile forbids the single-copy system call that Open MPI uses between local ranks: by 4's
+# name and by 5's, which is Debian 13's.
 ENV PATH=/opt/hvdtrain/bin:$PATH \
     OMPI_MCA_btl_vader_single_copy_mechanism=none \
+    OMPI_MCA_smsc=^cma,knem,xpmem \
     OMPI_MCA_mpi_yield_when_idle=1 \
     PYTHONUNBUFFERED=1
 USER hvdtrain
@@ -92,6 +94,7 @@ ENV PATH=/opt/hvdtrain/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     KERAS_BACKEND=torch \
     OMPI_MCA_btl_vader_single_copy_mechanism=none \
+    OMPI_MCA_smsc=^cma,knem,xpmem \
     OMPI_MCA_mpi_yield_when_idle=1 \
     PYTHONUNBUFFERED=1
 USER hvdtrain
