@@ -96,7 +96,7 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 mpi5: $(STAMP) ## The package index's Open MPI 5 in an environment of its own: build, and the tests that concern MPI
 	python -m venv --clear $(MPI5)
-	python $(PURELIB) > "$$($(MPI5)/bin/python $(PURELIB))/over.pth"
+	echo "import site; site.addsitedir('$$(python $(PURELIB))')" > "$$($(MPI5)/bin/python $(PURELIB))/over.pth"
 	$(MPI5)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
 		"$$(sed -n 's/^mpi = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	export PATH="$(MPI5)/bin:$$PATH"; hvdtrain build && mpirun --version | grep 'Open MPI) 5' && \
