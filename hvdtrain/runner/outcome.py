@@ -63,7 +63,10 @@ def _without_result(call: Ended, np: int, *, root_only: bool) -> RankFailedError
         return RankFailedError(f"the process that ran the ranks ended with status {call.status()}; so did they")
     rank, text = call.cause.rank, f"{call.cause} after {call.seconds:.0f} s"
     failed, exits = (dict(each(call.answers, kind)) for kind in ("error", "exit"))
-    if call.cause.code in (0, STOPPED) or rank in failed:  # that rank is not where it began
+    left = next((left for left in exits if exits[left].facts["code"] == call.cause.code), None)
+    if rank is None and left is not None and call.cause.code:  # Open MPI 5 does not always say which rank it was
+        rank, text = left, f"rank {left} ended with status {call.cause.code} after {call.seconds:.0f} s"
+    elif call.cause.code in (0, STOPPED) or rank in failed:  # that rank is not where it began
         silent = [rank for rank in range(np) if rank not in call.answers]
         rank = next(iter([*exits, *silent]))
         status = exits[rank].facts["code"] if rank in exits else call.cause.code

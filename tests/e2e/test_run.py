@@ -284,7 +284,7 @@ def test_lines_are_whole_and_have_their_ranks_mark_though_ranks_write_in_pieces(
 ) -> None:
     run = start(options, PIECES)
     assert run.ends() == 0
-    marked = re.findall(r"^.{0,24}\[(?:1,)?(.)\]<stdout>:<(.) (\d+) -+>$", run.output(), re.MULTILINE)
+    marked = re.findall(r"^.{0,26}\[(?:1,)?(.)\]<stdout>:<(.) (\d+) -+>$", run.output(), re.MULTILINE)
     assert sorted(marked) == sorted((rank, rank, str(line)) for rank in "01" for line in range(500))
 
 

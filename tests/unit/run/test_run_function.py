@@ -159,6 +159,7 @@ BY_OTHERS = raised(1, others=True)
         ({0: raised(2), 1: RETURNED}, Cause("rank 1", 139, 1), "rank 0 on host h raised:\nValueError: mine"),
         ({0: BY_OTHERS}, Cause("horovodrun", 137), "horovodrun was killed by signal 9 after 4 s"),
         ({0: BY_OTHERS, 1: EXITED}, Cause("rank 1", 3, 1), "rank 1 ended with status 3 after 4 s"),
+        ({0: RETURNED, 1: EXITED}, Cause("horovodrun", 3), "rank 1 ended with status 3 after 4 s"),
         ({0: BY_OTHERS, 1: EXITED}, Cause("rank 0", 1, 0), "rank 1 ended by itself, with status 3"),
         ({0: raised(5), 1: EXITED}, Cause("rank 0", 1, 0), "rank 0 on host h raised:\nValueError: mine"),
         ({0: BY_OTHERS}, Cause("rank 1", 7, 1), "rank 1 ended with status 7 after 4 s"),
