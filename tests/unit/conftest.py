@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+
 import hypothesis
 import pytest
 
@@ -10,6 +13,10 @@ from hvdtrain import world
 # A busy machine is no failure of an example.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
+
+# Triton, of torch's builds for GPUs, crashes where TensorFlow was loaded before it: both bring LLVM.
+with contextlib.suppress(ImportError):
+    importlib.import_module("triton")
 
 
 @pytest.fixture
