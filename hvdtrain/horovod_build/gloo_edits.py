@@ -18,8 +18,9 @@ GLOO: tuple[Edit, ...] = (
         _CONTEXT,
         "  device_attr.iface = gloo_iface_;\n\n  device_attr.ai_family = AF_UNSPEC;\n",
         "  device_attr.iface = gloo_iface_;\n"
-        "  // Ranks of one host need no more than loopback, nor does a process alone.\n"
-        "  if (GetIntEnvOrDefault(HOROVOD_SIZE, 1) == GetIntEnvOrDefault(HOROVOD_LOCAL_SIZE, 1)) {\n"
+        "  // Ranks of one host need no more than loopback, nor does one alone. An elastic job may get other hosts.\n"
+        "  if (!GetBoolEnvOrDefault(HOROVOD_ELASTIC, false) &&\n"
+        "      GetIntEnvOrDefault(HOROVOD_SIZE, 1) == GetIntEnvOrDefault(HOROVOD_LOCAL_SIZE, 1)) {\n"
         '    gloo_address_ = "127.0.0.1";\n'
         "  }\n"
         "  device_attr.hostname = gloo_address_;\n\n"
