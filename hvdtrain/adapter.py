@@ -39,11 +39,13 @@ class State:
         arrays: names begin with "model." or "optimizer.".
         meta: the optimizer's settings, the precision scaler.
         unsettled: names of those that each rank changes on its own between two calls of `Adapter.settle`.
+        trained: names of those that gradients change.
     """
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     unsettled: frozenset[str] = frozenset()
+    trained: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,13 @@ log = logging.getLogger("hvdtrain")
 POLICIES = ("raise", "skip", "stop")
 _MOST_IN_A_ROW = 100
 _NAMED = 16  # sample indices in a message
+_ADVICE = (
+    'Weights may hold NaN from here on. Start again with nan_policy="raise", which names the first step, rank and '
+    'samples, or with nan_policy="skip", which leaves such steps out. Of checkpoints the newest finite one is kept.'
+)
+_ADVICE_UNDER_POLICY = (
+    "Steps whose gradients are not finite are not taken, so look at the loss itself and at the data it is taken over."
+)
 
 
 class BadNumbers:
@@ -34,6 +41,20 @@ class BadNumbers:
         self._policy = policy
         self._world = world
         self._in_a_row = 0
+        self._warned = False
+
+    def epoch_taken(self, logs: Mapping[str, float], *, epoch: int) -> None:
+        """Warn of an epoch whose loss is not finite; of the first of several in a row.
+
+        Args:
+            logs: the epoch's metrics, equal on all ranks.
+            epoch: its number, from 0.
+        """
+        bad = [name for name in ("loss", "val_loss") if not math.isfinite(logs.get(name, 0.0))]
+        if bad and not self._warned and self._world.is_root:
+            advice = _ADVICE if self._policy is None else _ADVICE_UNDER_POLICY
+            log.warning("Epoch %d: %s is %s. %s", epoch + 1, bad[0], logs[bad[0]], advice)
+        self._warned = bool(bad)
 
     def step_taken(self) -> None:
         """Note that a step was taken: numbers are good again."""

@@ -193,6 +193,12 @@ class Loop:
             )
         return self._results()
 
+    def end_epoch(self, logs: dict[str, float]) -> None:
+        """Record the epoch's metrics, and begin the next."""
+        self.history.add(logs)
+        self._numbers.epoch_taken(logs, epoch=self.position.epoch)
+        self.position.end_epoch()
+
     def _train(self, source: Source) -> None:
         position, hooks, trainer, pulse = self.position, self._hooks, self._trainer, self._pulse
         pulse.go_on()

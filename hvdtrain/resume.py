@@ -100,7 +100,14 @@ class Keeper:
 
         def find() -> tuple[Path, Contents] | None:
             self._store.clear_leftovers()
-            return self._store.newest_whole()
+            found = self._store.newest_whole()
+            if found is not None and not found[1].finite:
+                finite = self._store.newest_finite()
+                _warn_not_finite(
+                    found[0],
+                    f"To resume from {finite}, move later ones away." if finite else 'fit(resume="never") starts anew.',
+                )
+            return found
 
         return _restore(find, adapter, lr_factor=lr_factor, world=self._world)
 
@@ -171,10 +178,21 @@ def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World)
     Raises:
         CheckpointError: it is missing, damaged, or of another model (named tensor).
     """
-    found = _restore(lambda: (Path(directory), checkpoint.read(directory)), adapter, lr_factor=lr_factor, world=world)
+
+    def find() -> tuple[Path, Contents]:
+        contents = checkpoint.read(directory)
+        if not contents.finite:
+            _warn_not_finite(directory, "Load an earlier one.")
+        return Path(directory), contents
+
+    found = _restore(find, adapter, lr_factor=lr_factor, world=world)
     if found is None:
         raise CheckpointError(f"Checkpoint {directory} is missing.")
     return found
+
+
+def _warn_not_finite(directory: Any, advice: str) -> None:
+    log.warning("checkpoint %s is restored, though it holds NaN or infinity. %s", directory, advice)
 
 
 def _restore(
@@ -228,5 +246,7 @@ def _contents(state: State, kept: Arrays, meta: dict[str, Any], *, world: World,
     meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": world.size}
     # History is among it, and grows.
     return Contents(
-        {**files, "ranks": kept} | ({_CALLBACKS: arrays} if arrays else {}), deepcopy(meta) if copy else meta
+        {**files, "ranks": kept} | ({_CALLBACKS: arrays} if arrays else {}),
+        deepcopy(meta) if copy else meta,
+        trained=frozenset(name.removeprefix("model.") for name in state.trained),
     )

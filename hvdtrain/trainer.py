@@ -256,8 +256,7 @@ class Trainer:
                 break
             if held_out is not None:
                 logs |= {f"val_{name}": value for name, value in self._evaluate(held_out).items()}
-            self.history.add(logs)
-            self._loop.position.end_epoch()
+            self._loop.end_epoch(logs)
             hooks.on_epoch_end(self, epoch, logs)
             self._commit()
             stop = self._is_to_stop(between=True)

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.checkpoint import folders, manifest
-from hvdtrain.checkpoint.manifest import Entry
+from hvdtrain.checkpoint import finite, folders, manifest
+from hvdtrain.checkpoint.manifest import Entry, Manifest
 from hvdtrain.errors import CheckpointError
 
 Arrays = dict[str, NDArray[Any]]
@@ -41,10 +41,14 @@ class Contents:
     Attributes:
         arrays: groups of arrays by the stem of their file: "model" is model.safetensors.
         meta: anything that JSON can say.
+        trained: names in the group "model" of weights, which must be finite; what is not among them may hold infinity.
+        finite: of one that was read, whether training can resume from its numbers.
     """
 
     arrays: dict[str, Arrays]
     meta: dict[str, Any]
+    trained: frozenset[str] = frozenset()
+    finite: bool = True
 
 
 def write(directory: str | os.PathLike[str], contents: Contents) -> None:
@@ -74,7 +78,8 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
             entries = {manifest.META: _write_bytes(temporary / manifest.META, meta)}
             for name, arrays in files.items():
                 entries[name] = _write_arrays(temporary / name, arrays, like=temporary / manifest.META)
-            _write_bytes(temporary / manifest.NAME, manifest.render(entries))
+            found = Manifest(entries, finite.is_finite(contents.arrays, contents.trained))
+            _write_bytes(temporary / manifest.NAME, manifest.render(found))
             folders.put(temporary, target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -91,10 +96,13 @@ def read(directory: str | os.PathLike[str]) -> Contents:
     """
 
     def read_all(folder: int) -> Contents:
-        entries, meta = _read_meta(folder)
-        names = {name: stem for name in entries if (stem := manifest.stem_of(name)) is not None}
-        arrays = {stem: _parse_arrays(name, _read_file(folder, name, entries[name])) for name, stem in names.items()}
-        return Contents(arrays, meta)
+        found, meta = _read_meta(folder)
+        names = {name: stem for name in found.files if (stem := manifest.stem_of(name)) is not None}
+        arrays = {
+            stem: _parse_arrays(name, _read_file(folder, name, found.files[name])) for name, stem in names.items()
+        }
+        known = found.finite
+        return Contents(arrays, meta, finite=finite.is_finite(arrays, frozenset()) if known is None else known)
 
     return _in_folder(directory, read_all)
 
@@ -106,6 +114,18 @@ def read_meta(directory: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: as `read`.
     """
     return _in_folder(directory, lambda folder: _read_meta(folder)[1])
+
+
+def is_finite(directory: str | os.PathLike[str]) -> bool:
+    """Return whether training can resume from a checkpoint's numbers.
+
+    Its manifest says so; only where it is an older version's, all of it is read.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    known = _in_folder(directory, lambda folder: _read_meta(folder)[0].finite)
+    return read(directory).finite if known is None else known
 
 
 def _writable(stem: str, arrays: Arrays) -> Arrays:
@@ -194,16 +214,16 @@ def _is_elsewhere(directory: Path, found: Path, seen: os.stat_result | None) -> 
         return True  # it was moved just now: what is there instead, or that nothing is, the next look tells
 
 
-def _read_meta(folder: int) -> tuple[dict[str, Entry], dict[str, Any]]:
-    entries = manifest.parse(_read_file(folder, manifest.NAME, None))
-    content = _read_file(folder, manifest.META, entries[manifest.META])
+def _read_meta(folder: int) -> tuple[Manifest, dict[str, Any]]:
+    found = manifest.parse(_read_file(folder, manifest.NAME, None))
+    content = _read_file(folder, manifest.META, found.files[manifest.META])
     try:
         meta = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{manifest.META} is no JSON: {error}") from error
     if not isinstance(meta, dict):
         raise CheckpointError(f"{manifest.META} holds {type(meta).__name__}, not an object")
-    return entries, meta
+    return found, meta
 
 
 def _read_file(folder: int, name: str, entry: Entry | None) -> bytes:

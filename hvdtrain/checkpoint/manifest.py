@@ -49,15 +49,29 @@ def stem_of(name: str) -> str | None:
     return stem if stem != name and _STEM.fullmatch(stem) else None
 
 
-def render(entries: dict[str, Entry]) -> bytes:
-    """Return the manifest of these files."""
-    files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
-    body = json.dumps({"format": FORMAT, "files": files})[:-1].encode()
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says.
+
+    Attributes:
+        files: by name.
+        finite: whether training can resume from its numbers; None where it was written before that was kept.
+    """
+
+    files: dict[str, Entry]
+    finite: bool | None
+
+
+def render(manifest: Manifest) -> bytes:
+    """Return the manifest as a file's content."""
+    files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in manifest.files.items()}
+    finite = {} if manifest.finite is None else {"finite": manifest.finite}
+    body = json.dumps({"format": FORMAT, **finite, "files": files})[:-1].encode()
     return body + f', "sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 
 
-def parse(content: bytes) -> dict[str, Entry]:
-    """Return the files of a manifest.
+def parse(content: bytes) -> Manifest:
+    """Return what a manifest says.
 
     Raises:
         CheckpointError: it is damaged, of another format, or names a file that no checkpoint has.
@@ -73,7 +87,8 @@ def parse(content: bytes) -> dict[str, Entry]:
     if isinstance(number, int) and number > FORMAT:
         raise CheckpointError(f"it has format {number}, this hvdtrain reads up to {FORMAT}: update hvdtrain")
     if signed and number == FORMAT:
-        return _entries(manifest.get("files"))
+        finite = manifest.get("finite")
+        return Manifest(_entries(manifest.get("files")), finite if isinstance(finite, bool) else None)
     raise CheckpointError(f"{NAME} is damaged: its format is {number!r}, or its own sha256 is missing")
 
 

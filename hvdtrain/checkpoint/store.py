@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Store:
         self._keep_last = keep_last
         self._best = best
         self._sign = sign(best or "", mode)
+        self._warned = False
 
     def place(self, epochs_done: int, steps_done: int = 0) -> Path:
         """Return where the checkpoint after this many epochs, and steps of the next one, belongs."""
@@ -64,9 +66,10 @@ class Store:
         return [found[order] for order in sorted(found, reverse=True)]
 
     def prune(self) -> None:
-        """Delete all but the newest and the best; what is not known for a whole checkpoint is neither counted nor lost.
+        """Delete all but the newest, the best, and the newest whose numbers are finite.
 
-        One that cannot be deleted is left, with a warning.
+        What is not known for a whole checkpoint is neither counted nor lost. One that cannot be deleted is left, with a
+        warning.
         """
         if self._keep_last is None:
             return
@@ -76,13 +79,24 @@ class Store:
                 metas[path] = files.read_meta(path)
             except CheckpointError as error:
                 log.warning("left alone: %s", error)
-        best = self._best_of(metas)
+        best, finite = self._best_of(metas), self.newest_finite()
+        if finite in list(metas)[self._keep_last :] and not self._warned:
+            self._warned = True
+            log.warning("%s is kept: later checkpoints hold NaN or infinity", finite)
         for path in list(metas)[self._keep_last :]:
-            if path != best and not path.is_symlink():
+            if path not in (best, finite) and not path.is_symlink():
                 try:
                     folders.remove(folders.locate(path))
                 except OSError as error:
                     log.warning("could not delete checkpoint %s: %s", path, error)
+
+    def newest_finite(self) -> Path | None:
+        """Return where the newest checkpoint is from whose numbers training can resume; None where there is none."""
+        for path in self.newest_first():
+            with suppress(CheckpointError):
+                if files.is_finite(path):
+                    return path
+        return None
 
     def _best_of(self, metas: dict[Path, dict[str, Any]]) -> Path | None:
         """Return the checkpoint with the best metric, of equal ones the oldest, as EarlyStopping does."""

@@ -22,10 +22,12 @@ def capture(model: keras.Model) -> State:
     # changes them, and a fault in them must be found before `settle` averages it.
     frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
     own = {id(v) for v in model.non_trainable_weights} - frozen
+    trained = {id(v) for v in model.trainable_weights}
     return State(
         {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in variables.items()},
         {},
-        frozenset(name for name, v in variables.items() if id(v) in own),
+        unsettled=frozenset(name for name, v in variables.items() if id(v) in own),
+        trained=frozenset(name for name, v in variables.items() if id(v) in trained),
     )
 
 

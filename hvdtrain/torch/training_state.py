@@ -52,7 +52,12 @@ def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
         for group in saved["param_groups"]
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
-    return State(arrays, meta, frozenset(f"model.{name}" for name, _ in model.named_buffers()))
+    return State(
+        arrays,
+        meta,
+        unsettled=frozenset(f"model.{name}" for name, _ in model.named_buffers()),
+        trained=frozenset(f"model.{name}" for name, each in model.named_parameters() if each.requires_grad),
+    )
 
 
 def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:

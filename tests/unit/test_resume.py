@@ -1,16 +1,25 @@
-"""What a checkpoint written behind training holds."""
+"""What a checkpoint written behind training holds, and what a run says of the one that it resumes from."""
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 
 import numpy as np
+import torch
 
+import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint
 from hvdtrain.checkpoint import files
 
 X = np.zeros((12, 4), np.float32)
 Y = np.arange(12) % 3
+LOSS = torch.nn.CrossEntropyLoss()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def test_what_is_written_behind_training_is_of_the_moment_it_was_kept(make, monkeypatch, tmp_path):
@@ -28,3 +37,43 @@ def test_what_is_written_behind_training_is_of_the_moment_it_was_kept(make, monk
     monkeypatch.setattr(files, "write", late)
     make().fit((X, Y), epochs=2, callbacks=[LetGo(), Checkpoint(tmp_path)], progress=False)
     assert len(files.read_meta(tmp_path / "epoch-000001")["history"]["loss"]) == 1
+
+
+class Poison(Callback):
+    """Make the weights NaN after an epoch."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        if epoch + 1 == self.epoch:
+            for parameter in trainer.model.parameters():
+                parameter.data.fill_(math.nan)
+
+
+def test_a_run_of_nan_keeps_its_last_finite_checkpoint_and_says_so_once(make, tmp_path, caplog):
+    make().fit((X, Y), epochs=9, callbacks=[Poison(5)], checkpoint_dir=str(tmp_path), progress=False)
+    assert sorted(os.listdir(tmp_path)) == [f"epoch-{epoch:06d}" for epoch in (4, 7, 8, 9)]
+    assert caplog.text.count("Epoch 6: loss is nan.") == 1
+    assert "Epoch 7" not in caplog.text
+    assert 'nan_policy="skip"' in caplog.text
+
+
+def test_a_run_that_resumes_from_nan_says_so_and_resumes_as_before(make, tmp_path, caplog):
+    make().fit((X, Y), epochs=2, callbacks=[Poison(2)], checkpoint_dir=str(tmp_path), progress=False)
+    trainer = make()
+    assert len(trainer.fit((X, Y), epochs=3, checkpoint_dir=str(tmp_path), progress=False)["loss"]) == 3
+    assert f"{tmp_path / 'epoch-000002'} is restored, though it holds NaN" in caplog.text
+    assert f"To resume from {tmp_path / 'epoch-000001'}, move later ones away" in caplog.text
+    caplog.clear()
+    hvdtrain.Trainer.load(tmp_path / "epoch-000003", trainer.model, optimizer=sgd(trainer.model), loss=LOSS)
+    assert "epoch-000003 is restored, though it holds NaN" in caplog.text
+
+
+def test_a_mask_of_infinities_is_no_bad_weight(make, net, tmp_path, caplog):
+    model = net()
+    model.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    make(model).fit((X, Y), epochs=5, checkpoint_dir=str(tmp_path), progress=False)
+    assert len(os.listdir(tmp_path)) == 3
+    assert files.is_finite(tmp_path / "epoch-000005")
+    assert "NaN" not in caplog.text

@@ -30,3 +30,11 @@ def test_ranks_that_go_on_beside_ranks_that_start_anew_are_an_error(kit, world, 
     resume = "auto" if world.is_root else "never"
     with pytest.raises(DesyncError, match="resume is 'auto' on rank 0 but 'never'"):
         kit.trainer(kit.model()).fit(DATA, batch_size=2, checkpoint_dir=str(tmp_path), resume=resume, progress=False)
+
+
+@pytest.mark.world_size(2)
+def test_what_must_be_finite_is_what_gradients_change(kit, world):
+    state = kit.trainer(kit.norm_model()).state()
+    weights = {name for name in state.arrays if name.startswith("model.")} - state.unsettled
+    assert state.trained == weights
+    assert state.trained
