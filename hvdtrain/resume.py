@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,19 @@ class Keeper:
         self._background = background
         self._world = world
         self._writer = Writer()
+
+    def check_writable(self, adapter: Adapter) -> None:
+        """See that a checkpoint can be written, before there is training to lose; a collective call.
+
+        Raises:
+            CheckpointError: it cannot; on other ranks, a HvdTrainError that says so.
+        """
+
+        def check() -> None:
+            # An optimizer that makes its state in the first step is not counted: a large enough disk is not refused.
+            self._store.check_writable(sum(array.nbytes for array in adapter.state().arrays.values()))
+
+        agreement.together(check, world=self._world, name="checkpoint folder")
 
     def save(self, adapter: Adapter, ranks: Arrays, meta: dict[str, Any]) -> None:
         """Keep the present state; training waits while it is copied, and for an earlier one that is still written.
@@ -110,6 +123,16 @@ class Keeper:
             return found
 
         return _restore(find, adapter, lr_factor=lr_factor, world=self._world)
+
+
+@contextmanager
+def finished(keepers: Sequence[Keeper]) -> Iterator[Sequence[Keeper]]:
+    """Let what keepers have begun be written, however the block ends."""
+    try:
+        yield keepers
+    finally:
+        for keeper in keepers:
+            keeper.finish()
 
 
 class Memory:

@@ -226,21 +226,21 @@ class Trainer:
         self.hosts, run = identity.meet(self.world)
         checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
         self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
-        keepers = [each.open(self) for each in checkpoints]
-        self._loop.find(keepers, self.kept, anew=resume == "never")
-        states = self._loop.begin(source, hooks, run)
-        self._stop = False
-        self._adapter.start()
-        # A DataLoader has a batch size of its own, and what can only be iterated need not have any.
-        self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=self._accumulate)
-        for line in self.decisions if self.world.is_root else ():
-            log.info("%s", line)
-        try:
-            self._run(source, held_out, hooks, states)
-        finally:
-            hooks.close()
-            for keeper in keepers:
-                keeper.finish()
+        with resuming.finished([each.open(self) for each in checkpoints]) as keepers:
+            self._loop.find(keepers, self.kept, anew=resume == "never")
+            states = self._loop.begin(source, hooks, run)
+            for keeper in keepers if self._loop.position.epoch < epochs else ():  # else there is nothing to write
+                keeper.check_writable(self._adapter)
+            self._stop = False
+            self._adapter.start()
+            # A DataLoader has a batch size of its own, and what can only be iterated need not have any.
+            self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=self._accumulate)
+            for line in self.decisions if self.world.is_root else ():
+                log.info("%s", line)
+            try:
+                self._run(source, held_out, hooks, states)
+            finally:
+                hooks.close()
         self._is_to_stop(between=True)  # what was asked while the run ended
 
     def _run(self, source: Source, held_out: Source | None, hooks: CallbackList, states: list[Any]) -> None:

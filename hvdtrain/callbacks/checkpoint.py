@@ -30,7 +30,8 @@ class Checkpoint(Callback):
 
     Raises:
         ValueError: an option outside its range.
-        CheckpointError: in `fit`, at the checkpoint after one that could not be written, or at the end; what was
+        CheckpointError: in `fit`, before the first epoch, where the folder cannot be written or its disk has no space
+            for one checkpoint; else at the checkpoint after one that could not be written, or at the end: what was
             written before is kept, and so is the state in memory.
     """
 

@@ -87,6 +87,14 @@ def make(path: Path) -> None:
         sync(each.parent)
 
 
+def free_bytes(path: Path) -> int | None:
+    """Return the free space of the disk that a folder is on, None where its filesystem does not tell."""
+    found = os.statvfs(path)
+    if not found.f_blocks:
+        return None
+    return found.f_frsize * (found.f_bavail if os.geteuid() else found.f_bfree)
+
+
 def sync(path: Path) -> None:
     """Wait until the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

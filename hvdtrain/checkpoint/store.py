@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hvdtrain.improvement import Mode, improves, sign
 
 log = logging.getLogger("hvdtrain")
 
+_PROBE_BYTES = 4096  # a quota that is spent may still let an empty file be made
 _NAME = re.compile(r"epoch-([0-9]{6,})(?:-step-([0-9]{8,}))?")
 
 
@@ -64,6 +66,29 @@ class Store:
             raise CheckpointError(f"The checkpoints in {self.root} cannot be listed: {error.strerror}.") from error
         found = {order: path for path in paths if (order := _order(path.name))}
         return [found[order] for order in sorted(found, reverse=True)]
+
+    def check_writable(self, num_bytes: int) -> None:
+        """Make the folder, and see that a checkpoint of this size can be written to it.
+
+        Raises:
+            CheckpointError: it cannot: permissions, a read-only disk, a quota, or too little space.
+        """
+        try:
+            folders.make(self.root)
+            with folders.temporary(self.place(0)) as probe:
+                (probe / "probe").write_bytes(bytes(_PROBE_BYTES))
+            free = folders.free_bytes(self.root)
+        except OSError as error:
+            raise CheckpointError(
+                f"No checkpoint can be written to {self.root} on host {socket.gethostname()}: {error}. Give a folder "
+                "that this user can write to."
+            ) from error
+        if free is not None and free < num_bytes:
+            raise CheckpointError(
+                f"No checkpoint can be written to {self.root} on host {socket.gethostname()}: one takes at least "
+                f"{num_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free. Free some space, or give a folder on "
+                "another disk."
+            )
 
     def prune(self) -> None:
         """Delete all but the newest, the best, and the newest whose numbers are finite.

@@ -7,11 +7,13 @@ import os
 import threading
 
 import numpy as np
+import pytest
 import torch
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint
-from hvdtrain.checkpoint import files
+from hvdtrain.checkpoint import files, folders
+from hvdtrain.errors import CheckpointError
 
 X = np.zeros((12, 4), np.float32)
 Y = np.arange(12) % 3
@@ -77,3 +79,34 @@ def test_a_mask_of_infinities_is_no_bad_weight(make, net, tmp_path, caplog):
     assert len(os.listdir(tmp_path)) == 3
     assert files.is_finite(tmp_path / "epoch-000005")
     assert "NaN" not in caplog.text
+
+
+class Began(Callback):
+    """Count epochs."""
+
+    epochs = 0
+
+    def on_epoch_begin(self, trainer, epoch):
+        self.epochs += 1
+
+
+def test_a_folder_that_cannot_be_written_ends_fit_before_the_first_epoch(make, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    began = Began()
+    with pytest.raises(CheckpointError, match="Give a folder that this user can write to"):
+        make().fit((X, Y), callbacks=[began], checkpoint_dir=str(tmp_path / "file" / "runs"), progress=False)
+    assert began.epochs == 0
+
+
+def test_a_disk_too_small_for_one_checkpoint_ends_fit_before_the_first_epoch(make, tmp_path, monkeypatch):
+    began = Began()
+    monkeypatch.setattr(folders, "free_bytes", lambda path: 200)
+    with pytest.raises(CheckpointError, match="MB are free"):
+        make().fit((X, Y), callbacks=[began], checkpoint_dir=str(tmp_path), progress=False)
+    assert began.epochs == 0
+
+
+def test_a_run_that_is_complete_needs_no_space(make, tmp_path, monkeypatch):
+    make().fit((X, Y), epochs=1, checkpoint_dir=str(tmp_path), progress=False)
+    monkeypatch.setattr(folders, "free_bytes", lambda path: 200)
+    assert len(make().fit((X, Y), epochs=1, checkpoint_dir=str(tmp_path), progress=False)["loss"]) == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.callbacks import Checkpoint
-from hvdtrain.errors import DesyncError
+from hvdtrain.errors import DesyncError, HvdTrainError
 
 DATA = (np.zeros((8, 6), np.float32), np.arange(8) % 3)
 
@@ -38,3 +38,13 @@ def test_what_must_be_finite_is_what_gradients_change(kit, world):
     weights = {name for name in state.arrays if name.startswith("model.")} - state.unsettled
     assert state.trained == weights
     assert state.trained
+
+
+@pytest.mark.world_size(2)
+def test_a_folder_that_rank_0_cannot_write_ends_all_ranks_before_the_first_epoch(kit, world, tmp_path):
+    if world.is_root:
+        (tmp_path / "file").write_text("not a folder")
+    trainer = kit.trainer(kit.model())
+    with pytest.raises(HvdTrainError, match="Give a folder that this user can write to"):
+        trainer.fit(DATA, batch_size=2, checkpoint_dir=str(tmp_path / "file" / "runs"), progress=False)
+    assert trainer.global_step == 0

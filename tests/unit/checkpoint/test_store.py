@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvdtrain.checkpoint import Contents, Store, read, write
+from hvdtrain.checkpoint import Contents, Store, folders, read, write
 from hvdtrain.errors import CheckpointError
 
 
@@ -202,3 +203,25 @@ def test_a_folder_that_cannot_be_listed_or_changed_is_a_checkpoint_error(tmp_pat
     monkeypatch.setattr(type(tmp_path), "iterdir", denied)
     with pytest.raises(CheckpointError, match=r"cannot be listed: Permission denied"):
         store.newest_whole()
+
+
+def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"file/runs on host .*Give a folder that this user can write to"):
+        Store(tmp_path / "file" / "runs").check_writable(1)
+
+
+def test_a_disk_without_space_for_one_checkpoint_is_said_with_both_sizes(tmp_path, monkeypatch):
+    store = Store(tmp_path / "runs")
+    monkeypatch.setattr(folders, "free_bytes", lambda path: 2_000_000)
+    store.check_writable(2_000_000)
+    with pytest.raises(CheckpointError, match=r"takes at least 3\.0 MB, and 2\.0 MB are free. Free some space"):
+        store.check_writable(3_000_000)
+    monkeypatch.setattr(folders, "free_bytes", lambda path: None)
+    store.check_writable(3_000_000)
+    assert list(store.root.iterdir()) == []
+
+
+def test_free_space_is_that_of_the_disk(tmp_path):
+    assert folders.free_bytes(tmp_path) > 0
+    assert folders.free_bytes(Path("/proc")) is None
