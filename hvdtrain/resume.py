@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -11,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import agreement, checkpoint, learning_rate, rank_state
+from hvdtrain import agreement, checkpoint, identity, learning_rate, rank_state
 from hvdtrain.adapter import Adapter, State
 from hvdtrain.callbacks.base import with_arrays, without_arrays
 from hvdtrain.checkpoint import Contents
+from hvdtrain.checkpoint.lock import FolderLock, Holder
 from hvdtrain.checkpoint.store import Store
 from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.errors import CheckpointError
+from hvdtrain.identity import Identity
 from hvdtrain.rank_state import Arrays
 from hvdtrain.world import World
 
@@ -25,6 +28,8 @@ log = logging.getLogger("hvdtrain")
 
 # What `State.arrays` begin with, and the files that they go to.
 _FILES = ("model", "optimizer")
+# How long an earlier start of this run may take to end. NFS 4 keeps a lost host's locks for a minute and a half.
+_OWN_WRITER_S = 120.0
 # Where callbacks' arrays are; and, on their way to the ranks, what their names begin with: equal on all of them.
 _CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
 
@@ -46,15 +51,41 @@ class Keeper:
         self._background = background
         self._world = world
         self._writer = Writer()
+        self._lock = FolderLock(store.root)
 
-    def check_writable(self, adapter: Adapter) -> None:
+    def hold(self, run: Identity, *, before: Identity | None) -> None:
+        """Be the folder's only writer, until `finish`; a collective call.
+
+        Args:
+            run: which this is, unless it resumes another.
+            before: which this process was in before, in an elastic job: ranks that meet again wait for its writer.
+
+        Raises:
+            CheckpointError: another run is; on other ranks, a HvdTrainError that says so.
+        """
+        job = os.environ.get(identity.ID)
+
+        def is_own(other: Holder) -> bool:
+            return (job is not None and other.job == job) or (before is not None and other.run == before.id)
+
+        holder = Holder.here(run.id, run.name, job)
+        agreement.together(
+            lambda: self._lock.acquire(holder, is_own=is_own, limit_s=_OWN_WRITER_S), world=self._world, name="lock"
+        )
+
+    def begin(self, adapter: Adapter, run: Identity) -> None:
         """See that a checkpoint can be written, before there is training to lose; a collective call.
+
+        Args:
+            adapter: whose state will be written.
+            run: which run this is, the one that it resumes included.
 
         Raises:
             CheckpointError: it cannot; on other ranks, a HvdTrainError that says so.
         """
 
         def check() -> None:
+            self._lock.describe(Holder.here(run.id, run.name, os.environ.get(identity.ID)))
             # An optimizer that makes its state in the first step is not counted: a large enough disk is not refused.
             self._store.check_writable(sum(array.nbytes for array in adapter.state().arrays.values()))
 
@@ -91,9 +122,12 @@ class Keeper:
         agreement.together(self._writer.wait, world=self._world, name="save")
 
     def finish(self) -> None:
-        """Let what was begun be written; on this rank alone, for a run that ends with an error."""
-        with suppress(Exception):  # it was logged, and must not hide the other one
-            self._writer.wait()
+        """Let what was begun be written, and give the folder back; on this rank alone, however the run ends."""
+        try:
+            with suppress(Exception):  # it was logged, and must not hide the other one
+                self._writer.wait()
+        finally:
+            self._lock.release()
 
     def set_aside(self) -> None:
         """Move an older run's checkpoints to where a later "auto" does not take them for this run's."""
@@ -126,9 +160,11 @@ class Keeper:
 
 
 @contextmanager
-def finished(keepers: Sequence[Keeper]) -> Iterator[Sequence[Keeper]]:
-    """Let what keepers have begun be written, however the block ends."""
+def held(keepers: Sequence[Keeper], run: Identity, *, before: Identity | None) -> Iterator[Sequence[Keeper]]:
+    """Hold the keepers' folders, and let what they have begun be written, however the block ends; see `Keeper.hold`."""
     try:
+        for keeper in keepers:
+            keeper.hold(run, before=before)
         yield keepers
     finally:
         for keeper in keepers:

@@ -226,11 +226,11 @@ class Trainer:
         self.hosts, run = identity.meet(self.world)
         checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
         self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
-        with resuming.finished([each.open(self) for each in checkpoints]) as keepers:
+        with resuming.held([each.open(self) for each in checkpoints], run, before=self.run) as keepers:
             self._loop.find(keepers, self.kept, anew=resume == "never")
             states = self._loop.begin(source, hooks, run)
             for keeper in keepers if self._loop.position.epoch < epochs else ():  # else there is nothing to write
-                keeper.check_writable(self._adapter)
+                keeper.begin(self._adapter, self.run or run)
             self._stop = False
             self._adapter.start()
             # A DataLoader has a batch size of its own, and what can only be iterated need not have any.

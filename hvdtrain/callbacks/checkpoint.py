@@ -20,7 +20,7 @@ class Checkpoint(Callback):
     are part of it, so that a run that was killed ends as if it never had been.
 
     Args:
-        directory: of this run alone.
+        directory: of this run alone; while `fit` runs, another run is refused it.
         every_epochs: epochs between checkpoints; 0 for none at epochs' ends.
         every_steps: optimizer steps between checkpoints, counted over all epochs; None for none within epochs.
         keep_last: how many of the newest are kept; None keeps all.
@@ -30,9 +30,9 @@ class Checkpoint(Callback):
 
     Raises:
         ValueError: an option outside its range.
-        CheckpointError: in `fit`, before the first epoch, where the folder cannot be written or its disk has no space
-            for one checkpoint; else at the checkpoint after one that could not be written, or at the end: what was
-            written before is kept, and so is the state in memory.
+        CheckpointError: in `fit`, before the first epoch, where another run holds the folder, it cannot be written, or
+            its disk has no space for one checkpoint; else at the checkpoint after one that could not be written, or at
+            the end: what was written before is kept, and so is the state in memory.
     """
 
     def __init__(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import sys
 import time
 from contextlib import suppress
@@ -53,6 +55,8 @@ class Script(Callback):
 
     def on_fit_begin(self, trainer: hvdtrain.Trainer) -> None:
         say("begin", **place(trainer))
+        if HOST != "alone" and world.is_root:
+            say("holds", own=json.loads((FOLDER / "checkpoints" / ".lock").read_text())["pid"] == os.getpid())
 
     def on_step_begin(self, trainer: hvdtrain.Trainer, step: int) -> None:
         if trainer.global_step == FAULT_STEP:
@@ -108,7 +112,7 @@ def fit_alone() -> hvdtrain.Trainer:
 if HOST == "alone":
     trainer = fit_alone()
 else:
-    trainer = fit(Script(), Logger(Log()), Checkpoint(FOLDER / f"checkpoints-{HOST}", every_steps=COMMIT_EVERY))
+    trainer = fit(Script(), Logger(Log()), Checkpoint(FOLDER / "checkpoints", every_steps=COMMIT_EVERY))
 history = {name: values for name, values in trainer.history.items() if name not in ("seconds", "samples_per_s")}
 weights = {name: array.ravel().tolist() for name, array in trainer.state().arrays.items() if "model." in name}
 say("end", **place(trainer), history=history, weights=weights)

@@ -182,6 +182,10 @@ def test_the_trainer_goes_on_as_one_process_with_the_same_global_batches(
     rounds = sorted(job.of("logs"), key=lambda each: each["step"])  # rank 0 may have been on either host
     assert [each["step"] for each in rounds] == [0, 7 if scenario == "grow" else 6]
     assert len({each["id"] for each in rounds}) == 1, "one run, though its rank 0 may be another one now"
+    assert [each["own"] for each in job.of("holds")] == [True, True], "the folder is held by each round's rank 0"
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept[-1] == "epoch-000003"
+    assert ".lock" not in kept
     straight = alone(tmp_path, "elastic_trainer.py", scenario, framework)
     assert end["step"] == straight["step"]
     for name, values in straight["history"].items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -48,3 +51,30 @@ def test_a_folder_that_rank_0_cannot_write_ends_all_ranks_before_the_first_epoch
     with pytest.raises(HvdTrainError, match="Give a folder that this user can write to"):
         trainer.fit(DATA, batch_size=2, checkpoint_dir=str(tmp_path / "file" / "runs"), progress=False)
     assert trainer.global_step == 0
+
+
+HELD = """
+import sys, time
+from pathlib import Path
+from hvdtrain.checkpoint.lock import FolderLock, Holder
+FolderLock(Path(sys.argv[1])).acquire(Holder.here("theirs", "train", None), is_own=lambda _: False, limit_s=0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.world_size(2)
+def test_all_ranks_of_a_run_that_is_refused_end_with_the_same_words(kit, world, tmp_path):
+    process = None
+    if world.is_root:
+        process = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"held\n"
+    try:
+        with pytest.raises(HvdTrainError, match=r"Run train \(theirs\), process .* Give this run a folder of its own"):
+            kit.trainer(kit.model()).fit(DATA, batch_size=2, checkpoint_dir=str(tmp_path), progress=False)
+    finally:
+        if process is not None:
+            process.kill()
+            process.communicate()
+    world.barrier()
+    kit.trainer(kit.model()).fit(DATA, batch_size=2, checkpoint_dir=str(tmp_path), progress=False)

@@ -1,0 +1,213 @@
+"""One writer for a folder of checkpoints: a file lock, which the kernel drops when its process dies, however it dies.
+
+The file says who holds it. Other hosts see the lock as far as the filesystem carries it there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from hvdtrain.checkpoint import folders
+from hvdtrain.errors import CheckpointError
+
+log = logging.getLogger("hvdtrain")
+
+NAME = ".lock"
+_POLL_S = 0.2
+_MAX_BYTES = 10_000
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a folder.
+
+    Attributes:
+        run: its id.
+        name: its name, for people.
+        job: the id that all starts of one `hvdtrain run` share; None under another launcher.
+        host: where its process runs.
+        pid: of its process.
+        since: when it took the folder, in ISO 8601.
+    """
+
+    run: str
+    name: str
+    job: str | None
+    host: str
+    pid: int
+    since: str
+
+    @classmethod
+    def here(cls, run: str, name: str, job: str | None) -> Holder:
+        """Return this process, as the holder from now on."""
+        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return cls(run, name, job, socket.gethostname(), os.getpid(), since)
+
+
+class _HeldError(Exception):
+    """Another process holds the lock; `holder` is None where its file does not say who."""
+
+    def __init__(self, holder: Holder | None) -> None:
+        super().__init__()
+        self.holder = holder
+
+
+class FolderLock:
+    """Holds a folder of checkpoints for this process; several locks of one process may hold the same.
+
+    Args:
+        folder: the folder; made where it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = Path(os.path.realpath(folder)) / NAME
+        self._holds = False
+
+    def acquire(self, holder: Holder, *, is_own: Callable[[Holder], bool], limit_s: float) -> None:
+        """Take the folder; take nothing where it cannot be written, or its filesystem has no locks.
+
+        Args:
+            holder: this process.
+            is_own: whether a holder is an earlier start of this run, which is about to end: it is waited for.
+            limit_s: for how long.
+
+        Raises:
+            CheckpointError: another run holds it.
+        """
+        deadline: float | None = None
+        while not self._holds:
+            try:
+                self._take(holder)
+                return
+            except _HeldError as held:
+                other = held.holder
+            if other is None or not is_own(other) or (deadline is not None and time.monotonic() > deadline):
+                raise CheckpointError(_refusal(self._path.parent, other))
+            if deadline is None:
+                deadline = time.monotonic() + limit_s
+                log.info("waiting for process %d on %s, which still writes to %s", other.pid, other.host, self._path)
+            time.sleep(_POLL_S)
+
+    def _take(self, holder: Holder) -> None:
+        if self._path in _counts:
+            _counts[self._path] += 1
+            self._holds = True
+            return
+        descriptor = _lock(self._path)
+        if descriptor is not None:
+            _counts[self._path], _descriptors[self._path] = 1, descriptor
+            self._holds = True
+            self.describe(holder)
+
+    def describe(self, holder: Holder) -> None:
+        """Write into the file who holds the folder."""
+        descriptor = _descriptors.get(self._path) if self._holds else None
+        if descriptor is None:
+            return
+        line = json.dumps(asdict(holder)).encode() + b"\n"
+        try:
+            os.pwrite(descriptor, line, 0)  # whoever reads meanwhile reads the first line
+            os.ftruncate(descriptor, len(line))
+            os.fsync(descriptor)  # other hosts read it only then
+        except OSError as error:  # the lock holds all the same
+            log.debug("%s does not say who holds it: %s", self._path, error)
+
+    def release(self) -> None:
+        """Give the folder back, if it is held."""
+        if not self._holds or self._path not in _counts:
+            return
+        self._holds = False
+        _counts[self._path] -= 1
+        if not _counts[self._path]:
+            del _counts[self._path]
+            descriptor = _descriptors.pop(self._path)
+            if _is_at(descriptor, self._path):
+                # Before the lock goes: whoever opened this file meanwhile finds that it is gone, and makes another.
+                with suppress(OSError):
+                    self._path.unlink()
+            os.close(descriptor)
+
+
+_counts: dict[Path, int] = {}
+_descriptors: dict[Path, int] = {}
+
+
+def _forget() -> None:
+    """Close a forked child's copies, which would keep the lock after this process has died: a DataLoader's workers."""
+    for descriptor in _descriptors.values():
+        os.close(descriptor)
+    _descriptors.clear()
+    _counts.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _lock(path: Path) -> int | None:
+    """Return the descriptor of a file that is now locked; None where there can be no lock.
+
+    Raises:
+        _HeldError: another process has it.
+    """
+    while True:
+        try:
+            folders.make(path.parent)
+            descriptor = _opened(path)
+        except OSError:
+            return None  # whether checkpoints can be written, and why not, is said where one is due
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise _HeldError(holder) from None
+        except OSError as error:
+            os.close(descriptor)
+            log.warning("%s: no file locks (%s), so nothing keeps another run out of it", path.parent, error.strerror)
+            return None
+        if _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # its holder has removed it meanwhile
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # another user's
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False
+
+
+def _holder(descriptor: int) -> Holder | None:
+    try:
+        return Holder(**json.loads(os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0]))
+    except (OSError, ValueError, TypeError):
+        return None  # it was taken just now
+
+
+def _refusal(folder: Path, other: Holder | None) -> str:
+    if other is None:
+        who, end = "Another process", "end that one"
+    else:
+        who = f"Run {other.name} ({other.run}), process {other.pid} on host {other.host} since {other.since},"
+        end = f"end that one (on {other.host}: kill {other.pid})"
+    return (
+        f"{who} writes checkpoints to {folder}, and a folder has one writer. Give this run a folder of its own; or "
+        f'{end}, and start this one again: it resumes from what is there, or moves it aside with fit(resume="never").'
+    )
