@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import agreement, checkpoint, identity, learning_rate, rank_state
+from hvdtrain import agreement, checkpoint, identity, learning_rate, rank_state, scratch
 from hvdtrain.adapter import Adapter, State
 from hvdtrain.callbacks.base import with_arrays, without_arrays
 from hvdtrain.checkpoint import Contents
@@ -208,7 +208,9 @@ def save(directory: Any, adapter: Adapter, ranks: Arrays, meta: dict[str, Any], 
     """Write one checkpoint to `directory`; for the arguments and errors see `Keeper.save`."""
     kept = rank_state.gather(ranks, world=world)
     agreement.together(
-        lambda: checkpoint.write(directory, _contents(adapter.state(), kept, meta, world=world, copy=False)),
+        lambda: checkpoint.write(
+            scratch.place(directory), _contents(adapter.state(), kept, meta, world=world, copy=False)
+        ),
         world=world,
         name="save",
     )
@@ -217,7 +219,7 @@ def save(directory: Any, adapter: Adapter, ranks: Arrays, meta: dict[str, Any], 
 def read_config(directory: Any, *, world: World) -> dict[str, Any]:
     """Return the options that the checkpoint's Trainer had."""
     config: dict[str, Any] = agreement.together(
-        lambda: checkpoint.read_meta(directory)["config"], world=world, name="load"
+        lambda: checkpoint.read_meta(scratch.found(directory))["config"], world=world, name="load"
     )
     return config
 
@@ -239,10 +241,11 @@ def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World)
     """
 
     def find() -> tuple[Path, Contents]:
-        contents = checkpoint.read(directory)
+        place = scratch.found(directory)
+        contents = checkpoint.read(place)
         if not contents.finite:
-            _warn_not_finite(directory, "Load an earlier one.")
-        return Path(directory), contents
+            _warn_not_finite(place, "Load an earlier one.")
+        return place, contents
 
     found = _restore(find, adapter, lr_factor=lr_factor, world=world)
     if found is None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hvdtrain import step_times
+from hvdtrain import scratch, step_times
 from hvdtrain.bench import advice, report, sweep, worker
 from hvdtrain.bench.floor import floor_s, parse_link
 from hvdtrain.bench.launch import BenchError, BenchUsageError, Hosts, Outcome, parse_hosts, run_ranks
@@ -138,19 +139,20 @@ def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.
 
 
 def bench_script(script: Path, options: Options, hosts: Hosts, link: float | None) -> report.Result:
-    """Run the user's own script with its steps recorded."""
+    """Run the user's own script with its steps recorded, and its checkpoints in a temporary folder."""
     steps_asked = SCRIPT_STEPS if options.steps is None else options.steps
     name = script.name
     until = f"{steps_asked} steps" if steps_asked else "its end"
     _announce(f"{name} on {hosts.ranks} ranks until {until}, at most {options.timeout_s:g} s")
-    outcome = run_ranks(
-        hosts,
-        [str(script), *options.arguments],
-        environment={step_times.VARIABLE: str(steps_asked)},
-        timeout_s=options.timeout_s,
-        mark=step_times.MARK,
-        answers=hosts.ranks,
-    )
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", ignore_cleanup_errors=True) as folder:
+        outcome = run_ranks(
+            hosts,
+            [str(script), *options.arguments],
+            environment={step_times.VARIABLE: str(steps_asked), scratch.VARIABLE: folder},
+            timeout_s=options.timeout_s,
+            mark=step_times.MARK,
+            answers=hosts.ranks,
+        )
     steps = from_script(outcome, name=name, ranks=hosts.ranks, timeout_s=options.timeout_s)
     return report.Result(
         title=f"{name}, {hosts.ranks} ranks, {steps.slowest.facts.get('framework', '')}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
+from hvdtrain import scratch
 from hvdtrain.callbacks.base import Callback, Logs
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Checkpoint(Callback):
             )
         from hvdtrain.checkpoint.store import Store
 
-        self._store = Store(directory, keep_last=keep_last, best=best, mode=mode)
+        self._store = Store(scratch.place(directory), keep_last=keep_last, best=best, mode=mode)
         self._best = best
         self._every_epochs = every_epochs
         self._every_steps = every_steps

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.callbacks.base import Callback, CallbackList
+from hvdtrain import scratch
+from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.keras_style import as_callback
+from hvdtrain.callbacks.loggers.logger import Logger
 from hvdtrain.callbacks.progress import Progress
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.callbacks.stragglers import Stragglers
@@ -19,18 +21,22 @@ def with_defaults(
 ) -> CallbackList:
     """Return the callbacks of a fit; of the kinds that every run has, one is added where none was given.
 
+    While `hvdtrain bench` runs the script, those that write are left out, but for checkpoints, which go elsewhere.
+
     Args:
         given: ours, and Keras's own.
         run_folder: where the run is kept, None for nowhere.
         checkpoint_dir: where a checkpoint is written after each epoch, None for nowhere.
         progress: whether rank 0 shows how it goes.
     """
-    hooks: list[Callback] = [as_callback(each) for each in given]
+    hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
     for kind in (*[Progress] * progress, Stragglers, SyncCheck):
         if not any(isinstance(hook, kind) for hook in hooks):
             hooks.append(kind())
     if run_folder is not None and not any(isinstance(hook, RunFolder) for hook in hooks):
         hooks.append(run_folder)
+    if scratch.is_on():
+        hooks = [hook for hook in hooks if not isinstance(hook, RunFolder | Logger)]
     if checkpoint_dir:
         hooks.append(Checkpoint(checkpoint_dir))
     # Last: what the others do to the model or to themselves is then part of it, and found equal on all ranks.

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain import world
+from hvdtrain import scratch, world
 from hvdtrain.keras import host
 from hvdtrain.keras.variables import broadcast_model
 
@@ -260,7 +260,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
 
     def _save_model(self, epoch: int, batch: int | None, logs: Logs) -> None:
-        if world.current().is_root:  # several writers would tear the file
+        if world.current().is_root and not scratch.is_on():  # several writers would tear the file
             super()._save_model(epoch, batch, logs)
 
 

@@ -61,6 +61,18 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.MSELoss())
 trainer.fit((x, y), epochs=2, batch_size=32)
 """
+TORCH_KEEPING = (
+    TORCH_TRAINER.rpartition("trainer.fit")[0]
+    + """
+from hvdtrain.callbacks import Checkpoint, CSVLogger, RunFolder
+trainer.fit((x, y), epochs=1, batch_size=32)
+hooks = [Checkpoint("kept"), CSVLogger("log/log.csv"), RunFolder("mine")]
+trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.MSELoss())
+trainer.fit((x, y), epochs=1, batch_size=32, callbacks=hooks)
+trainer.save("model")
+hvdtrain.Trainer.load("kept/epoch-000001", model, optimizer=optimizer, loss=torch.nn.MSELoss())
+"""
+)
 TORCH_OWN_LOOP = """
 import torch, hvdtrain
 from own_loader import loader
@@ -206,6 +218,26 @@ def test_a_trainer_script_is_measured_until_its_end(folder: Path) -> None:
     told = of_script(folder, TORCH_TRAINER, "--steps", "0")
     assert {each["steps"] for each in told["steps"]} == {2 * 10 - 3}
     assert told["plan_input"]["samples_per_step"] == 32
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    found = {path: path.stat() for path in sorted(folder.rglob("*"))}
+    return {str(path.relative_to(folder)): (each.st_ino, each.st_mtime_ns) for path, each in found.items()}
+
+
+def test_a_scripts_checkpoints_runs_and_logs_are_neither_read_nor_written(folder: Path) -> None:
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    (folder / "train.py").write_text(TORCH_KEEPING)
+    environment = {**os.environ, "HVDTRAIN_RUNS": "runs"}
+    subprocess.run([sys.executable, "train.py"], cwd=folder, env=environment, check=True, timeout=100)
+    kept = [folder / name for name in ("kept", "runs", "mine", "log", "model")]
+    before = [snapshot(each) for each in kept]
+    assert all(before)
+    told = of_script(folder, TORCH_KEEPING, "--steps", "0", TMPDIR=str(temporary), HVDTRAIN_RUNS="runs")
+    assert {each["steps"] for each in told["steps"]} == {2 * 10 - 3}  # from the beginning, though that run is complete
+    assert [snapshot(each) for each in kept] == before
+    assert not list(temporary.glob("hvdtrain-bench-*"))
 
 
 def test_a_prepared_loop_is_measured(folder: Path) -> None:
