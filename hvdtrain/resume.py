@@ -86,8 +86,12 @@ class Keeper:
 
         def check() -> None:
             self._lock.describe(Holder.here(run.id, run.name, os.environ.get(identity.ID)))
-            # An optimizer that makes its state in the first step is not counted: a large enough disk is not refused.
-            self._store.check_writable(sum(array.nbytes for array in adapter.state().arrays.values()))
+            # What the first step makes is not counted, so that no disk is refused that is large enough: the state of
+            # most optimizers, and all of a model of lazy modules, which torch lets nobody ask for its weights yet.
+            num_bytes = 0
+            with suppress(ValueError):
+                num_bytes = sum(array.nbytes for array in adapter.state().arrays.values())
+            self._store.check_writable(num_bytes)
 
         agreement.together(check, world=self._world, name="checkpoint folder")
 

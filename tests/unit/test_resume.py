@@ -110,3 +110,9 @@ def test_a_run_that_is_complete_needs_no_space(make, tmp_path, monkeypatch):
     make().fit((X, Y), epochs=1, checkpoint_dir=str(tmp_path), progress=False)
     monkeypatch.setattr(folders, "free_bytes", lambda path: 200)
     assert len(make().fit((X, Y), epochs=1, checkpoint_dir=str(tmp_path), progress=False)["loss"]) == 1
+
+
+def test_a_model_without_weights_yet_keeps_checkpoints_too(make, tmp_path):
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    make(model).fit((X, Y), checkpoint_dir=str(tmp_path), progress=False)
+    assert os.listdir(tmp_path) == ["epoch-000001"]
