@@ -186,6 +186,7 @@ class Trainer:
         Raises:
             ValueError: no data, or an option outside its range.
             DesyncError: ranks were given different data or options, or came to hold different weights (`SyncCheck`).
+            CheckpointError: another run holds the folder of checkpoints, or it cannot be written; see `Checkpoint`.
             SystemExit: a rank was asked to stop.
         """
         check_positive("epochs", epochs, int)
