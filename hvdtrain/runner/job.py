@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from hvdtrain import quiet
+from hvdtrain import open_mpi, quiet
 from hvdtrain.runner import family
 from hvdtrain.runner.arguments import MPIRUN
 from hvdtrain.runner.causes import Listener
@@ -105,6 +105,8 @@ class Job:
         # A scheduler sends SIGTERM to every process of a job. mpirun would kill its ranks a moment later, in the midst
         # of a checkpoint; deaf to it, it waits for them. It starts ranks that hear everything.
         self._is_deaf = Path(line[0]).name == MPIRUN
+        # Now: what is still below this process when the job has ended, mpirun --version too, is killed.
+        open_mpi.spaces_marks()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self._is_deaf else set())
         try:
             self._process = subprocess.Popen(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain import open_mpi
 from hvdtrain.runner import job
 
 # Says which signals it was started deaf to, then waits to be asked.
@@ -90,3 +91,12 @@ def test_ranks_lines_come_whole_and_without_frameworks_notes(tmp_path: Path, cap
     running.end()
     guard.dismiss()
     assert capfd.readouterr().err.splitlines() == ["[1,1]<stderr>:one", "[1,0]<stderr>:W0000 last"]
+
+
+def test_which_open_mpi_it_is_was_asked_before_the_launcher_may_have_ended(
+    start: Callable[..., job.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(open_mpi, "spaces_marks", lambda: asked.append(None))
+    start("horovodrun")
+    assert asked
