@@ -14,7 +14,7 @@ from hvdtrain.horovod_build.errors import NoFrameworkError, UntestedVersionError
 from hvdtrain.installed import package_folder
 
 # [first, last): releases that the tests ran on. Widen after a test run, not before.
-TESTED = {"torch": ("2.11", "2.14"), "tensorflow": ("2.21", "2.22")}
+TESTED = {"torch": ("2.11", "2.16"), "tensorflow": ("2.21", "2.22")}
 
 _DISTRIBUTIONS = {
     "torch": ("torch",),
