@@ -72,7 +72,7 @@ def test_a_dead_holder_frees_the_folder(tmp_path, other):
 
 
 def test_a_fork_that_outlives_the_holder_does_not_keep_the_folder(tmp_path, other):
-    process = other("pid = os.fork()\nprint(pid, flush=True) if pid else None\ntime.sleep(60)")
+    process = other("if os.fork() == 0: print(os.getpid(), flush=True)\ntime.sleep(60)")
     child = int(process.stdout.readline())
     try:
         process.send_signal(signal.SIGKILL)
