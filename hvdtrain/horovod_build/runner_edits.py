@@ -203,6 +203,22 @@ _OPEN_MPI = (
         "    mpi_impl_flags, impl_binding_args, mpi = _get_mpi_implementation_flags(settings.tcp_flag, env=env)\n",
         "another mpirun, or none, was on PATH than that which Horovod was built with",
     ),
+    Edit(
+        _MPI,
+        "        joined_ssh_args = ' '.join(ssh_args)\n",
+        "        joined_ssh_args = ' '.join(ssh_args)\n"
+        "        given = env.get('PRTE_MCA_plm_ssh_args', '')\n"
+        "        env['PRTE_MCA_plm_ssh_args'] = f'{given} {joined_ssh_args}'.strip()  # by Open MPI 5's name\n",
+        "Open MPI 5 went to ssh's own port, whatever -p said: it does not read plm_rsh_args",
+    ),
+    Edit(
+        _MPI,
+        "        mpi_impl_flags.append('-mca plm_rsh_num_concurrent {}'.format(len(host_names)))\n",
+        "        mpi_impl_flags.append('-mca plm_rsh_num_concurrent {}'.format(len(host_names)))\n"
+        "        env.setdefault('PRTE_MCA_plm_ssh_no_tree_spawn', 'true')  # by Open MPI 5's names\n"
+        "        env.setdefault('PRTE_MCA_plm_ssh_num_concurrent', str(len(host_names)))\n",
+        "likewise, on 64 hosts and more",
+    ),
 )
 
 _LIBRARY = (

@@ -214,3 +214,36 @@ def test_a_horovod_that_another_hvdtrain_built_is_told_of_by_rank_0(old: int, tm
     assert len(first["heard"]) == old
     assert second["heard"] == []
     assert all("Run `hvdtrain build`" in text for text in first["heard"])
+
+
+SSH = """
+import os, sys
+from horovod.runner.common.util.settings import Settings
+from horovod.runner.mpi_run import mpi_run
+hosts = [f"host{index}:1" for index in range(int(sys.argv[1]))]
+settings = Settings(num_proc=2, hosts=",".join(hosts), ssh_port=2222, ssh_identity_file="/keys/id", verbose=0)
+mpi_run(settings, ["eth0"], dict(os.environ), ["train"])
+"""
+MPIRUN_5 = """#!/bin/sh
+[ "$1" = --version ] && { echo "mpirun (Open MPI) 5.0.7"; exit; }
+env | grep ^PRTE_MCA_plm > "$SEEN"
+"""
+
+
+@pytest.mark.parametrize(("hosts", "tree"), [(2, []), (64, ["no_tree_spawn=true", "num_concurrent=64"])])
+def test_open_mpi_5_hears_of_ssh_what_4_does(hosts: int, tree: list[str], tmp_path: Path) -> None:
+    mpirun, seen = tmp_path / "mpirun", tmp_path / "seen"
+    mpirun.write_text(MPIRUN_5)
+    mpirun.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {"PATH": path, "SEEN": str(seen), "PRTE_MCA_plm_ssh_args": "-o BatchMode=yes"}
+    done = subprocess.run(
+        [sys.executable, "-c", SSH, str(hosts)],
+        env=os.environ | given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    asked = ["args=-o BatchMode=yes -p 2222 -i /keys/id", *tree]
+    assert sorted(seen.read_text().splitlines()) == [f"PRTE_MCA_plm_ssh_{each}" for each in asked]
