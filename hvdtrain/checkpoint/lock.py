@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -25,6 +25,8 @@ log = logging.getLogger("hvdtrain")
 NAME = ".lock"
 _POLL_S = 0.2
 _MAX_BYTES = 10_000
+_UNREAD_S = 2.0  # for which a holder may take to write who it is
+_MOST_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -78,24 +80,30 @@ class FolderLock:
 
         Args:
             holder: this process.
-            is_own: whether a holder is an earlier start of this run, which is about to end: it is waited for.
+            is_own: whether a holder is an earlier start of this run, which is about to end: it is waited for. So is a
+                holder on another host, which may be lost: a shared disk keeps its lock for some time.
             limit_s: for how long.
 
         Raises:
             CheckpointError: another run holds it.
         """
-        deadline: float | None = None
+        began, is_said = time.monotonic(), False
         while not self._holds:
             try:
                 self._take(holder)
                 return
             except _HeldError as held:
                 other = held.holder
-            if other is None or not is_own(other) or (deadline is not None and time.monotonic() > deadline):
+            if other is None:
+                patience_s = _UNREAD_S
+            else:
+                patience_s = limit_s if is_own(other) or other.host != holder.host else 0.0
+            if time.monotonic() - began >= patience_s:
                 raise CheckpointError(_refusal(self._path.parent, other))
-            if deadline is None:
-                deadline = time.monotonic() + limit_s
-                log.info("waiting for process %d on %s, which still writes to %s", other.pid, other.host, self._path)
+            if other is not None and not is_said:
+                is_said = True
+                where = (other.pid, other.host, self._path.parent)
+                log.info("waiting for process %d on %s, which writes to %s, for up to %.0f s", *where, patience_s)
             time.sleep(_POLL_S)
 
     def _take(self, holder: Holder) -> None:
@@ -159,10 +167,10 @@ def _lock(path: Path) -> int | None:
     Raises:
         _HeldError: another process has it.
     """
-    while True:
+    for _ in range(_MOST_TRIES):
         try:
             folders.make(path.parent)
-            descriptor = _opened(path)
+            descriptor, is_writable = _opened(path)
         except OSError:
             return None  # whether checkpoints can be written, and why not, is said where one is due
         try:
@@ -175,16 +183,28 @@ def _lock(path: Path) -> int | None:
             os.close(descriptor)
             log.warning("%s: no file locks (%s), so nothing keeps another run out of it", path.parent, error.strerror)
             return None
-        if _is_at(descriptor, path):
+        if _is_at(descriptor, path) and (is_writable or not _is_removed(path)):
             return descriptor
-        os.close(descriptor)  # its holder has removed it meanwhile
+        os.close(descriptor)  # it is gone by now
+    log.warning("%s: the lock's file changes all the time, so nothing keeps another run out of it", path.parent)
+    return None
 
 
-def _opened(path: Path) -> int:
+def _opened(path: Path) -> tuple[int, bool]:
+    """Return the file's descriptor, and whether this process may write who it is."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), True
     except PermissionError:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # another user's
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW), False  # another user's
+
+
+def _is_removed(path: Path) -> bool:
+    """Remove a file that names a process which has died, as only its user may write another name; it is locked."""
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -196,8 +216,9 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _holder(descriptor: int) -> Holder | None:
     try:
-        return Holder(**json.loads(os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0]))
-    except (OSError, ValueError, TypeError):
+        found = json.loads(os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0])
+        return Holder(**{each.name: found[each.name] for each in fields(Holder)})  # a later version may say more
+    except (OSError, ValueError, TypeError, KeyError):
         return None  # it was taken just now
 
 
@@ -206,7 +227,7 @@ def _refusal(folder: Path, other: Holder | None) -> str:
         who, end = "Another process", "end that one"
     else:
         who = f"Run {other.name} ({other.run}), process {other.pid} on host {other.host} since {other.since},"
-        end = f"end that one (on {other.host}: kill {other.pid})"
+        end = f"end that one (on {other.host}: kill {other.pid}; if that host is lost, its lock goes within minutes)"
     return (
         f"{who} writes checkpoints to {folder}, and a folder has one writer. Give this run a folder of its own; or "
         f'{end}, and start this one again: it resumes from what is there, or moves it aside with fit(resume="never").'

@@ -92,6 +92,45 @@ def test_an_earlier_start_of_the_same_run_is_waited_for(tmp_path, other, own, ca
     assert caplog.text.count(f"waiting for process {process.pid}") == 1
 
 
+def test_a_holder_on_another_host_may_be_lost_and_is_waited_for(tmp_path, other, monkeypatch):
+    other("time.sleep(1)")
+    monkeypatch.setattr(checkpoint_lock.socket, "gethostname", lambda: "elsewhere")
+    with pytest.raises(CheckpointError, match="if that host is lost"):
+        acquire(tmp_path, limit_s=0.1)
+    acquire(tmp_path, limit_s=60).release()
+
+
+def test_a_dead_users_file_that_cannot_be_written_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / NAME).write_text("theirs")
+    open_ = os.open
+
+    def forbidden(path, flags, *mode):  # as another user's file of mode 0644
+        if flags & os.O_RDWR and path.exists() and path.read_text() == "theirs":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_(path, flags, *mode)
+
+    monkeypatch.setattr(checkpoint_lock.os, "open", forbidden)
+    lock = acquire(tmp_path)
+    assert '"run": "mine"' in (tmp_path / NAME).read_text()
+    lock.release()
+
+
+def test_a_file_that_changes_all_the_time_is_given_up_with_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint_lock, "_is_at", lambda descriptor, path: False)
+    acquire(tmp_path).release()
+    assert caplog.text.count("nothing keeps another run out of it") == 1
+
+
+def test_a_later_versions_holder_may_say_more(tmp_path, other):
+    line = "import json; path = Path(sys.argv[1], '.lock'); found = json.loads(path.read_text()); "
+    process = other(
+        line + "path.write_text(json.dumps({**found, 'more': 1})); print('more', flush=True); time.sleep(60)"
+    )
+    assert process.stdout.readline() == "more\n"
+    with pytest.raises(CheckpointError, match=rf"process {process.pid} on host"):
+        acquire(tmp_path)
+
+
 def test_an_earlier_start_that_does_not_end_is_refused(tmp_path, other):
     other("time.sleep(60)")
     with pytest.raises(CheckpointError, match="has one writer"):
@@ -135,7 +174,7 @@ def test_a_file_that_its_holder_removed_meanwhile_is_not_the_folders_lock(tmp_pa
         opened.append(os.open(path, os.O_RDWR | os.O_CREAT))
         if len(opened) == 1:
             path.unlink()  # between open and flock here, the holder releases it
-        return opened[-1]
+        return opened[-1], True
 
     monkeypatch.setattr(checkpoint_lock, "_opened", late)
     lock = acquire(tmp_path)
