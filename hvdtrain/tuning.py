@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -180,11 +180,11 @@ def _set(wanted: dict[str, str]) -> list[str]:
     return yours
 
 
-def _forget(variables: Iterable[str]) -> None:
-    """Take back what `_set` has set."""
-    for variable in variables:
-        if variable in _ours and os.environ.get(variable) == _ours.pop(variable):
-            del os.environ[variable]
+def forget_alone() -> None:
+    """Take back what only a process without a launcher needs, now that MPI has started, or has not."""
+    for variable, value in _ALONE.items():
+        if _ours.get(variable) == value and os.environ.get(variable) == value:
+            del os.environ[variable], _ours[variable]
 
 
 def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
@@ -202,7 +202,6 @@ def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
     """
     global _said
     if module.size() == 1:
-        _forget(_ALONE)
         return
     if host.starts_with_threads():
         share = max(1, usable_cores() // module.local_size())

@@ -311,7 +311,10 @@ def init_engine(
     watch.begin()  # ranks wait for each other to start, too
     decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()), on_jax=on_jax)
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    module.init(*args, **kwargs)
+    try:
+        module.init(*args, **kwargs)
+    finally:
+        tuning.forget_alone()
     if affinity:
         os.sched_setaffinity(0, affinity)  # MPI_Init may have narrowed it to one core
     found = launcher.detect()

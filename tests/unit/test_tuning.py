@@ -156,13 +156,15 @@ def test_ranks_of_one_host_load_nothing_that_reaches_other_hosts(by_horovodrun, 
 def test_a_process_alone_starts_mpi_without_daemon_and_transports_and_leaves_no_trace_of_that(monkeypatch):
     decided = tuning.prepare("torch", Host(), nccl=False)
     assert (os.environ[ISOLATED], os.environ[TRANSPORTS]) == ("1", "self")
-    tuning.settle(decided, horovod(size=1, local_size=1), Host())
+    assert decided.yours == []
+    tuning.forget_alone()
     assert not {ISOLATED, TRANSPORTS} & set(os.environ), "a job that this process launches would be cut off"
 
 
 def test_transports_that_the_user_chose_for_a_process_alone_stay(monkeypatch):
     monkeypatch.setenv(TRANSPORTS, "self,tcp")
-    tuning.settle(tuning.prepare("torch", Host(), nccl=False), horovod(size=1, local_size=1), Host())
+    tuning.prepare("torch", Host(), nccl=False)
+    tuning.forget_alone()
     assert os.environ[TRANSPORTS] == "self,tcp"
 
 
