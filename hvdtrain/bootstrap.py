@@ -102,9 +102,8 @@ def check_tools() -> None:
         raise SetupError("No C++ compiler on PATH. Install one (Debian, Ubuntu: apt-get install g++ make).")
     if not any(map(shutil.which, ("make", "gmake"))):
         raise SetupError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make).")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.is_file():
-        raise SetupError(without_python_header(header))
+    if missing := missing_python_header():
+        raise SetupError(missing)
     command = [*compiler.split(), "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
     text = "#include <string>\n#if __cplusplus < 201703L\n#error no C++17\n#endif\n"
     try:
@@ -120,8 +119,13 @@ def check_tools() -> None:
         )
 
 
-def without_python_header(header: Path) -> str:
-    """Return the message for a Python that came without its C headers."""
+def missing_python_header() -> str:
+    """Return the message for a Python that came without its C headers, "" where they are there."""
+    # Some distributions' Pythons name another folder than that of their package.
+    places = (sysconfig.get_path("include"), sysconfig.get_config_var("INCLUDEPY") or "")
+    header = Path(places[0], "Python.h")
+    if header.is_file() or Path(places[1], "Python.h").is_file():
+        return ""
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     return (
         f"Python's C headers are missing: {header}. Install them (Debian, Ubuntu: apt-get install {name}-dev; Fedora: "

@@ -316,6 +316,8 @@ def test_a_python_without_headers_ends_the_set_up_before_the_downloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bootstrap.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert not bootstrap.missing_python_header(), "it is where the other name says"
+    monkeypatch.setattr(bootstrap.sysconfig, "get_config_var", lambda name: None)
     assert bootstrap.main(["--venv", str(tmp_path / "venv")]) == 1
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     assert f"{tmp_path}/Python.h. Install them (Debian, Ubuntu: apt-get install {name}-dev;" in capsys.readouterr().err
