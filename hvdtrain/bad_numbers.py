@@ -21,8 +21,9 @@ POLICIES = ("raise", "skip", "stop")
 _MOST_IN_A_ROW = 100
 _NAMED = 16  # sample indices in a message
 _ADVICE = (
-    'Weights may hold NaN from here on. Start again with nan_policy="raise", which names the first step, rank and '
-    'samples, or with nan_policy="skip", which leaves such steps out. Of checkpoints the newest finite one is kept.'
+    "Weights may hold NaN from here on. Move the checkpoints written since then away, or the next start resumes from "
+    'NaN; then start again with nan_policy="raise", which names the first step, rank and samples, or with '
+    'nan_policy="skip", which leaves such steps out. If there was a finite checkpoint, the newest one is kept.'
 )
 _ADVICE_UNDER_POLICY = (
     "Steps whose gradients are not finite are not taken, so look at the loss itself and at the data it is taken over."

@@ -54,7 +54,7 @@ class Keeper:
         self._lock = FolderLock(store.root)
 
     def hold(self, run: Identity, *, before: Identity | None) -> None:
-        """Be the folder's only writer, until `finish`; a collective call.
+        """Lock the folder for this run, until `finish`; a collective call.
 
         Args:
             run: which this is, unless it resumes another.
@@ -156,7 +156,7 @@ class Keeper:
                 finite = self._store.newest_finite()
                 _warn_not_finite(
                     found[0],
-                    f"To resume from {finite}, move later ones away." if finite else 'fit(resume="never") starts anew.',
+                    f"to resume from {finite}, move later ones away." if finite else 'fit(resume="never") starts anew.',
                 )
             return found
 
@@ -248,7 +248,7 @@ def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World)
         place = scratch.found(directory)
         contents = checkpoint.read(place)
         if not contents.finite:
-            _warn_not_finite(place, "Load an earlier one.")
+            _warn_not_finite(place, "load an earlier one.")
         return place, contents
 
     found = _restore(find, adapter, lr_factor=lr_factor, world=world)
@@ -258,7 +258,9 @@ def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World)
 
 
 def _warn_not_finite(directory: Any, advice: str) -> None:
-    log.warning("checkpoint %s is restored, though it holds NaN or infinity. %s", directory, advice)
+    log.warning(
+        "checkpoint %s will be restored, though it holds NaN or infinity. If that is not meant: %s", directory, advice
+    )
 
 
 def _restore(

@@ -230,7 +230,7 @@ class Trainer:
         with resuming.held([each.open(self) for each in checkpoints], run, before=self.run) as keepers:
             self._loop.find(keepers, self.kept, anew=resume == "never")
             states = self._loop.begin(source, hooks, run)
-            for keeper in keepers if self._loop.position.epoch < epochs else ():  # else there is nothing to write
+            for keeper in keepers if self._loop.position.epoch < epochs else ():  # else nothing will be written
                 keeper.begin(self._adapter, self.run or run)
             self._stop = False
             self._adapter.start()

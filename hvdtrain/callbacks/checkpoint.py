@@ -21,7 +21,7 @@ class Checkpoint(Callback):
     are part of it, so that a run that was killed ends as if it never had been.
 
     Args:
-        directory: of this run alone; while `fit` runs, another run is refused it.
+        directory: of this run alone; while `fit` runs, another run cannot use it.
         every_epochs: epochs between checkpoints; 0 for none at epochs' ends.
         every_steps: optimizer steps between checkpoints, counted over all epochs; None for none within epochs.
         keep_last: how many of the newest are kept; None keeps all.

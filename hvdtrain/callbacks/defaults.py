@@ -21,7 +21,8 @@ def with_defaults(
 ) -> CallbackList:
     """Return the callbacks of a fit; of the kinds that every run has, one is added where none was given.
 
-    While `hvdtrain bench` runs the script, those that write are left out, but for checkpoints, which go elsewhere.
+    While `hvdtrain bench` runs the script, callbacks that write files are left out; checkpoints go to a
+    temporary folder.
 
     Args:
         given: ours, and Keras's own.

@@ -65,11 +65,11 @@ def test_a_run_that_resumes_from_nan_says_so_and_resumes_as_before(make, tmp_pat
     make().fit((X, Y), epochs=2, callbacks=[Poison(2)], checkpoint_dir=str(tmp_path), progress=False)
     trainer = make()
     assert len(trainer.fit((X, Y), epochs=3, checkpoint_dir=str(tmp_path), progress=False)["loss"]) == 3
-    assert f"{tmp_path / 'epoch-000002'} is restored, though it holds NaN" in caplog.text
-    assert f"To resume from {tmp_path / 'epoch-000001'}, move later ones away" in caplog.text
+    assert f"{tmp_path / 'epoch-000002'} will be restored, though it holds NaN" in caplog.text
+    assert f"to resume from {tmp_path / 'epoch-000001'}, move later ones away" in caplog.text
     caplog.clear()
     hvdtrain.Trainer.load(tmp_path / "epoch-000003", trainer.model, optimizer=sgd(trainer.model), loss=LOSS)
-    assert "epoch-000003 is restored, though it holds NaN" in caplog.text
+    assert "epoch-000003 will be restored, though it holds NaN" in caplog.text
 
 
 def test_a_mask_of_infinities_is_no_bad_weight(make, net, tmp_path, caplog):
