@@ -204,7 +204,8 @@ def test_all_ranks_of_a_training_stop_at_the_same_step(start: Callable[..., Run]
 def slow(tmp_path: Path) -> dict[str, str]:
     """Return settings for an mpirun that closes slowly, and makes a file called "closing" first."""
     wrapper, log, closing = tmp_path / "mpirun", tmp_path / "said", tmp_path / "closing"
-    command = f'{shutil.which("mpirun")} "$@" >{log} 2>&1\nstatus=$?\ntouch {closing}\nsleep 2\nexit $status\n'
+    command = f'[ "$1" = --version ] && exec {shutil.which("mpirun")} --version\n'
+    command += f'{shutil.which("mpirun")} "$@" >{log} 2>&1\nstatus=$?\ntouch {closing}\nsleep 2\nexit $status\n'
     wrapper.write_text(f"#!/bin/sh\n{command}")
     wrapper.chmod(0o755)
     return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
