@@ -44,12 +44,12 @@ class GpuClock:
 
     @contextmanager
     def _span(self, kind: str) -> Iterator[None]:
-        self._open.add(kind)
         began = mark()
+        self._open.add(kind)
         try:
             yield
         finally:
-            self._open.remove(kind)
+            self._open.discard(kind)  # a wait of another thread may have ended within this one
             self._spans.append((kind, began, mark()))
 
     @property
