@@ -62,7 +62,7 @@ def find_tensorflow() -> Framework | None:
             continue
         info = folder / "python" / "platform" / "build_info.py"
         text = info.read_text(encoding="utf-8") if info.is_file() else ""
-        cuda = re.search(r"['\"]cuda_version['\"]\s*:\s*['\"]([^'\"]+)", text)
+        cuda = re.search(r"['\"]cuda_version['\"]\s*[:,]\s*['\"]([^'\"]+)", text)
         return Framework("tensorflow", version, cuda.group(1) if cuda else "")
     return None
 

@@ -168,3 +168,22 @@ def test_torch_for_amd_gpus_is_refused_whatever_is_forced(there: Callable[..., N
     there(Framework("torch", "2.13.0+rocm7.0", rocm="7.0.51831"))
     with pytest.raises(NoFrameworkError, match=r"torch 2\.13\.0\+rocm7\.0 is built for AMD GPUs.*--without torch"):
         frameworks.find_frameworks(force=True)
+
+
+@pytest.mark.parametrize(
+    ("build_info", "cuda"),
+    [
+        ("OrderedDict([('cpu_compiler', 'clang'), ('cuda_version', '12.5.1'), ('is_cuda_build', True)])", "12.5.1"),
+        ('{"cuda_version": "12.2"}', "12.2"),
+        ("OrderedDict([('cpu_compiler', 'clang'), ('is_cuda_build', False)])", ""),
+    ],
+)
+def test_a_tensorflow_for_gpus_is_known_by_its_build_info(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build_info: str, cuda: str
+) -> None:
+    """As TensorFlow 2.21 and, in braces, older ones write it."""
+    (tmp_path / "python" / "platform").mkdir(parents=True)
+    (tmp_path / "python" / "platform" / "build_info.py").write_text(f"build_info = {build_info}\n")
+    monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path)
+    monkeypatch.setattr(frameworks.importlib.metadata, "version", lambda name: "2.21.0")
+    assert frameworks.find_tensorflow() == Framework("tensorflow", "2.21.0", cuda)
