@@ -24,6 +24,9 @@ _APT_TIMEOUT_S = 180
 # The oldest NVIDIA driver for programs built for CUDA 13, as torch and JAX are.
 OLDEST_DRIVER = 580
 
+# What __cplusplus is at least in a compiler that knows a standard.
+_STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}
+
 # The first Python that the pinned TensorFlow has no wheels for.
 _WITHOUT_TENSORFLOW = (3, 14)
 
@@ -97,26 +100,47 @@ def pins(pyproject: Path) -> dict[str, str]:
 
 def check_tools() -> None:
     """Raise unless there are a compiler, make and Python's headers: better now than after the downloads."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    compiler = compiler_command()
     if compiler is None:
         raise SetupError("No C++ compiler on PATH. Install one (Debian, Ubuntu: apt-get install g++ make).")
     if not any(map(shutil.which, ("make", "gmake"))):
         raise SetupError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make).")
     if missing := missing_python_header():
         raise SetupError(missing)
-    command = [*compiler.split(), "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
-    text = "#include <string>\n#if __cplusplus < 201703L\n#error no C++17\n#endif\n"
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        said = lacks_standard(compiler, 17)
     except OSError as problem:
         raise SetupError(f"The C++ compiler {compiler} does not run: {problem.strerror}. Set or unset CXX.") from None
-    if done.returncode != 0:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
+    if said:
         raise SetupError(
-            f"{compiler} cannot compile C++17, which the frameworks' headers ask for ({said.strip()}). gcc 11, clang "
+            f"{compiler} cannot compile C++17, which the frameworks' headers ask for ({said}). gcc 11, clang "
             "17 and newer ones can: apt-get install g++-12 (Red Hat: dnf install gcc-toolset-12), then "
             "CXX=g++-12 make setup"
         )
+
+
+def compiler_command() -> str | None:
+    """Return the C++ compiler as it is called: CXX, else the first on PATH; None where there is none."""
+    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
+def lacks_standard(compiler: str, standard: int) -> str:
+    """Compile a few lines by a C++ standard; return the compiler's first error, "" where it knows the standard.
+
+    Raises:
+        OSError: it does not run.
+    """
+    command = [*compiler.split(), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"]
+    # In the words that the frameworks' headers ask with.
+    text = (
+        f"#include <string>\n#if __cplusplus < {_STANDARD_DATES.get(standard, 0)}L\n#error no C++{standard}\n#endif\n"
+    )
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    return next(
+        (line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}"
+    ).strip()
 
 
 def missing_python_header() -> str:

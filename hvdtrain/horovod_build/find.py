@@ -21,9 +21,6 @@ Plane = Literal["mpi", "gloo", "nccl"]
 # The oldest NVIDIA driver that programs built for a major version of CUDA run on.
 _OLDEST_DRIVERS = {"12": 525, "13": bootstrap.OLDEST_DRIVER}
 
-# What __cplusplus is at least in a compiler that knows a standard.
-_STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}
-
 
 @dataclass(frozen=True)
 class Mpi:
@@ -105,7 +102,7 @@ def find_compiler() -> str:
     Raises:
         MissingToolError: no C++ compiler or no make.
     """
-    compiler = _compiler_command()
+    compiler = bootstrap.compiler_command()
     version = output_of([*compiler.split(), "--version"]) if compiler else None
     if version is None:
         named = f"CXX={compiler} does not run" if compiler else "no c++, g++ or clang++ on PATH"
@@ -118,12 +115,8 @@ def find_compiler() -> str:
     return version.splitlines()[0].strip()
 
 
-def _compiler_command() -> str | None:
-    return os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
-
-
 def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
-    """Compile a few lines by the standard that the frameworks' headers ask for, in the words they ask with.
+    """Compile a few lines by the standard that the frameworks' headers ask for.
 
     Raises:
         MissingToolError: the compiler does not know the standard, or has no C++ library; or torch's headers lack
@@ -131,17 +124,11 @@ def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
     """
     if any(framework.name == "torch" for framework in frameworks) and (problem := bootstrap.missing_python_header()):
         raise MissingToolError(problem)
-    compiler = _compiler_command() or "c++"
-    command = [*compiler.split(), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"]
-    text = (
-        f"#include <string>\n#if __cplusplus < {_STANDARD_DATES.get(standard, 0)}L\n#error no C++{standard}\n#endif\n"
-    )
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
+    compiler = bootstrap.compiler_command() or "c++"
+    if said := bootstrap.lacks_standard(compiler, standard):
         asking = " and ".join(f"{framework.name} {framework.version}" for framework in frameworks)
         raise MissingToolError(
-            f"{compiler} cannot compile C++{standard}, which the headers of {asking} ask for ({said.strip()}). gcc 11, "
+            f"{compiler} cannot compile C++{standard}, which the headers of {asking} ask for ({said}). gcc 11, "
             "clang 17 and newer ones can: apt-get install g++-12 (Red Hat: dnf install gcc-toolset-12; conda: conda "
             "install gxx), then CXX=g++-12 hvdtrain build"
         )
