@@ -104,11 +104,14 @@ class Store:
                 metas[path] = files.read_meta(path)
             except CheckpointError as error:
                 log.warning("left alone: %s", error)
+        older = list(metas)[self._keep_last :]
+        if not older:
+            return
         best, finite = self._best_of(metas), self.newest_finite()
-        if finite in list(metas)[self._keep_last :] and not self._warned:
+        if finite in older and not self._warned:
             self._warned = True
             log.warning("%s is kept: later checkpoints hold NaN or infinity", finite)
-        for path in list(metas)[self._keep_last :]:
+        for path in older:
             if path not in (best, finite) and not path.is_symlink():
                 try:
                     folders.remove(folders.locate(path))
