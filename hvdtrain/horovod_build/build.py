@@ -170,6 +170,7 @@ def _compile(
     with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as scratch:
         tree = sdist.unpack(source, Path(scratch))
         edits.apply(tree)
+        edits.add(tree)
         env = native.environment(
             found, chosen, tools=tools, scratch=Path(scratch), record=record(found, key), jobs=jobs
         )

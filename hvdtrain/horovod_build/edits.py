@@ -1,4 +1,4 @@
-"""What is changed in Horovod's sdist, as data: file, old text, new text, why."""
+"""What is changed in Horovod's sdist, as data: file, old text, new text, why; and the files that are added."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from hvdtrain.horovod_build.gpu_edits import GPU
 from hvdtrain.horovod_build.porting_edits import PORTING
 from hvdtrain.horovod_build.runner_edits import RUNNER
 from hvdtrain.horovod_build.speed_edits import SPEED
+
+# Whole files of ours, at the places that they have in the sdist.
+ADDED = Path(__file__).parent / "added"
 
 EDITS: tuple[Edit, ...] = (*PORTING, *DEVICES, *SPEED, *GPU, *RUNNER, *ELASTIC, *GLOO)
 
@@ -42,6 +45,26 @@ def apply(source: Path, edits: Iterable[Edit] = EDITS) -> None:
         target.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
 
 
+def add(source: Path) -> None:
+    """Copy the files of ours into the unpacked sdist at `source`.
+
+    Raises:
+        EditMismatchError: the sdist has such a file.
+    """
+    for path, text in _added().items():
+        target = source / path
+        if target.exists():
+            raise EditMismatchError(f"Horovod's source has a file of its own where ours is to go: {path}.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+
+
 def fingerprint(edits: Iterable[Edit] = EDITS) -> str:
-    """Return a sha256 over what edits do: a wheel built with other edits is another wheel."""
-    return hashlib.sha256(json.dumps([(e.path, e.old, e.new, e.count) for e in edits]).encode()).hexdigest()
+    """Return a sha256 over what edits and added files do: a wheel built with others is another wheel."""
+    changes = [[(e.path, e.old, e.new, e.count) for e in edits], sorted(_added().items())]
+    return hashlib.sha256(json.dumps(changes).encode()).hexdigest()
+
+
+def _added() -> dict[str, str]:
+    files = (path for path in ADDED.rglob("*") if path.is_file() and path.suffix in (".py", ".h", ".cc"))
+    return {path.relative_to(ADDED).as_posix(): path.read_text(encoding="utf-8") for path in files}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,3 +63,20 @@ def test_other_edits_have_another_fingerprint() -> None:
 
 def test_every_edit_says_why() -> None:
     assert all(len(edit.why) > 15 for edit in edits.EDITS)
+
+
+def test_files_of_ours_are_added_where_horovod_has_none(tmp_path: Path) -> None:
+    edits.add(tmp_path)
+    proof = "horovod/runner/common/util/proof.py"
+    assert (tmp_path / proof).read_text() == (edits.ADDED / proof).read_text()
+    with pytest.raises(EditMismatchError, match=proof):
+        edits.add(tmp_path)
+
+
+def test_another_file_of_ours_is_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = edits.fingerprint()
+    shutil.copytree(edits.ADDED, tmp_path / "added")
+    with (tmp_path / "added" / "horovod/runner/common/util/proof.py").open("a") as file:
+        file.write("# more\n")
+    monkeypatch.setattr(edits, "ADDED", tmp_path / "added")
+    assert edits.fingerprint() != before
