@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,6 +85,9 @@ def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: M
         launcher: "horovodrun", which hvdtrain's build keeps to loopback itself, or "mpirun".
         passed: the launcher's options.
         environment: the variables that are there.
+
+    Raises:
+        UsageError: mpirun cannot be kept to loopback.
     """
     given = " ".join(passed)
     # Whoever is killed leaves its files: in a folder that is removed.
@@ -95,9 +97,9 @@ def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: M
     if launcher == MPIRUN and environment.get("HVDTRAIN_LOOPBACK") != "0":
         # Shared memory serves one host. libfabric's transport listens as Open MPI's own one does, and so does cm.
         wanted |= {"OMPI_MCA_btl": "^openib,tcp,ofi,usnic,uct", "OMPI_MCA_pml": "ob1"}
-        library = _library()
-        if library:
-            wanted["LD_PRELOAD"] = os.pathsep.join(filter(None, [str(library), environment.get("LD_PRELOAD")]))
+        wanted["LD_PRELOAD"] = _preload(environment.get("LD_PRELOAD"))
+    elif _horovodrun_preloads(launcher, passed, environment):
+        _preload(None)  # better now than after three restarts
     chosen = {}
     for name, text in wanted.items():
         parameter = name.partition("_MCA_")[2]
@@ -106,9 +108,22 @@ def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: M
     return chosen
 
 
-def _library() -> Path | None:
+def _horovodrun_preloads(launcher: str, passed: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether horovodrun, too, will start an mpirun that it keeps to loopback."""
+    from hvdtrain import installed
+
+    if launcher == MPIRUN or environment.get("HVDTRAIN_LOOPBACK") == "0" or "--gloo" in passed:
+        return False
+    own = value(passed, "--network-interfaces", "--network-interface") is not None
+    return not own and "mpi" in str(installed.record().get("data_planes", "")).split(",")
+
+
+def _preload(before: str | None) -> str:
+    from hvdtrain.horovod_build.added.horovod.runner.common.util import loopback
     from hvdtrain.installed import package_folder
 
-    folder = package_folder("horovod")
-    path = folder / _PRELOADED if folder else None
-    return path if path is not None and path.is_file() else None
+    library = (package_folder("horovod") or Path("horovod")) / _PRELOADED
+    try:
+        return loopback.preload(str(library), before)
+    except loopback.LoopbackError as problem:
+        raise UsageError(str(problem)) from None

@@ -11,6 +11,12 @@ from hvdtrain.runner import loopback
 HERE = Path("/dev/shm/x")
 
 
+@pytest.fixture(autouse=True)
+def preloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "tmp_path" not in request.fixturenames:
+        monkeypatch.setattr(loopback, "_preload", lambda before: "library")
+
+
 def test_this_host_is_known_by_its_names() -> None:
     assert loopback.is_here(["localhost", "127.0.0.1", socket.gethostname()])
     assert loopback.is_here([])
@@ -50,3 +56,30 @@ def test_the_users_settings_stay() -> None:
     assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", [], {"OMPI_MCA_btl": "self,tcp"})
     assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", ["--mca", "btl", "self,tcp"], {})
     assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", [], {"HVDTRAIN_LOOPBACK": "0"})
+
+
+def test_mpirun_is_not_started_where_it_cannot_be_kept_to_loopback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hvdtrain.installed.package_folder", lambda name: tmp_path)
+    with pytest.raises(UsageError, match=r"libhvdtrain_loopback\.so is missing.*HVDTRAIN_LOOPBACK=0") as caught:
+        loopback.settings(HERE, "mpirun", [], {})
+    assert "\n" not in str(caught.value)
+    assert "LD_PRELOAD" not in loopback.settings(HERE, "mpirun", [], {"HVDTRAIN_LOOPBACK": "0"})
+
+
+def test_horovodrun_is_not_started_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("hvdtrain.installed.package_folder", lambda name: tmp_path)
+    monkeypatch.setattr("hvdtrain.installed.record", lambda: {"data_planes": "gloo,mpi"})
+    with pytest.raises(UsageError, match="HVDTRAIN_LOOPBACK=0"):
+        loopback.settings(HERE, "horovodrun", [], {})
+    for passed in (["--gloo"], ["--network-interfaces", "eth0"]):
+        loopback.settings(HERE, "horovodrun", passed, {})
+
+
+def test_a_library_that_does_not_load_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "runner").mkdir()
+    (tmp_path / "runner" / "libhvdtrain_loopback.so").write_bytes(b"no library")
+    monkeypatch.setattr("hvdtrain.installed.package_folder", lambda name: tmp_path)
+    with pytest.raises(UsageError, match=r"cannot be preloaded.*HVDTRAIN_LOOPBACK=0"):
+        loopback.settings(HERE, "mpirun", [], {})
