@@ -14,13 +14,14 @@ from hvdtrain.horovod_build.errors import EditMismatchError
 from hvdtrain.horovod_build.gloo_edits import GLOO
 from hvdtrain.horovod_build.gpu_edits import GPU
 from hvdtrain.horovod_build.porting_edits import PORTING
+from hvdtrain.horovod_build.proof_native_edits import PROOF_NATIVE
 from hvdtrain.horovod_build.runner_edits import RUNNER
 from hvdtrain.horovod_build.speed_edits import SPEED
 
 # Whole files of ours, at the places that they have in the sdist.
 ADDED = Path(__file__).parent / "added"
 
-EDITS: tuple[Edit, ...] = (*PORTING, *DEVICES, *SPEED, *GPU, *RUNNER, *ELASTIC, *GLOO)
+EDITS: tuple[Edit, ...] = (*PORTING, *DEVICES, *SPEED, *GPU, *RUNNER, *ELASTIC, *GLOO, *PROOF_NATIVE)
 
 
 def apply(source: Path, edits: Iterable[Edit] = EDITS) -> None:
