@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from hvdtrain import redact
 from hvdtrain.bench.command import bench
 from hvdtrain.command_line import (
     DEBUG,
@@ -210,7 +211,7 @@ def _end(error: Exception, status: int, *, bug: bool = False) -> NoReturn:
             f"{type(error).__name__}: {text}. This is a bug of hvdtrain. {DEBUG}=1 before the command shows where; "
             "please report that with what `hvdtrain doctor --report` prints"
         )
-    typer.echo(f"{_typed(sys.argv[1:])}: {text}", err=True)
+    typer.echo(f"{_typed(sys.argv[1:])}: {redact.text(text)}", err=True)
     sys.exit(status)
 
 

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain import redact
+from hvdtrain import private, redact
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.records import Facts, Records
 from hvdtrain.interval import Interval
@@ -52,7 +52,8 @@ class RunFolder(Callback):
     over all ranks, "learning_rate", "metrics" of the epoch so far, and "rank_s", each rank's mean seconds of a step:
     {"step": [...], "data": [...], "compute": [...], "reduction": [...], "other": [...]}, as in `RankTimes`. `"kind":
     "epoch"` has what History keeps. Numbers that JSON does not know, such as NaN, are null. A run that goes on appends.
-    Rank 0 writes; a disk that does not take it costs a warning, not the training.
+    Rank 0 writes; a disk that does not take it costs a warning, not the training. What looks like a secret is left out,
+    in the options too, and the files are their owner's alone unless HVDTRAIN_SHARE_FILES=1.
 
     Args:
         folder: the run's. None for runs/<name>: HVDTRAIN_RUNS names another folder than runs, and no name keeps
@@ -84,10 +85,10 @@ class RunFolder(Callback):
             return
         try:
             self.folder = make_folder() if self.folder is None else self.folder
-            self.folder.mkdir(parents=True, exist_ok=True)
+            private.make_folder(self.folder)
             _write(self.folder / CONFIG, {**trainer.config, "options": self._options})
             _write(self.folder / ENVIRONMENT, describe_environment(trainer))
-            self._file = (self.folder / METRICS).open("a", encoding="utf-8")
+            self._file = private.open_file(self.folder / METRICS, "a", encoding="utf-8")
         except OSError as problem:
             log.warning("nothing of this run is kept in %s: %s", self.folder or "a folder of its own", problem)
 
@@ -114,7 +115,7 @@ class RunFolder(Callback):
                 return
             try:
                 # One write and a flush: whoever reads along, or after a kill, finds whole lines.
-                self._file.write(json.dumps(plain(facts)) + "\n")
+                self._file.write(json.dumps(redact.strings(plain(facts))) + "\n")
                 self._file.flush()
             except OSError as problem:
                 log.warning("nothing more of this run is kept in %s: %s", self.folder, problem)
@@ -130,13 +131,13 @@ def make_folder() -> Path:
         OSError: it cannot be made.
     """
     runs = Path(os.environ.get(RUNS, "runs"))
-    runs.mkdir(parents=True, exist_ok=True)
+    private.make_folder(runs)
     if os.environ.get(NAME):
         return runs / _numbered(os.environ[NAME], next(_runs_here))
     for number in itertools.count(1):
         folder = runs / _numbered(default_name(), number)
         try:
-            folder.mkdir()
+            private.make_folder(folder, exist_ok=False)
         except FileExistsError:
             continue
         return folder
@@ -166,9 +167,9 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES) and not _OF_THE_LAUNCH.match(name)
     }
-    return {
+    found: dict[str, Any] = redact.document({
         "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": redact.without_secrets(sys.argv),
+        "command": sys.argv,
         "folder": os.getcwd(),
         "ranks": trainer.world.size,
         "hosts": list(trainer.hosts),
@@ -177,13 +178,15 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,
-        "variables": redact.variables(chosen),
-    }
+        "variables": chosen,
+    })  # fmt: skip
+    return found
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(plain(value), indent=2) + "\n", encoding="utf-8")
+    temporary.unlink(missing_ok=True)  # of a start that was killed, with a mode of its own
+    private.write_text(temporary, json.dumps(redact.document(plain(value)), indent=2) + "\n")
     temporary.replace(path)
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain import private
 from hvdtrain.checkpoint import finite, folders, manifest
 from hvdtrain.checkpoint.manifest import Entry, Manifest
 from hvdtrain.errors import CheckpointError
@@ -163,7 +164,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _write_bytes(path: Path, content: bytes) -> Entry:
-    with path.open("wb") as file:
+    with private.open_file(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -175,7 +176,7 @@ def _write_arrays(path: Path, arrays: Arrays, *, like: Path) -> Entry:
     from safetensors.numpy import save_file
 
     save_file(arrays, path)
-    path.chmod(like.stat().st_mode)  # safetensors makes it the owner's alone, whatever the umask
+    path.chmod(like.stat().st_mode)  # safetensors makes it the owner's alone, shared or not
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):

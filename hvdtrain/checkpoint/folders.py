@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hvdtrain import private
+
 log = logging.getLogger("hvdtrain")
 
 _STARTED = time.time()
@@ -44,7 +46,7 @@ def target_of(path: Path) -> Path:
 def temporary(target: Path) -> Iterator[Path]:
     """Make a locked, empty folder beside `target`, and remove what is left of it in the end."""
     path = _temporary_name(target)
-    path.mkdir()
+    private.make_folder(path, exist_ok=False)
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _try_lock(lock)
@@ -82,7 +84,7 @@ def remove(path: Path) -> None:
 def make(path: Path) -> None:
     """Make a folder and its missing parents, to last."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    private.make_folder(path)
     for each in missing:
         sync(each.parent)
 

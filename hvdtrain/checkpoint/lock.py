@@ -193,6 +193,7 @@ def _lock(path: Path) -> int | None:
 def _opened(path: Path) -> tuple[int, bool]:
     """Return the file's descriptor, and whether this process may write who it is."""
     try:
+        # Where a folder is shared, other users must see that it is taken, and by whom.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), True
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW), False  # another user's

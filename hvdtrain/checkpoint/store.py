@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import private
 from hvdtrain.checkpoint import files, folders
 from hvdtrain.checkpoint.files import Contents
 from hvdtrain.errors import CheckpointError
@@ -164,7 +165,7 @@ class Store:
         while (aside := self.root / f"old-{number}").exists():
             number += 1
         try:
-            aside.mkdir()
+            private.make_folder(aside, exist_ok=False)
             for path in found:
                 os.rename(folders.locate(path), aside / path.name)
             folders.sync(self.root)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hvdtrain import probe
+from hvdtrain import private, probe, redact
 from hvdtrain.doctor.facts import Facts, gather
 from hvdtrain.doctor.rules import Verdict, judge, judge_probes
 
@@ -57,7 +57,7 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
             "allreduce": [dataclasses.asdict(each) for each in probes],
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
         }
-        print(json.dumps(document, indent=2))
+        print(json.dumps(redact.document(document), indent=2))
     elif report:
         from hvdtrain.doctor.issue import markdown
 
@@ -65,7 +65,7 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
         if out is None:
             print(text, end="")
         else:
-            out.write_text(text, encoding="utf-8")
+            private.write_text(out, text)
             print(f"wrote {out}: read it, then paste it into an issue")
     else:
         _print_verdicts(console, verdicts, tried=allreduce)
@@ -144,7 +144,7 @@ def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -
     colours = {"error": "red", "warning": "yellow"}
     for verdict in verdicts:
         colour = colours[verdict.level]
-        console.print(f"[{colour}]{verdict.level}[/]: {escape(f'{verdict.reason}. [{verdict.name}]')}")
+        console.print(f"[{colour}]{verdict.level}[/]: {escape(f'{redact.text(verdict.reason)}. [{verdict.name}]')}")
         if verdict.level == "warning":
             console.print(f"  cure: {escape(verdict.cure)}")
     errors = [verdict for verdict in verdicts if verdict.level == "error"]

@@ -29,7 +29,7 @@ _RELEVANT = (
     "PYTORCH_", "CUDA_", "NVIDIA_", "MALLOC_", "GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LD_PRELOAD", "MASTER_ADDR",
     "WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_CPUS_",
 )  # fmt: skip
-# Of other machines no name is known here, so nothing that names one is shown.
+# The whole value names a machine, in whatever form.
 _NAMES_HOSTS = ("HOST", "ADDR", "NODELIST", "_URL", "_URI")
 
 

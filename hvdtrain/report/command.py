@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hvdtrain import private
 from hvdtrain.command_line import Debug, check_page, file
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.measured import read_measured
@@ -89,7 +90,7 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
         from hvdtrain.report.plots import draw
 
         drawn = draw(found, floor_s=summaries[0].allreduce_floor_s)
-        path.write_text(page(found, summaries, drawn), encoding="utf-8")
+        private.write_text(path, page(found, summaries, drawn))
     return path
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain import redact
 from hvdtrain.callbacks.run_folder import CONFIG, ENVIRONMENT, METRICS
 from hvdtrain.errors import UsageError
 from hvdtrain.interval import PARTS
@@ -247,7 +248,8 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         notes.append(f"{path.name} holds no JSON object.")
         return {}
-    return value
+    shown: dict[str, Any] = redact.document(value)  # an older version may have kept secrets
+    return shown
 
 
 def _column(lines: Sequence[dict[str, Any]], name: str) -> Floats:

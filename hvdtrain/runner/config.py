@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from hvdtrain import redact
+from hvdtrain import private, redact
 from hvdtrain.command_line import nearest
 from hvdtrain.errors import UsageError
 from hvdtrain.runner import arguments
@@ -77,14 +77,14 @@ class Settings:
     def document(self) -> dict[str, Any]:
         """Return them as the file has them, with the values of secrets hidden."""
         hosts, options = _take_hosts(self.options, self.launcher or HOROVODRUN)
-        program = redact.without_secrets(self.program)
+        program = redact.words(self.program)
         whole = {
             "np": self.ranks and int(self.ranks),
             "hosts": hosts,
             "max-restarts": self.max_restarts and int(self.max_restarts),
             "grace": self.grace and _plain(self.grace),
             "launcher": self.launcher,
-            "launcher-options": redact.without_secrets(options),  # -x TOKEN=...
+            "launcher-options": redact.words(options),  # -x TOKEN=...
             "environment": redact.variables(self.environment),
             "script": program[0] if program else None,
             "arguments": program[1:],
@@ -135,8 +135,8 @@ def keep(settings: Settings, *, runs: str, name: str) -> Path | None:
     if not runs:
         return None
     path = Path(runs, name, _FILE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(settings.document(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    private.make_folder(path.parent)
+    private.write_text(path, yaml.safe_dump(settings.document(), sort_keys=False, allow_unicode=True))
     return path
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain import watch
+from hvdtrain import redact, watch
 from hvdtrain.runner import causes, family, reach, restarts
 from hvdtrain.runner.arguments import MPIRUN
 from hvdtrain.runner.causes import STOPPED, Cause
@@ -287,9 +287,9 @@ def _time(seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line of our own."""
+    """Print one line of our own, without secrets: it may show a command line, or a rank's error."""
     try:
-        sys.stderr.write(f"hvdtrain run: {text}\n")
+        sys.stderr.write(f"hvdtrain run: {redact.text(text)}\n")
         sys.stderr.flush()
     except OSError:
         pass

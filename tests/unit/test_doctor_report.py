@@ -109,6 +109,56 @@ def test_addresses_go_and_versions_stay():
     )
 
 
+FOREIGN = """ssh: Could not resolve hostname gandalf: Name or service not known
+ssh: connect to host frodo port 22: Connection refused
+bilbo@shire-7.uni-bremen.de: Permission denied (publickey,password).
+Warning: Permanently added '[merry]:2222' (ED25519) to the list of known hosts.
+Connection to pippin closed.
+[nid00123:04242] *** Process received signal ***
+node17:123:456 [0] NCCL INFO Bootstrap : Using eth0:10.1.2.3<0>
+srun: error: cn-0042: task 3: Exited with exit code 1
+  Local host:    samwise
+File "/mnt/nfs/users/saruman/train.py", line 3: saruman wrote it
+/scratch/gollum/x ~grima/y /data/home/elrond/.cache/z owned by user arwen
+horovodrun -np 4 -H alpha:2,beta:2 train.py, then alpha failed
+rank 3 on host elwing was lost; hosts galadriel and gamma9 cannot be reached
+connect to [fe80::1%eth0]:22, tcp://10.0.0.5:4242, ip-10-0-0-12.ec2.internal, https://wiki.mycorp.com/x
+uid=1001(eomer) user=denethor dgx-a100-07.cluster: lost"""
+READABLE = """torch 2.13.0+cpu, libfoo.so.1, horovod.torch.mpi_ops, torch.nn.Module, memcpy@GLIBC_2.14, np.int64
+torch@2.13 /usr/lib/x86_64-linux-gnu/libnccl.so.2.30.7: undefined symbol: std::string
+host memory 5 GiB; the host is up; no host name; hosts that cannot be reached; on host memory; as user root
+see https://github.com/horovod/horovod/issues/1 and https://download.pytorch.org/whl
+/usr/local/lib/python3.11/site-packages/horovod/common.py:12: UserWarning: x=1 key: 'a' num_tokens=3 12:30:45
+RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/tcp/pair.cc:144] no error at 0x7f33"""
+
+
+def test_other_hosts_and_other_users_are_not_told():
+    scrub = redact.Scrubber(users=["me"], hosts=["mine"], homes=["/home/me"])
+    told = scrub(FOREIGN)
+    names = (
+        "gandalf frodo bilbo shire bremen merry pippin nid00123 node17 cn-0042 samwise saruman gollum grima "
+        "elrond arwen alpha beta elwing galadriel gamma9 fe80 10. ec2 mycorp eomer denethor dgx"
+    )
+    assert [name for name in names.split() if name in told] == []
+    for kept in (
+        "Could not resolve hostname HOST",
+        "USER@HOST: Permission denied",
+        "NCCL INFO Bootstrap",
+        "-H HOST:2,HOST:2",
+    ):
+        assert kept in told
+
+
+def test_versions_modules_and_files_stay_readable():
+    assert redact.Scrubber(users=["me"], hosts=["mine"], homes=["/home/me"])(READABLE) == READABLE
+
+
+@pytest.mark.usefixtures("somebody")
+def test_hosts_that_the_environment_names_are_known(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "rivendell")
+    assert redact.Scrubber(users=[], homes=[])("lost rivendell and otherhost") == "lost HOST and HOST"
+
+
 def test_the_report_goes_to_stdout_or_into_a_file(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "gather", lambda: Facts(versions={"python": "3.11.7"}))
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 import re
 
 import numpy as np
@@ -96,6 +97,47 @@ def test_secrets_are_not_kept(make, tmp_path, monkeypatch):
     assert json.loads(text)["command"] == [
         "train.py", "--token", "(hidden)", "--api-key=(hidden)", "--wandb-key", "(hidden)", "--author", "me"
     ]  # fmt: skip
+
+
+def test_secrets_in_options_and_logs_are_not_kept(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2-hunter2")
+    options = {"password": "hunter2", "logger": [{"api_key": "hunter2"}], "cmd": "x --token hunter2", "num_tokens": 2}
+
+    class Says(Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            logs |= {"said": "to hunter2-hunter2", "token": 0.5}
+
+    callbacks = [Says(), RunFolder(tmp_path, options=options)]
+    make().fit((X, Y), epochs=1, callbacks=callbacks, progress=False)
+    assert "hunter2" not in "".join(path.read_text() for path in tmp_path.iterdir())
+    assert json.loads((tmp_path / "config.json").read_text())["options"]["num_tokens"] == 2
+    assert lines(tmp_path)[-1]["metrics"]["token"] == 0.5
+
+
+@pytest.mark.parametrize(("share", "modes"), [("", {0o600, 0o700}), ("1", {0o664, 0o775})])
+def test_a_runs_files_are_its_owners_alone_unless_they_are_shared(make, tmp_path, monkeypatch, share, modes):
+    monkeypatch.setenv("HVDTRAIN_SHARE_FILES", share)
+    before = os.umask(0o002)
+    try:
+        folders = {"run_dir": str(tmp_path / "runs" / "one"), "checkpoint_dir": str(tmp_path / "c")}
+        make().fit((X, Y), epochs=1, progress=False, **folders)
+    finally:
+        os.umask(before)
+    found = [path for path in tmp_path.rglob("*") if path.name != ".lock"]
+    assert {"runs", "one", "config.json", "environment.json", "metrics.jsonl", "c", "meta.json"} <= {
+        p.name for p in found
+    }
+    assert {path.stat().st_mode & 0o777 for path in found} == modes
+
+
+def test_what_is_there_keeps_its_mode_and_new_files_in_it_are_private(make, tmp_path):
+    tmp_path.chmod(0o755)
+    (tmp_path / "metrics.jsonl").touch(0o644)
+    (tmp_path / ".config.json.new").touch(0o644)  # of a start that was killed
+    make().fit((X, Y), epochs=1, run_dir=str(tmp_path), progress=False)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"config.json": 0o600, "environment.json": 0o600, "metrics.jsonl": 0o644}
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
 def test_settings_are_kept_and_not_what_a_launcher_tells_its_ranks(make, tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from hvdtrain import redact
+
 log = logging.getLogger("hvdtrain")
 
 _MOST_WAITING = 1000  # calls: more than an hour of intervals
@@ -86,4 +88,5 @@ class Background:
 def give_up(who: str, why: object) -> None:
     """Warn that a logger has come to its end before the run."""
     what = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
-    log.warning("%s logs nothing more, and training goes on without it: %s", who, what)
+    # A server's address may hold a password.
+    log.warning("%s logs nothing more, and training goes on without it: %s", who, redact.text(str(what)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from hvdtrain import redact
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.loggers.background import Background, give_up
 from hvdtrain.callbacks.records import Facts, Records
@@ -37,7 +38,8 @@ class Run:
         goes_on: whether an earlier start may have logged under this id.
         global_step: optimizer steps done before this start; later ones that were logged are taken again.
         config: what the Trainer, fit and the logger were given; of nested dicts, names are put together with dots.
-        environment: where and with what it runs, likewise; secrets left out, as `RunFolder` does.
+            What looks like a secret is left out, as `RunFolder` does.
+        environment: where and with what it runs, likewise.
     """
 
     id: str
@@ -188,7 +190,7 @@ class Logger(Callback):
             name=self._given_name or trainer.run.name,
             goes_on=trainer.run.goes_on,
             global_step=trainer.global_step,
-            config=_flat({**trainer.config, "options": self._options}),
+            config=_flat(redact.document(plain({**trainer.config, "options": self._options}))),
             environment=_flat(describe_environment(trainer)),
         )
         self._background = Background(type(self).__name__, lambda well: self._sink.close(finished=well))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import private
 from hvdtrain.callbacks.loggers.logger import Logger, Package, Record, Run
 
 _RUN = "hvdtrain.run"  # the tag that holds a run's id
@@ -59,6 +60,7 @@ class MLflowLogger(Logger):
 class _Run:
     def __init__(self, place: str, experiment: str) -> None:
         self._uri = place if "://" in place or place.startswith("file:") else Path(place).absolute().as_uri()
+        self._folder = None if "://" in place or place.startswith("file:") else Path(place)
         self._experiment = experiment
         self._client: Any = None
         self._id = ""
@@ -66,6 +68,8 @@ class _Run:
 
     def open(self, run: Run) -> None:
         self._id, self._logged = "", {}
+        if self._folder is not None:
+            private.make_folder(self._folder)  # MLflow's own files in it have the umask's mode
         with _file_store_allowed(self._uri.startswith("file:")):
             self._client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=self._uri)
         found = self._client.get_experiment_by_name(self._experiment)

@@ -67,10 +67,17 @@ def test_writing_again_replaces_and_leaves_nothing_else(one):
     assert sorted(path.name for path in one.iterdir()) == sorted(NAMES)
 
 
-def test_every_file_may_be_read_by_whom_the_umask_lets(one):
-    mask = os.umask(0)
-    os.umask(mask)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in one.iterdir()} == {0o666 & ~mask}
+@pytest.mark.parametrize(("share", "files_mode", "folder_mode"), [("", 0o600, 0o700), ("1", 0o664, 0o775)])
+def test_a_checkpoint_is_its_owners_alone_unless_it_is_shared(tmp_path, monkeypatch, share, files_mode, folder_mode):
+    monkeypatch.setenv("HVDTRAIN_SHARE_FILES", share)
+    before = os.umask(0o002)
+    try:
+        write(tmp_path / "all" / "one", contents())
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "all" / "one").iterdir()} == {files_mode}
+    for folder in (tmp_path / "all", tmp_path / "all" / "one"):
+        assert stat.S_IMODE(folder.stat().st_mode) == folder_mode
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -255,7 +255,8 @@ WORDS = st.text(string.ascii_letters + string.digits + " :#'\"-=.\\é[]{}!&*%@`|
     )
 )
 def test_every_word_survives_being_kept(tmp_path_factory, settings):
-    assume(not any(redact.SECRET.search(word) for word in (*settings.environment, *settings.program)))
+    assume(redact.words(settings.program) == settings.program)
+    assume(redact.variables(settings.environment) == settings.environment)
     path = config.keep(settings, runs=str(tmp_path_factory.mktemp("runs")), name="x")
     assert config.read(str(path)) == settings
 

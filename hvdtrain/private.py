@@ -1,0 +1,46 @@
+"""Files of a run are its owner's alone, whatever the umask; HVDTRAIN_SHARE_FILES=1 leaves them to the umask.
+
+What is there already keeps its mode: a folder that somebody has shared stays shared, and the files made in it are
+private.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+SHARE = "HVDTRAIN_SHARE_FILES"
+
+
+def is_shared() -> bool:
+    """Return whether the umask decides who may read a run's files."""
+    return os.environ.get(SHARE) == "1"
+
+
+def make_folder(path: Path, *, exist_ok: bool = True) -> None:
+    """Make a folder and its missing parents.
+
+    Raises:
+        FileExistsError: a file is in its place; or anything, unless `exist_ok`.
+    """
+    mode = 0o777 if is_shared() else 0o700
+    for parent in reversed(path.parents):
+        if not parent.exists():
+            parent.mkdir(mode, exist_ok=True)
+    path.mkdir(mode, exist_ok=exist_ok)
+
+
+def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
+    """Open a file for writing; `options` are those of `open`."""
+    return open(path, mode, opener=_open, **options)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8."""
+    with open_file(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o666 if is_shared() else 0o600)
