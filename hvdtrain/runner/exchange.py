@@ -23,6 +23,7 @@ from typing import Any
 
 _ADDRESS, _KEY = "HVDTRAIN_CALL_SOCKET", "HVDTRAIN_CALL_KEY"
 _BYTES = 32  # of a challenge, and of what SHA-256 makes of one
+ANSWER_BYTES = 2 * _BYTES  # a rank's own challenge, and its proof
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,25 @@ def know_rank(connection: Connection, key: bytes) -> None:
     Raises:
         AuthenticationError, EOFError, OSError: it has not.
     """
-    mine = secrets.token_bytes(_BYTES)
+    mine = challenge()
     connection.send_bytes(mine)
-    answer = connection.recv_bytes(2 * _BYTES)
+    connection.send_bytes(reply(key, mine, connection.recv_bytes(ANSWER_BYTES)))
+
+
+def challenge() -> bytes:
+    """Return what a caller asks a rank to prove itself by."""
+    return secrets.token_bytes(_BYTES)
+
+
+def reply(key: bytes, mine: bytes, answer: bytes) -> bytes:
+    """Return the caller's own proof for a rank that has answered the challenge `mine`.
+
+    Raises:
+        AuthenticationError: the answer was made with another key.
+    """
     theirs = answer[:_BYTES]
     _check(answer[_BYTES:], _proof(key, b"rank", mine, theirs), "a rank")
-    connection.send_bytes(_proof(key, b"caller", mine, theirs))
+    return _proof(key, b"caller", mine, theirs)
 
 
 def know_caller(connection: Connection, key: bytes) -> None:

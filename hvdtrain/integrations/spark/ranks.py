@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,8 +143,7 @@ class Ranks:
                     return
             if self._cancelled:
                 self._job.cancel()
-            doors = [self._door.socket] if self._door.socket.fileno() >= 0 else []
-            ready = wait([self._job.end, *doors, *self._connections], timeout=self._pause(now))
+            ready = wait([self._job.end, *self._door.sources(), *self._connections], timeout=self._pause(now))
             for each in ready:
                 self._take(each)
             if self._job.end in ready:
@@ -179,8 +179,8 @@ class Ranks:
                 self._refuse(UsageError(heard["text"]))
             elif (rank := self._connections[source]) is not None:
                 self._note_end(rank, heard)
-        elif source is self._door.socket:
-            connection = self._door.let_in()
+        elif isinstance(source, socket.socket):
+            connection = self._door.take(source)
             if connection is not None:
                 self._connections[connection] = None
                 if len(self._connections) == self._np:

@@ -7,10 +7,13 @@ what it returns travel inside the Spark job, and are as safe as Spark's own traf
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
 import struct
+import time
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
@@ -18,7 +21,12 @@ from typing import Any
 
 from hvdtrain.runner import exchange
 
-_STRANGER_S = 5  # for a stranger who connects and says nothing
+log = logging.getLogger("hvdtrain")
+
+_STRANGER_S = 5.0  # for who connects to prove that it is a task
+_MOST_UNPROVEN = 64  # connections at once; a task's own takes milliseconds
+_KNOCKS = 5  # of a task, whose connection may be the one that is dropped for another
+_HEADER = struct.Struct("!i")  # of a message of multiprocessing's: its length
 _LOST_S = 30  # after which a host that does not answer any more is gone
 
 
@@ -31,8 +39,18 @@ class Address:
     key: bytes
 
 
+@dataclass
+class _Unproven:
+    """Who has connected and has not yet proven that it is a task."""
+
+    host: str
+    challenge: bytes
+    until: float
+    said: bytes = b""
+
+
 class Door:
-    """The caller's side.
+    """The caller's side. Nobody who connects is waited for: each has a deadline, and may say only what a proof takes.
 
     Args:
         host: where to listen.
@@ -40,27 +58,86 @@ class Door:
     """
 
     def __init__(self, host: str, name: str) -> None:
-        self.socket = socket.create_server((host, 0), backlog=128)
-        self.address = Address(name, self.socket.getsockname()[1], secrets.token_bytes(32))
+        self.refused = 0
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener.setblocking(False)
+        self._unproven: dict[socket.socket, _Unproven] = {}
+        self.address = Address(name, self._listener.getsockname()[1], secrets.token_bytes(32))
 
-    def let_in(self) -> Connection | None:
-        """Return who knocks; None for a stranger."""
-        found, _ = self.socket.accept()
-        _limit_reading(found, _STRANGER_S)
-        connection = Connection(found.detach())
-        try:
-            exchange.know_rank(connection, self.address.key)
-        except (AuthenticationError, EOFError, OSError):
-            connection.close()
-            return None
-        with _as_socket(connection) as known:
-            _limit_reading(known, 0)
-            _notice_loss(known)
-        return connection
+    def sources(self) -> list[socket.socket]:
+        """Return what to wait for, `take` it once it is ready; call this at least once a second."""
+        now = time.monotonic()
+        for found in [found for found, who in self._unproven.items() if who.until < now]:
+            self._refuse(found, "said nothing that proves it")
+        return [self._listener, *self._unproven] if self._listener.fileno() >= 0 else []
+
+    def take(self, source: socket.socket) -> Connection | None:
+        """Return the connection to a task that has proven itself; None where nobody has yet."""
+        if source is self._listener:
+            self._ask()
+        elif source in self._unproven:
+            return self._hear(source)
+        return None
 
     def close(self) -> None:
         """Let nobody in any more."""
-        self.socket.close()
+        self._listener.close()
+        for found in self._unproven:
+            found.close()
+        self._unproven.clear()
+
+    def _ask(self) -> None:
+        """Take a connection, and send a challenge."""
+        try:
+            found, (host, *_) = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        found.setblocking(False)
+        if len(self._unproven) >= _MOST_UNPROVEN:
+            crowd = Counter(who.host for who in self._unproven.values()).most_common(1)[0][0]
+            oldest = next(found for found, who in self._unproven.items() if who.host == crowd)
+            self._refuse(oldest, "has too many connections without a proof")
+        who = _Unproven(host, exchange.challenge(), time.monotonic() + _STRANGER_S)
+        self._unproven[found] = who
+        try:
+            found.send(_HEADER.pack(len(who.challenge)) + who.challenge)  # a new connection's buffer holds it
+        except OSError:
+            self._refuse(found, "has gone")
+
+    def _hear(self, found: socket.socket) -> Connection | None:
+        """Read as much of a proof as there is."""
+        who = self._unproven[found]
+        whole = _HEADER.size + exchange.ANSWER_BYTES
+        try:
+            said = found.recv(whole - len(who.said))
+        except BlockingIOError:
+            return None
+        except OSError:
+            said = b""
+        who.said += said
+        length = who.said[: _HEADER.size]
+        if not said or not _HEADER.pack(exchange.ANSWER_BYTES).startswith(length):
+            self._refuse(found, "said what is no proof")
+            return None
+        if len(who.said) < whole:
+            return None
+        try:
+            reply = exchange.reply(self.address.key, who.challenge, who.said[_HEADER.size :])
+            found.send(_HEADER.pack(len(reply)) + reply)
+        except (AuthenticationError, OSError):
+            self._refuse(found, "has another key")
+            return None
+        del self._unproven[found]
+        found.setblocking(True)
+        _notice_loss(found)
+        return Connection(found.detach())
+
+    def _refuse(self, found: socket.socket, why: str) -> None:
+        who = self._unproven.pop(found)
+        found.close()
+        self.refused += 1
+        if self.refused == 1:
+            log.warning("refused a connection from %s, which %s; the ranks are not concerned", who.host, why)
 
 
 def knock(address: Address) -> Connection:
@@ -69,10 +146,27 @@ def knock(address: Address) -> Connection:
     Raises:
         OSError, AuthenticationError: there is no caller any more, or it cannot be reached.
     """
+    for left in reversed(range(_KNOCKS)):
+        try:
+            return _knock(address)
+        except (EOFError, ConnectionResetError, TimeoutError, BlockingIOError) as problem:
+            if not left:
+                raise ConnectionAbortedError(f"it took no proof: {problem or 'it closed the connection'}") from None
+            time.sleep(0.2)
+    raise AssertionError
+
+
+def _knock(address: Address) -> Connection:
     connection = Client((address.host, address.port), family="AF_INET")
-    exchange.know_caller(connection, address.key)
-    with _as_socket(connection) as known:
-        _notice_loss(known)
+    try:
+        with _as_socket(connection) as known:
+            _limit_reading(known, round(2 * _STRANGER_S))
+            exchange.know_caller(connection, address.key)
+            _limit_reading(known, 0)
+            _notice_loss(known)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing.connection
+import contextlib
+import multiprocessing
 import socket
 import subprocess
 import sys
 import threading
-from typing import Any
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
 import pytest
 
@@ -30,40 +34,113 @@ def test_a_rank_sees_the_gpus_of_its_hosts_ranks_by_local_rank_and_nothing_is_se
     assert visible_gpus(2, places) == {}
 
 
-def test_who_has_another_key_or_says_nothing_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_STRANGER_S", 1)
-    door = wire.Door("127.0.0.1", "127.0.0.1")
-    try:
-        with socket.create_connection((door.address.host, door.address.port)):
-            assert door.let_in() is None
-        refused: list[Any] = []
-
-        def knock() -> None:
-            try:
-                wire.knock(wire.Address(door.address.host, door.address.port, b"x" * 32))
-            except (multiprocessing.AuthenticationError, EOFError, OSError) as error:
-                refused.append(error)
-
-        stranger = threading.Thread(target=knock)
-        stranger.start()
-        assert door.let_in() is None
-        stranger.join()
-        assert refused
-    finally:
-        door.close()
+def let_in(door: wire.Door, *, limit_s: float = 10) -> Connection | None:
+    """Do what the caller's loop does, until somebody has proven itself."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        for source in wait(door.sources(), timeout=0.1):
+            connection = door.take(cast("socket.socket", source))
+            if connection is not None:
+                return connection
+    return None
 
 
-def test_both_sides_hear_each_other_and_an_end() -> None:
-    door = wire.Door("127.0.0.1", "127.0.0.1")
-    found: list[Any] = []
-    task = threading.Thread(target=lambda: found.append(wire.knock(door.address)))
-    task.start()
-    mine = door.let_in()
-    task.join()
-    door.close()
+@pytest.fixture
+def door() -> Iterator[wire.Door]:
+    found = wire.Door("127.0.0.1", "127.0.0.1")
+    yield found
+    found.close()
+
+
+def reach(door: wire.Door) -> socket.socket:
+    return socket.create_connection((door.address.host, door.address.port))
+
+
+def knock_in_a_thread(door: wire.Door, key: bytes | None = None) -> tuple[threading.Thread, list[Any]]:
+    """Knock as a task does; the list gets the connection, or the error."""
+    came: list[Any] = []
+
+    def knock() -> None:
+        try:
+            came.append(wire.knock(wire.Address(door.address.host, door.address.port, key or door.address.key)))
+        except (multiprocessing.AuthenticationError, OSError) as error:
+            came.append(error)
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    return thread, came
+
+
+def test_who_has_another_key_is_refused_and_named_once(door: wire.Door, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        thread, came = knock_in_a_thread(door, b"x" * 32)
+        while thread.is_alive():
+            assert let_in(door, limit_s=0.2) is None
+        assert isinstance(came[0], OSError)
+    assert door.refused >= 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused a connection from 127.0.0.1, which has another key; the ranks are not concerned"
+    ]
+
+
+def test_strangers_who_say_nothing_hold_up_nobody_and_go_after_their_time(
+    door: wire.Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = [reach(door) for _ in range(20)]
+    monkeypatch.setattr(wire.time, "sleep", lambda seconds: pytest.fail("the task had to knock again"))
+    thread, came = knock_in_a_thread(door)
+    mine = let_in(door)
+    thread.join()
+    assert mine is not None
+    mine.close()
+    came[0].close()
+    assert door.refused == 0
+    monkeypatch.setattr(wire.time, "monotonic", lambda: float("inf"))
+    assert len(door.sources()) == 1
+    assert door.refused == 20
+    for each in silent:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff" + b"x" * 100, b"GET / HTTP/1.1", b"\0\0\0\x41"]
+)
+def test_what_is_no_proof_ends_the_connection_before_it_is_read(door: wire.Door, said: bytes) -> None:
+    with reach(door) as stranger:
+        stranger.sendall(said)
+        while not door.refused:
+            assert let_in(door, limit_s=0.1) is None
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(100):
+                pass
+
+
+def test_a_crowd_of_strangers_is_bounded_and_a_task_comes_through(
+    door: wire.Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_MOST_UNPROVEN", 4)
+    crowd = [reach(door) for _ in range(20)]
+    thread, came = knock_in_a_thread(door)
+    mine = let_in(door)
+    thread.join()
+    assert mine is not None
+    assert len(door.sources()) <= 5
+    for each in (mine, came[0], *crowd):
+        each.close()
+
+
+def test_both_sides_hear_each_other_and_an_end(door: wire.Door) -> None:
+    thread, found = knock_in_a_thread(door)
+    mine = let_in(door)
+    thread.join()
     assert mine is not None
     wire.tell(mine, kind="stop")
     assert wire.hear(found[0]) == {"kind": "stop"}
+    wire.tell(found[0], kind="lines", lines=["x" * 1_000_000])
+    heard = wire.hear(mine)
+    assert heard is not None
+    assert len(heard["lines"][0]) == 1_000_000
     assert wire.own_address(mine) == "127.0.0.1"
     found[0].close()
     assert wire.hear(mine) is None
