@@ -8,15 +8,19 @@ import json
 import logging
 import os
 import re
+import string
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hvdtrain import loop, pulse
 from hvdtrain.callbacks import Callback, RunFolder, run_folder
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
+_numbers = itertools.count()
 
 
 def lines(folder):
@@ -112,6 +116,32 @@ def test_secrets_in_options_and_logs_are_not_kept(make, tmp_path, monkeypatch):
     assert "hunter2" not in "".join(path.read_text() for path in tmp_path.iterdir())
     assert json.loads((tmp_path / "config.json").read_text())["options"]["num_tokens"] == 2
     assert lines(tmp_path)[-1]["metrics"]["token"] == 0.5
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    secret=st.text(string.ascii_letters + string.digits + "!#$%*+./:;<=>?@^_~|\\\"'{}[],é", min_size=10, max_size=30),
+    name=st.sampled_from(["password", "pat", "logger.api_key", "HF_TOKEN", "clientSecret"]),
+    where=st.sampled_from(["options", "argument", "json", "environment"]),
+)
+def test_a_secret_planted_anywhere_is_in_no_file_of_a_run(make, tmp_path, monkeypatch, secret, name, where):
+    secret = f"Q{secret}7"
+    folder = tmp_path / str(next(_numbers))
+    options, words = {"n": 1, "note": f"see {secret}"}, ["train.py"]
+    if where == "options":
+        options["nested"] = [{name: secret}]
+    elif where == "argument":
+        words += [f"--override={name}={secret}", f"--{name}", secret]
+    elif where == "json":
+        words += ["--cfg=" + json.dumps({name: secret})]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setenv("SOME_API_KEY", secret if where == "environment" else "")
+    monkeypatch.setenv("HVDTRAIN_SAID", f"is {secret}" if where == "environment" else "")
+    make().fit((X, Y), epochs=1, callbacks=[RunFolder(folder, options=options)], progress=False)
+    kept = "".join(path.read_text() for path in folder.iterdir())
+    assert "(hidden)" in kept
+    assert secret not in kept
+    assert json.dumps(secret)[1:-1] not in kept
 
 
 @pytest.mark.parametrize(("share", "modes"), [("", {0o600, 0o700}), ("1", {0o664, 0o775})])
