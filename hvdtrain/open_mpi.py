@@ -18,6 +18,12 @@ SUPPORTED = (4, 5)
 _LIMIT_S = 10
 _VERSION = re.compile(r"\((?:Open MPI|OpenRTE)\)\s*(\d+\.\d+\S*)")
 
+# OpenPMIx before 5.0.11, as in Debian 13's Open MPI 5.0.7, puts a line that is not complete before any rank's next one.
+# Its raw output marks each piece instead. From 5.0.11 on lines are right, and raw output lacks marks.
+ASK_VERSIONS = "mpirun --version && prte_info"
+MIXES_LINES = r"Open MPI\) 5\..* OpenPMIx (4\.|5\.0\.(\d|10)(?!\d))"
+MARK_PIECES = ("--output", ":raw")
+
 
 def search_path() -> str:
     """Return where programs are looked for: PATH, behind this environment's own Open MPI where it is not activated."""
@@ -81,12 +87,20 @@ def for_both(variables: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def spaces_marks() -> bool:
     """Return whether mpirun puts a space behind the mark of a rank's line, as 5 does: a line may begin with its own."""
-    mpirun = program("mpirun")
-    if mpirun is None:
-        return False
-    try:
-        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    version = version_in(done.stdout)
+    version = version_in(_said(["mpirun", "--version"]))
     return bool(version) and major(version) >= 5
+
+
+@functools.cache
+def mixes_lines() -> bool:
+    """Return whether mpirun needs `MARK_PIECES` beside its marks, or one rank's line becomes part of another's."""
+    return re.search(MIXES_LINES, _said(["/bin/sh", "-c", ASK_VERSIONS]), re.DOTALL) is not None
+
+
+def _said(command: list[str]) -> str:
+    environment = {**os.environ, "PATH": search_path()}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdtrain import open_mpi
 from hvdtrain.horovod_build.edit import Edit
 
 _MPI = "horovod/runner/mpi_run.py"
@@ -39,5 +40,22 @@ OPEN_MPI: tuple[Edit, ...] = (
         "        env.setdefault('PRTE_MCA_plm_ssh_no_tree_spawn', 'true')  # by Open MPI 5's names\n"
         "        env.setdefault('PRTE_MCA_plm_ssh_num_concurrent', str(len(host_names)))\n",
         "likewise, on 64 hosts and more",
+    ),
+    Edit(
+        _MPI,
+        "    basic_args = '-l' if impi_or_mpich else '--allow-run-as-root --tag-output'\n",
+        "    basic_args = '-l' if impi_or_mpich else '--allow-run-as-root --tag-output'\n"
+        "    chosen = settings.output_filename or '--output' in str(settings.extra_mpi_args)\n"
+        "    if mpi == _OMPI_IMPL and not chosen:\n"
+        f"        said = tiny_shell_exec.execute({open_mpi.ASK_VERSIONS!r}, env)\n"
+        f"        if said and re.search({open_mpi.MIXES_LINES!r}, said[0], re.DOTALL):\n"
+        f"            basic_args += ' {' '.join(open_mpi.MARK_PIECES)}'  # with a mark for each piece of a line\n",
+        "Open MPI 5's launcher, with OpenPMIx before 5.0.11, made one rank's line part of another's",
+    ),
+    Edit(
+        _MPI,
+        "from shlex import quote\n",
+        "import re\nfrom shlex import quote\n",
+        "for the edit before",
     ),
 )

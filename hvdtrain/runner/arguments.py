@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain import open_mpi
 from hvdtrain.command_line import did_you_mean
 from hvdtrain.errors import UsageError
 
@@ -177,7 +178,9 @@ def marks(launcher: str, options: Sequence[str], environment: Mapping[str, str])
     """
     names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
     unwanted = environment.get("OMPI_MCA_orte_tag_output") == "0" or names & {"tag-output", "output", "xml"}
-    return [] if launcher != MPIRUN or unwanted else ["--tag-output"]
+    if launcher != MPIRUN or unwanted:
+        return []
+    return ["--tag-output", *(open_mpi.MARK_PIECES if open_mpi.mixes_lines() else ())]
 
 
 def whole_number(name: str, text: str | None, *, least: int) -> int:

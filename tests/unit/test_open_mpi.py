@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import open_mpi
+from hvdtrain.runner import arguments
 
 
 @pytest.fixture
@@ -14,9 +15,12 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An mpirun beside this interpreter, which is on no PATH."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "/nowhere")
-    open_mpi.spaces_marks.cache_clear()
+    asked = (open_mpi.spaces_marks, open_mpi.mixes_lines)
+    for each in asked:
+        each.cache_clear()
     yield tmp_path / "mpirun"
-    open_mpi.spaces_marks.cache_clear()
+    for each in asked:
+        each.cache_clear()
 
 
 def write(path: Path, said: str) -> None:
@@ -56,3 +60,27 @@ def test_an_environments_programs_are_found_where_it_is_not_activated(mpirun: Pa
 def test_only_5_puts_a_space_behind_marks(mpirun: Path, said: str, *, expected: bool) -> None:
     write(mpirun, said)
     assert open_mpi.spaces_marks() is expected
+
+
+@pytest.mark.parametrize(
+    ("version", "pmix", "expected"),
+    [
+        ("5.0.7", "5.0.7a1", True),  # Debian 13's
+        ("5.0.10", "5.0.10", True),
+        ("5.0.5", "4.2.9", True),
+        ("5.0.11", "5.0.11rc1", False),  # the package index's
+        ("5.0.12", "6.1.0", False),
+        ("4.1.6", "5.0.7", False),  # which knows no such option
+        ("5.0.7", "", False),
+    ],
+)
+def test_only_5_with_an_older_pmix_needs_a_mark_for_each_piece_of_a_line(
+    mpirun: Path, version: str, pmix: str, *, expected: bool
+) -> None:
+    write(mpirun, f"mpirun (Open MPI) {version}")
+    if pmix:
+        write(mpirun.with_name("prte_info"), f"    PRTE: 3.0.8\n    PMIx: OpenPMIx {pmix} (PMIx Standard: 5.1,")
+    assert open_mpi.mixes_lines() is expected
+    added = ["--output", ":raw"] if expected else []
+    assert arguments.marks("mpirun", [], {}) == ["--tag-output", *added]
+    assert arguments.marks("mpirun", ["--output", "xml"], {}) == []

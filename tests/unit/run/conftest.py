@@ -9,3 +9,4 @@ from hvdtrain import open_mpi
 def open_mpi_4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks are as Open MPI 4 prints them, whichever is installed."""
     monkeypatch.setattr(open_mpi, "spaces_marks", lambda: False)
+    monkeypatch.setattr(open_mpi, "mixes_lines", lambda: False)
