@@ -23,6 +23,8 @@ __attribute__((constructor)) void Begin() {
   // Open MPI 4's mpirun, and the program that 5's becomes: those that have its launcher's library.
   in_mpirun = dlsym(RTLD_DEFAULT, "orte_init") != nullptr || dlsym(RTLD_DEFAULT, "prte_init") != nullptr;
   if (in_mpirun) {
+    // What 5's ranks ask its launcher by, OpenPMIx, listens on the first other interface before it takes loopback.
+    setenv("PMIX_MCA_ptl_base_if_include", "127.0.0.0/8", 0);
     // Not for the ranks: LD_PRELOAD is what it was, without this library, which stands first in it.
     const char* rest = getenv("LD_PRELOAD") ? strchr(getenv("LD_PRELOAD"), ':') : nullptr;
     if (rest != nullptr) {
