@@ -51,6 +51,8 @@ def torch_library() -> Path:
     torch = find_torch()
     if torch is None or not torch.cuda:
         pytest.skip("torch is a CPU build")
+    if not installed.record().get("nccl"):
+        pytest.skip("Horovod was built without NCCL, as beside TensorFlow's CPU build")
     (library,) = [library for library in libraries() if library.parent.name == "torch"]
     return library
 
