@@ -24,6 +24,12 @@ _APT_TIMEOUT_S = 180
 # The oldest NVIDIA driver for programs built for CUDA 13, as torch and JAX are.
 OLDEST_DRIVER = 580
 
+# The wheels for x86_64 and aarch64.
+_UV = (
+    "uv==0.13.9 --hash=sha256:d7f459fe4fd247d830351c75686d3996ace3c6f3f728eb0e85a30b7ada0cef19 "
+    "--hash=sha256:ecb6028d79dc96fbeafffe5c8af62a7099487ebc05a701e76714eebcffd06375\n"
+)
+
 # What __cplusplus is at least in a compiler that knows a standard.
 _STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}
 
@@ -79,7 +85,7 @@ class Setup:
         errors = [line for line in lines if line.startswith(("ERROR", "error", "E:"))] or lines[-1:]
         return errors[0] if errors else f"exit status {process.returncode}"
 
-    def pip(self, *arguments: str) -> list[str | Path]:
+    def pip(self, *arguments: str | Path) -> list[str | Path]:
         """Return a pip command line for the environment."""
         return [self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", *arguments]
 
@@ -236,7 +242,11 @@ def install_torch(setup: Setup, version: str, *, gpu: bool) -> str:
         "cpu",
         "--no-deps",
     ]
-    if not setup.run(setup.pip("uv"), "uv, which knows where PyTorch keeps its CPU builds") and not setup.run(
+    setup.log.mkdir(exist_ok=True)
+    pinned = setup.log / "uv.txt"
+    pinned.write_text(_UV, encoding="utf-8")
+    fetch_uv = setup.pip("--require-hashes", "--only-binary", ":all:", "--requirement", pinned)
+    if not setup.run(fetch_uv, "uv, which knows where PyTorch keeps its CPU builds") and not setup.run(
         [*uv, f"torch=={version}"], f"torch {version} for CPU, with uv"
     ):
         return ""

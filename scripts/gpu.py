@@ -31,7 +31,6 @@ SDIST = CARRY / "horovod-0.28.1.tar.gz"
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 LIMIT_MIB = 60
-TOOLS = ("pip", "setuptools==79.0.1", "cmake==3.31.10")
 PINNED = ("pytest", "pytest-timeout")
 # Not carried: NumPy, 18 MB for each Python, and h5py, 5 MB, with which Keras writes files.
 KERAS_NEEDS = ("absl-py", "namex", "optree")
@@ -67,6 +66,25 @@ def _pin(text: str, name: str, python: str) -> str:
     raise GpuError(f"pyproject.toml pins no {name} for Python {python}")
 
 
+def tools() -> str:
+    """Return pip and what builds Horovod as pip's requirements, with their hashes."""
+    sys.path.insert(0, str(ROOT))
+    from hvdtrain.horovod_build import pip, sdist
+
+    return pip.requirement(pip.PIP, pip.PIP_HASHES) + sdist.tool_requirements()
+
+
+def place_tools() -> None:
+    """Put what builds Horovod where `hvdtrain build` keeps it: the carried CMake is smaller than that of the hash."""
+    sys.path.insert(0, str(ROOT))
+    from hvdtrain.horovod_build import sdist
+
+    folder = sdist.tools_folder(BUILT / "cache")
+    if not folder.is_dir():
+        command = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *sdist.BUILD_TOOLS]
+        run(command, env=offline(), quiet=True)
+
+
 def run(command: Sequence[str | Path], *, env: dict[str, str] | None = None, quiet: bool = False) -> str:
     """Run a command; return what it printed if `quiet`.
 
@@ -86,6 +104,8 @@ def carry() -> None:
     """Fill .gpu-carry/ for every Python, and say how large it is."""
     with tempfile.TemporaryDirectory(dir=ROOT, prefix=".gpu-carry-") as scratch:
         folder = Path(scratch) / "carry"
+        pinned = Path(scratch) / "tools.txt"
+        pinned.write_text(tools())
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", folder]
         for python in PYTHONS:
             say(f"wheels for Python {python}")
@@ -93,17 +113,15 @@ def carry() -> None:
             tags += [word for each in PLATFORMS for word in ("--platform", f"{each}_{os.uname().machine}")]
             whole, alone = requirements(python)
             run([*download, *tags, *whole, *CONDITIONAL], quiet=True)
-            run([*download, *tags, "--no-deps", *TOOLS, *alone], quiet=True)
+            run([*download, *tags, "--no-deps", *alone], quiet=True)
+            run([*download, *tags, "--no-deps", "--require-hashes", "--requirement", pinned], quiet=True)
         for wheel in folder.glob("cmake-*.whl"):
             _leave_out(wheel, ("cmake/data/bin/ctest", "cmake/data/bin/cpack"))
         say("Horovod's source")
-        sys.path.insert(0, str(ROOT))
         from hvdtrain.horovod_build import sdist
 
-        tools = Path(scratch) / "tools"
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", folder, "--no-deps"]
-        run([*pip, "--target", tools, TOOLS[1]], quiet=True)
-        shutil.copy(sdist.fetch(Path(scratch) / "cache", tools=tools), folder / SDIST.name)
+        cache = Path(scratch) / "cache"
+        shutil.copy(sdist.fetch(cache, tools=sdist.fetch_tools(cache)), folder / SDIST.name)
         size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
         if size >= LIMIT_MIB:
             raise GpuError(f"what is carried is {size:.1f} MiB, and must stay below {LIMIT_MIB}")
@@ -210,6 +228,7 @@ def build() -> None:
     if not arch:
         check_gpu()
     make_venv()
+    place_tools()
     say(f"the environment is in {BUILT.relative_to(ROOT)}")
     command = [PYTHON, "-m", "hvdtrain.cli", "build", "--sdist", SDIST, "--without", "tensorflow"]
     command += ["--cuda-arch", arch] if arch else []

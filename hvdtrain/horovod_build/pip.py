@@ -9,10 +9,14 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
+from hvdtrain.horovod_build import owners
 from hvdtrain.horovod_build.errors import MissingToolError
 
+# What uv fetches, where Python comes without a pip.
+PIP, PIP_HASHES = "pip==26.3", ("f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13",)
 _OPTIONS = ("--disable-pip-version-check", "--no-input")
 
 
@@ -31,7 +35,7 @@ def pip_command(cache: Path) -> list[str]:
     folder = cache / "build-tools" / f"cp{sys.version_info[0]}{sys.version_info[1]}-pip"
     if not (folder / "pip").is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
+        with owners.alone(), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
             target = Path(partial) / "pip"
             why = _bring(target)
             if why:
@@ -55,7 +59,10 @@ def _bring(target: Path) -> str:
     uv = os.environ.get("UV") or shutil.which("uv")  # `uv run` names itself
     if not uv:
         return "this Python comes without ensurepip, and uv is not on PATH"
-    command = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--target", str(target), "pip"]
+    pinned = target.with_name("requirements.txt")
+    pinned.write_text(requirement(PIP, PIP_HASHES), encoding="utf-8")
+    command = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--target", str(target)]
+    command += ["--require-hashes", "--requirement", str(pinned)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"uv could not fetch it: {last_lines(done.stderr)}" if done.returncode else ""
 
@@ -68,6 +75,11 @@ def move_into_place(made: Path, target: Path) -> None:
         if not target.is_dir():
             raise
         shutil.rmtree(made)
+
+
+def requirement(pin: str, hashes: Iterable[str]) -> str:
+    """Return a line of pip's requirements: a pinned version, and the sha256 of each file that may be taken for it."""
+    return " ".join([pin, *(f"--hash=sha256:{each}" for each in hashes)]) + "\n"
 
 
 def last_lines(text: str, count: int = 3) -> str:

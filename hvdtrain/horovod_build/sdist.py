@@ -11,15 +11,23 @@ import tempfile
 from pathlib import Path
 
 from hvdtrain.horovod_build.errors import SdistError
-from hvdtrain.horovod_build.pip import last_lines, move_into_place, pip_command
+from hvdtrain.horovod_build.pip import last_lines, move_into_place, pip_command, requirement
 
 VERSION = "0.28.1"
 FILE_NAME = f"horovod-{VERSION}.tar.gz"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 # The newest releases that can still build Horovod: setuptools 80 dropped what its setup.py calls, CMake 4 what its
-# CMakeLists.txt ask for.
-BUILD_TOOLS = ("setuptools==79.0.1", "cmake==3.31.10")
+# CMakeLists.txt ask for. The hashes are of wheels for any Python; CMake's for x86_64 and aarch64.
+BUILD_TOOLS = ("setuptools==79.0.1", "cmake==3.31.10", "packaging==26.3")
+_TOOL_HASHES = {
+    "setuptools": ("e147c0549f27767ba362f9da434eab9c5dc0045d5304feb602a0af001089fc51",),
+    "cmake": (
+        "2f766bb46367e5e0559fa33184653754bce044583a06014dcaebf8e6dff8a1f1",
+        "a4a5615f31f692c9b9aa8b365704e4b76172348af6fa40e16fea3f118bb01194",
+    ),
+    "packaging": ("d7193f7c8e4e93f444fde0262bf90af30e16fa0ad0ad44cb553c87339b23cd1c",),
+}
 
 
 def sha256_of(path: Path) -> str:
@@ -46,17 +54,39 @@ def check(path: Path) -> Path:
     return path
 
 
+def tool_requirements() -> str:
+    """Return the build tools as pip's requirements, with the hashes of the only files that it may take."""
+    return "".join(requirement(tool, _TOOL_HASHES[tool.partition("=")[0]]) for tool in BUILD_TOOLS)
+
+
+def tools_folder(cache: Path) -> Path:
+    """Return where the build tools are kept: another folder for other files."""
+    digest = hashlib.sha256(tool_requirements().encode()).hexdigest()[:12]
+    return cache / "build-tools" / f"cp{sys.version_info[0]}{sys.version_info[1]}-{digest}"
+
+
 def fetch_tools(cache: Path) -> Path:
-    """Return a folder with setuptools and CMake for the build only: the user's own are neither used nor changed."""
-    name = f"cp{sys.version_info[0]}{sys.version_info[1]}-" + "-".join(t.replace("==", "") for t in BUILD_TOOLS)
-    folder = cache / "build-tools" / name
+    """Return a folder with setuptools and CMake for the build only: the user's own are neither used nor changed.
+
+    Raises:
+        SdistError: they cannot be downloaded, or are not the expected files.
+    """
+    folder = tools_folder(cache)
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
-        target = Path(partial) / name
-        command = [*pip_command(cache), "install", "--quiet", "--no-deps", "--target", str(target), *BUILD_TOOLS]
+        target, requirements = Path(partial) / folder.name, Path(partial) / "requirements.txt"
+        requirements.write_text(tool_requirements(), encoding="utf-8")
+        command = [*pip_command(cache), "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--target", str(target), "--require-hashes", "--requirement", str(requirements)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "DO NOT MATCH THE HASHES" in done.stderr:
+            raise SdistError(
+                f"pip fetched build tools whose sha256 is not that of {' '.join(BUILD_TOOLS)} as hvdtrain knows them: "
+                f"{last_lines(done.stderr)}. If the index is the usual one, its files were tampered with, or this "
+                "machine is neither x86_64 nor aarch64 with glibc"
+            )
         if done.returncode != 0:
             raise SdistError(f"pip could not fetch the build tools {' '.join(BUILD_TOOLS)}: {last_lines(done.stderr)}")
         move_into_place(target, folder)

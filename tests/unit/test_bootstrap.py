@@ -23,6 +23,7 @@ class FakeSetup(Setup):
         self.failing = failing
         self.commands: list[str] = []
         self.notes: list[str] = []
+        self.venv.mkdir(exist_ok=True)
 
     def run(self, command, what, *, timeout_s=None):  # type: ignore[no-untyped-def]
         line = " ".join(map(str, command))
@@ -59,11 +60,14 @@ def test_a_cpu_machine_gets_torchs_cpu_build_from_the_configured_sources(tmp_pat
 def test_uv_finds_the_cpu_build_where_pip_cannot(tmp_path: Path) -> None:
     setup = FakeSetup(tmp_path, failing=("torch==2.13.0+cpu",))
     assert bootstrap.install_torch(setup, "2.13.0", gpu=False) == ""
-    assert [c.split()[-1] for c in setup.commands] == ["torch==2.13.0+cpu", "uv", "torch==2.13.0"]
+    pinned = str(setup.log / "uv.txt")
+    assert [c.split()[-1] for c in setup.commands] == ["torch==2.13.0+cpu", pinned, "torch==2.13.0"]
+    assert "--require-hashes" in setup.commands[1]
+    assert re.fullmatch(r"uv==[\d.]+( --hash=sha256:[0-9a-f]{64})+\n", Path(pinned).read_text())
     assert "--torch-backend cpu" in setup.commands[-1]
 
 
-@pytest.mark.parametrize("broken", ["install uv", "--torch-backend"])
+@pytest.mark.parametrize("broken", ["uv.txt", "--torch-backend"])
 def test_the_large_build_is_the_last_resort_and_is_announced(tmp_path: Path, broken: str) -> None:
     setup = FakeSetup(tmp_path, failing=("torch==2.13.0+cpu", broken))
     assert bootstrap.install_torch(setup, "2.13.0", gpu=False) == ""

@@ -30,7 +30,9 @@ def test_each_python_gets_its_own_pins_and_no_numpy(gpu: ModuleType, python: str
 
 
 def test_what_is_carried_is_what_hvdtrain_build_asks_for(gpu: ModuleType) -> None:
-    assert set(sdist.BUILD_TOOLS) < set(gpu.TOOLS)
+    carried = [line.split()[0] for line in gpu.tools().splitlines()]
+    assert set(sdist.BUILD_TOOLS) < set(carried)
+    assert "--hash=sha256:" in gpu.tools()
     assert gpu.SDIST.name == sdist.FILE_NAME
 
 

@@ -52,6 +52,7 @@ def test_without_ensurepip_uv_fetches_pip(bare: Path) -> None:
     fake_pip(bare / "uvs")
     uv.write_text(f"""#!/bin/sh
 [ "$1 $2 $4 $6" = "pip install --python --target" ] || exit 1
+[ "$8 $9" = "--require-hashes --requirement" ] || exit 1
 /bin/mkdir -p "$7" && /bin/cp -r {bare}/uvs/pip "$7"
 """)
     uv.chmod(0o755)

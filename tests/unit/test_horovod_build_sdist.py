@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -81,5 +82,23 @@ def test_an_impossible_download_says_so_and_offers_sdist(tmp_path: Path, monkeyp
 
 def test_build_tools_that_cannot_be_fetched_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_that(monkeypatch, code=1, stderr="ERROR: no network")
-    with pytest.raises(SdistError, match=r"setuptools==79.0.1 cmake==3.31.10: ERROR: no network"):
+    with pytest.raises(SdistError, match=r"setuptools==79.0.1 cmake==3.31.10 packaging==\S+: ERROR: no network"):
         sdist.fetch_tools(tmp_path)
+
+
+def test_build_tools_are_taken_by_hash_as_wheels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = pip_that(monkeypatch, code=1, stderr="ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS.")
+    with pytest.raises(SdistError, match="whose sha256 is not that of setuptools"):
+        sdist.fetch_tools(tmp_path)
+    (command,) = calls
+    assert "--require-hashes" in command
+    assert command[command.index("--only-binary") + 1] == ":all:"
+    assert not set(sdist.BUILD_TOOLS) & set(command), "named on the command line, pip would take them without a hash"
+    for tool, line in zip(sdist.BUILD_TOOLS, sdist.tool_requirements().splitlines(), strict=True):
+        assert re.fullmatch(rf"{tool}( --hash=sha256:[0-9a-f]{{64}})+", line)
+
+
+def test_tools_with_other_hashes_are_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sdist.tools_folder(tmp_path)
+    monkeypatch.setitem(sdist._TOOL_HASHES, "packaging", ("0" * 64,))
+    assert sdist.tools_folder(tmp_path) != before
