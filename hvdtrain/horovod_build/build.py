@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import installed
-from hvdtrain.horovod_build import cache, edits, frameworks, install, native, sdist
+from hvdtrain.horovod_build import cache, edits, frameworks, install, native, owners, sdist
 from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.progress import Progress
@@ -76,7 +76,7 @@ def build(options: Options) -> Path | None:
         for edit in () if hit else edits.EDITS:
             progress.note(f"edit {edit.path}: {edit.why}")
         return None
-    with cache.locked(wheels, key):
+    with owners.alone(), cache.locked(wheels, key):
         entry = None if options.rebuild else cache.load(wheels, key)
         if entry is None:
             try:

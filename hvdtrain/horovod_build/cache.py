@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -16,11 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build import edits, sdist
-from hvdtrain.horovod_build.errors import CacheError
+from hvdtrain.horovod_build import edits, library_paths, owners, sdist
+from hvdtrain.horovod_build.errors import CacheError, LibraryPathError
 from hvdtrain.horovod_build.find import Found
 
 _RECORD = "build.json"
+_USED = ("wheels", "build-tools", "sdists")
 _CARRIED = "2"  # the form of what a wheel says of itself, `build.record`
 
 
@@ -40,20 +42,48 @@ def cache_folder() -> tuple[Path, str]:
     in containers, it is .cache/hvdtrain in this environment, which its user owns, unlike a folder in /tmp.
 
     Raises:
-        CacheError: none of them can be written.
+        CacheError: none of them can be written, or others can write to it: what is in it is installed and run.
     """
     chosen = os.environ.get("HVDTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     usual = Path(os.path.abspath(os.path.expanduser(chosen))) if chosen else Path(base) / "hvdtrain"
     if _can_be_written(usual):
+        check_owners(usual)
         return usual, ""
     own = Path(sys.prefix) / ".cache" / "hvdtrain"
     if not chosen and _can_be_written(own):
+        check_owners(own)
         return own, f"{usual} cannot be written: the cache is in {own}"
     raise CacheError(
         f"The cache's folder cannot be written: {usual}{'' if chosen else f', nor can {own}'}. "
         "Set HVDTRAIN_CACHE to a folder that can."
     )
+
+
+def check_owners(folder: Path) -> None:
+    """Raise unless the cache is this user's alone, or the system's: `folder`, what is used of it, what stands above it.
+
+    Raises:
+        CacheError: another user can write to it; names the command that helps.
+    """
+    for path in owners.up_to_home(folder):
+        if path.exists():
+            _refuse(owners.who_can_change(path, sticky=path != folder), folder, f"chmod go-w {shlex.quote(str(path))}")
+    for used in (folder / name for name in _USED):
+        inside = [Path(where, name) for where, folders, files in os.walk(used) for name in (*folders, *files)]
+        for path in [used, *inside]:
+            try:
+                why = "" if path.is_symlink() else owners.who_can_change(path, sticky=False)
+            except FileNotFoundError:  # another build's, which has just ended
+                continue
+            _refuse(why, folder, f"chmod -R go-w {shlex.quote(str(folder))}")
+
+
+def _refuse(why: str, folder: Path, command: str) -> None:
+    if "belongs to" in why:
+        command = "set HVDTRAIN_CACHE to a folder of your own"
+    if why:
+        raise CacheError(f"{why}, and what is in the cache {folder} is installed and run. To mend it: {command}")
 
 
 def _can_be_written(folder: Path) -> bool:
@@ -104,19 +134,25 @@ def locked(folder: Path, key: str) -> Iterator[None]:
 
 
 def load(folder: Path, key: str) -> Entry | None:
-    """Return the cached wheel; None where there is none or its bytes are not those that were written."""
+    """Return the cached wheel; None where it must be built: there is none, it is damaged, or its libraries refused."""
     try:
         record = json.loads((folder / key / _RECORD).read_text(encoding="utf-8"))
         wheel = folder / key / Path(record["wheel"]).name
         if sdist.sha256_of(wheel) == record["sha256"]:
+            library_paths.check(wheel)
             return Entry(wheel, record["parts"], float(record["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # Missing or damaged: both mean that it must be built.
+    except (OSError, ValueError, KeyError, TypeError, LibraryPathError):
+        pass  # Missing, damaged or refused: each means that it must be built.
     return None
 
 
 def store(folder: Path, key: str, wheel: Path, *, parts: dict[str, str], seconds: float) -> Entry:
-    """Copy `wheel` into the cache; the entry appears whole or not at all."""
+    """Copy `wheel` into the cache; the entry appears whole or not at all.
+
+    Raises:
+        LibraryPathError: a library in it would load others from a folder that is not the system's.
+    """
+    library_paths.check(wheel)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{key[:12]}-") as scratch:
         made = Path(scratch) / "entry"
         made.mkdir()

@@ -22,7 +22,7 @@ class UntestedVersionError(BuildError):
 
 
 class CacheError(BuildError):
-    """No folder for the wheel cache can be written."""
+    """No folder for the wheel cache can be written, or others can write to it."""
 
 
 class SdistError(BuildError):
@@ -35,6 +35,10 @@ class EditMismatchError(BuildError):
 
 class CompileError(BuildError):
     """The compile failed; the message names the log and its first error."""
+
+
+class LibraryPathError(BuildError):
+    """A library of the wheel would load others from a folder in which not only the system can put them."""
 
 
 class InstallError(BuildError):

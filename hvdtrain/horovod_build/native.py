@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from hvdtrain import open_mpi
-from hvdtrain.horovod_build.errors import CompileError
+from hvdtrain.horovod_build import owners
+from hvdtrain.horovod_build.errors import CompileError, MissingToolError
 from hvdtrain.horovod_build.find import Cuda, Found, Nccl, output_of
 from hvdtrain.horovod_build.progress import Progress
 
@@ -74,6 +75,9 @@ def runpath(found: Found) -> list[str]:
 
     CMake's own list is switched off by an edit: it names this environment and the build's folder in /tmp, and whoever
     can write that folder later could have its library loaded. The frameworks load their libraries before Horovod.
+
+    Raises:
+        MissingToolError: Open MPI is in a folder that is not the system's alone, and LD_LIBRARY_PATH does not name it.
     """
     folders = []
     if found.mpi and found.mpi.library:
@@ -82,11 +86,24 @@ def runpath(found: Found) -> list[str]:
         folders.append(f"$ORIGIN/{os.path.relpath(found.mpi.library, libraries)}")
     elif found.mpi:
         listed = output_of([str(found.mpi.launcher.with_name("mpicxx")), "--showme:libdirs"]) or ""
-        folders += listed.split()
+        folders += [folder for folder in listed.split() if owners.is_systems(folder)]
+        _check_search_path([folder for folder in listed.split() if folder not in folders])
     if found.gpu and found.nccl and found.nccl.from_pip:
         # torch loads it before Horovod, TensorFlow does not.
         folders.append("$ORIGIN/../../nvidia/nccl/lib")
     return folders
+
+
+def _check_search_path(folders: list[str]) -> None:
+    """Raise where Open MPI's library will not be found: a wheel names no folder that is not the system's."""
+    given = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    needed = [folder for folder in folders if next(Path(folder).glob("libmpi.so*"), None) and folder not in given]
+    if needed:
+        raise MissingToolError(
+            f"Open MPI is in {needed[0]}, where others than the system can put files, so the wheel cannot name that "
+            f"folder. Set it wherever ranks start: export LD_LIBRARY_PATH={needed[0]}:$LD_LIBRARY_PATH (or take "
+            "--without mpi, or pip install 'hvdtrain[mpi]')"
+        )
 
 
 def environment(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def test_the_number_of_jobs_is_not_in_the_key() -> None:
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
     path = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
-    path.write_bytes(b"a wheel")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("horovod/__init__.py", "")
     return path
 
 
@@ -77,7 +79,7 @@ def test_a_stored_wheel_comes_back_with_what_it_was_built_from(tmp_path: Path, w
     cache.store(folder, "k", wheel, parts={"horovod": "0.28.1"}, seconds=61.2)
     entry = cache.load(folder, "k")
     assert entry is not None
-    assert (entry.wheel.read_bytes(), entry.parts, entry.seconds) == (b"a wheel", {"horovod": "0.28.1"}, 61.2)
+    assert (entry.wheel.read_bytes(), entry.parts, entry.seconds) == (wheel.read_bytes(), {"horovod": "0.28.1"}, 61.2)
     assert sorted(p.name for p in folder.iterdir()) == ["k"]
 
 

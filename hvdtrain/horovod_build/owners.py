@@ -1,0 +1,92 @@
+"""Who but this user and the system can change what is in a folder."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True) -> str:
+    """Return why others than the system, and with `ours` this user, can change what is at `path`; "" if none can.
+
+    Args:
+        path: a file or a folder; it must be there.
+        ours: let it be this user's, not the system's alone.
+        sticky: let everybody write to a folder in which nobody can replace another's files, such as /tmp.
+    """
+    found = os.stat(path)
+    if found.st_uid not in _system() | ({os.geteuid()} if ours else set()):
+        return f"{path} belongs to user {_user(found.st_uid)}"
+    mode = stat.S_IMODE(found.st_mode)
+    if sticky and stat.S_ISDIR(found.st_mode) and mode & stat.S_ISVTX:
+        return ""
+    if mode & stat.S_IWOTH:
+        return f"every user can write to {path}"
+    if mode & stat.S_IWGRP and _has_others(found.st_gid):
+        return f"group {_group(found.st_gid)} can write to {path}"
+    return ""
+
+
+def is_systems(folder: str) -> bool:
+    """Return whether a folder and all above it are the system's, so that no other user can put a library there.
+
+    One that is not there counts as what stands above it: the system alone can make it.
+    """
+    parents = {each for path in (folder, os.path.realpath(folder)) for each in (Path(path), *Path(path).parents)}
+    return not any(who_can_change(each, ours=False, sticky=False) for each in parents if os.path.exists(each))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let what is made meanwhile be writable for this user alone, whatever the umask is."""
+    before = os.umask(0)
+    os.umask(before | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def up_to_home(folder: Path) -> Iterator[Path]:
+    """Return `folder` and what stands above it, up to this user's home, or to / where it is not in it."""
+    home = Path(os.path.expanduser("~"))
+    for each in (folder, *folder.parents):
+        yield each
+        if each == home:
+            return
+
+
+def _system() -> set[int]:
+    # In a user namespace without root, what is the system's shows as another user's.
+    return {0, os.stat("/").st_uid}
+
+
+def _has_others(group: int) -> bool:
+    """Return whether a group has members but root and this user: many users have one of their own."""
+    mine = {0, os.geteuid()}
+    try:
+        members = [pwd.getpwnam(name).pw_uid for name in grp.getgrgid(group).gr_mem]
+    except KeyError:  # a group or a member without a name
+        return True
+    return any(user not in mine for user in members) or any(
+        user.pw_gid == group and user.pw_uid not in mine for user in pwd.getpwall()
+    )
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
