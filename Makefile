@@ -25,12 +25,12 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit ranks e2e engines faults faults-short: export CUDA_VISIBLE_DEVICES :=
+check test unit ranks e2e engines attack faults faults-short: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks e2e engines gpu-build-test faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks e2e engines gpu-build-test attack faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, severa
 gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was built: needs no GPU
 	$(MAKE) VENV=.venv-gpu HVDTRAIN_GPU=1 setup
 	HVDTRAIN_TEST_NCCL=1 .venv-gpu/bin/python -m pytest tests/e2e/test_libraries.py
+
+attack: $(STAMP) ## Attacks on jobs by another user of this host, with a table (as root; ARGS=--page puts it into the page)
+	python tests/attack/run.py $(ARGS)
 
 faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULTS_SEED=0)
 	HVDTRAIN_FAULTS=long python -m pytest tests/faults
