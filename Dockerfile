@@ -4,7 +4,7 @@
 #   docker build --target gpu -t hvdtrain:gpu .      docker run --rm --shm-size=1g --gpus all hvdtrain:gpu
 #
 # BuildKit is needed: with Debian 12's docker.io DOCKER_BUILDKIT=1, with Debian 13's the package docker-buildx.
-# `make docker-test` builds the cpu image on Debian 12 and 13, and runs it.
+# `make docker-test` builds the cpu image on Debian 12 and 13, and runs it; with TARGET=gpu the gpu image, on CPUs.
 
 ARG DEBIAN_IMAGE=debian:bookworm-slim
 

@@ -8,8 +8,9 @@ STAMP := $(VENV)/.set-up
 NP ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')),1,2)
 # Passed on to the example: make train ARGS="--data-dir DIR"
 ARGS ?=
-# Of docker-test: bookworm or trixie alone, not both.
+# Of docker-test: bookworm or trixie alone, not both; gpu instead of the cpu image.
 BASE ?=
+TARGET ?= cpu
 # Passed on to the benchmarks: make bench BENCH="--workload lenet --peer ddp,trainer"
 BENCH ?=
 
@@ -123,9 +124,9 @@ docs: $(STAMP) ## The site, in build/site/index.html: every link and name in it 
 	python -c "import mkdocs" 2>/dev/null || $(PIP) -e ".[docs]"
 	python -m mkdocs build --strict --config-file docs/mkdocs.yml
 
-docker-test: $(STAMP) ## Build the cpu image on Debian 12 and 13, run it (as root installs docker.io, debootstrap; BASE=bookworm: one)
+docker-test: $(STAMP) ## Build the cpu image on Debian 12 and 13, run it (as root installs docker.io, debootstrap; BASE=bookworm: one; TARGET=gpu: on CPUs, 20 GB)
 	python tests/docker/engine.py
-	python -m pytest tests/docker -k "$(BASE)"
+	HVDTRAIN_DOCKER_TARGET=$(TARGET) python -m pytest tests/docker -k "$(BASE)"
 
 newest: ## The newest frameworks, in build/newest: Horovod built for them, and the core of the rank tests (4 GB)
 	$(PYTHON) scripts/newest.py $(ARGS)

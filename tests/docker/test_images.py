@@ -1,10 +1,12 @@
 """The Dockerfile's cpu image, built by a Docker engine on each base, and run as docs/pages/install.md says.
 
 One base: python -m pytest tests/docker -k bookworm
+The gpu image, on CPUs: HVDTRAIN_DOCKER_TARGET=gpu (20 GB on disk while it is built)
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -22,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine
 
 ROOT = Path(__file__).resolve().parents[2]
+TARGET = os.environ.get("HVDTRAIN_DOCKER_TARGET") or "cpu"
+FRAMEWORKS = {"cpu": ("torch", "tensorflow"), "gpu": ("torch",)}[TARGET]  # that an allreduce is proven for
 LABEL = f"hvdtrain-test={os.getpid()}"
 # No network but the container's own loopback: there its host name has no address.
 ALONE = ("--network", "none")
@@ -67,9 +71,9 @@ def pip_configuration() -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=engine.SUITES, ids=engine.SUITES.get)
 def image(request: pytest.FixtureRequest, docker: engine.Docker, pip_configuration: str) -> Iterator[Image]:
-    base, name = request.param, f"hvdtrain-test:{engine.SUITES[request.param]}-cpu"
+    base, name = request.param, f"hvdtrain-test:{engine.SUITES[request.param]}-{TARGET}"
     made = engine.make_base(docker, base, pip_configuration)
-    words = ["build", "--target", "cpu", "--tag", name, "--network", "host", "--build-arg", f"DEBIAN_IMAGE={base}"]
+    words = ["build", "--target", TARGET, "--tag", name, "--network", "host", "--build-arg", f"DEBIAN_IMAGE={base}"]
     docker.run(*words, *engine.proxy_arguments(), str(ROOT))
     yield Image(docker, name)
     docker.run("image", "rm", "--force", name, *([base] if made else []), check=False)
@@ -92,9 +96,20 @@ def test_path_keeps_the_bases_folders(image: Image) -> None:
 def test_default_command_proves_every_data_plane(image: Image) -> None:
     output = image.run()
     assert re.findall(r"allreduce (\w+) +(\w+): [0-9.]+ ms", output) == [
-        (framework, plane) for framework in ("torch", "tensorflow") for plane in ("mpi", "gloo")
+        (framework, plane) for framework in FRAMEWORKS for plane in ("mpi", "gloo")
     ]
     assert output.endswith("Training would work.\n")
+
+
+@pytest.mark.skipif(TARGET != "gpu", reason="of the gpu image: HVDTRAIN_DOCKER_TARGET=gpu")
+def test_gpu_image_loads_nccl_from_its_wheel_without_a_driver(image: Image) -> None:
+    code = (
+        "import horovod.torch as hvd\n"
+        "assert hvd.nccl_built() and hvd.cuda_built()\n"
+        "print({line.split()[-1] for line in open('/proc/self/maps') if 'libnccl' in line})"
+    )
+    (loaded,) = ast.literal_eval(image.run("python", "-c", code))
+    assert re.fullmatch(r"/opt/hvdtrain/lib/python3\.\d+/site-packages/nvidia/nccl/lib/libnccl\.so\.2", loaded)
 
 
 def test_engine_finds_the_container_healthy_without_an_allreduce(image: Image) -> None:
