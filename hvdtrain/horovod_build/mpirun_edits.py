@@ -69,6 +69,7 @@ MPIRUN_LOOPBACK: tuple[Edit, ...] = (
         "    # Ranks of one host talk through shared memory: they need not listen, and mpirun only to itself.\n"
         "    preload = ''\n"
         "    if mpi == _OMPI_IMPL and network.listen_address(nics):\n"
+        "        start_checks.check_shared_memory(env or os.environ)\n"
         "        given = settings.extra_mpi_args or ''\n"
         "        if 'mca btl ' not in given and 'OMPI_MCA_btl' not in (env or os.environ):\n"
         "            mpi_impl_flags = [f.replace('^openib', '^openib,tcp,ofi,usnic,uct') for f in mpi_impl_flags]\n"
@@ -92,7 +93,8 @@ MPIRUN_LOOPBACK: tuple[Edit, ...] = (
     Edit(
         _MPI,
         "from horovod.runner.common.util import env as env_util, hosts, safe_shell_exec, tiny_shell_exec\n",
-        "from horovod.runner.common.util import env as env_util, hosts, loopback, safe_shell_exec, tiny_shell_exec\n"
+        "from horovod.runner.common.util import env as env_util, hosts, loopback, safe_shell_exec, start_checks\n"
+        "from horovod.runner.common.util import tiny_shell_exec\n"
         "from horovod.runner.util import network\n",
         "for the edits before",
     ),

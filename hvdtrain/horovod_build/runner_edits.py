@@ -250,6 +250,7 @@ _STATUS = (
     Edit(
         "horovod/runner/launch.py",
         "from horovod.runner.gloo_run import gloo_run, gloo_run_elastic\n",
+        "from horovod.runner.common.util import start_checks\n"
         "from horovod.runner.common.util.loopback import LoopbackError\n"
         "from horovod.runner.gloo_run import gloo_run, gloo_run_elastic, RanksFailedError\n",
         "for the next edit",
@@ -258,14 +259,31 @@ _STATUS = (
         "horovod/runner/launch.py",
         "    _run(args)\n\n\nif __name__ == '__main__':\n",
         "    try:\n"
+        "        # Several hosts: how many ranks this one has is not known yet.\n"
+        "        start_checks.check_open_files(2 if args.hosts or args.hostfile else args.num_proc or 1)\n"
+        "        start_checks.check_semaphores()\n"
         "        _run(args)\n"
         "    except RanksFailedError as failure:\n"
         "        print(failure, file=sys.stderr)\n"
         "        sys.exit(failure.exit_code)\n"
-        "    except LoopbackError as problem:\n"
+        "    except (LoopbackError, start_checks.CannotStartError) as problem:\n"
         "        sys.exit(f'horovodrun: {problem}')\n\n\n"
         "if __name__ == '__main__':\n",
         "the failing rank's traceback was followed by twenty lines of horovodrun's own",
+    ),
+)
+
+# Ranks go on, whoever reads what they print.
+_PIPE = (
+    Edit(
+        _SHELL,
+        "        dst_stream.write(text)\n        dst_stream.flush()\n",
+        "        try:\n"
+        "            dst_stream.write(text)\n"
+        "            dst_stream.flush()\n"
+        "        except BrokenPipeError:\n"
+        "            os.dup2(os.open(os.devnull, os.O_WRONLY), dst_stream.fileno())\n",
+        "over Gloo, `horovodrun ... | head` printed a traceback a rank, and ranks that went on to print hung",
     ),
 )
 
@@ -291,4 +309,4 @@ _SECRETS = (
     ),
 )
 
-RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *OPEN_MPI, *MPIRUN_LOOPBACK, *_STOP, *_STATUS, *_SECRETS)
+RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *OPEN_MPI, *MPIRUN_LOOPBACK, *_STOP, *_STATUS, *_PIPE, *_SECRETS)

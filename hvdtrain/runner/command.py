@@ -84,7 +84,7 @@ def run(
 
     Example: hvdtrain run --config train.yaml -np 2 -- --epochs 1
     """
-    from hvdtrain.runner import supervise
+    from hvdtrain.runner import job_folder, supervise
     from hvdtrain.runner.config import DEFAULTS, Settings
 
     parts: Split = ctx.meta[_SPLIT]
@@ -92,9 +92,10 @@ def run(
     settings = typed.over(ctx.meta[_READ](config)) if config is not None else typed
     settings = settings.over(DEFAULTS)
     os.environ.update(settings.environment)  # as if it had been set before the command
-    options, run_dir = _prepare(settings)
-    _keep(settings, options)
-    raise typer.Exit(supervise.run(options, run_dir))
+    with job_folder.removed_at_the_end():
+        options, run_dir = _prepare(settings)
+        _keep(settings, options)
+        raise typer.Exit(supervise.run(options, run_dir))
 
 
 def _keep(settings: Settings, options: Options) -> None:
@@ -121,7 +122,7 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
         UsageError: what was asked for cannot be done.
     """
     from hvdtrain import tuning
-    from hvdtrain.runner import allocation, arguments, loopback, remote, supervise, surroundings
+    from hvdtrain.runner import allocation, arguments, job_folder, loopback, remote, supervise, surroundings
 
     launcher, passed = settings.launcher, settings.options
     if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
@@ -142,7 +143,11 @@ def _prepare(settings: Settings) -> tuple[Options, Path]:
     crowded = arguments.check_ranks(count, slots=hosts, elastic=elastic, cores=tuning.usable_cores())
     if crowded:
         supervise.say(crowded)
-    run_dir = supervise.make_run_dir()
+    surroundings.check_host(launcher, count if loopback.is_here(hosts) else 0)
+    over_gloo = elastic or (launcher == arguments.HOROVODRUN and "--gloo" in passed)
+    run_dir, elsewhere = job_folder.make(0 if over_gloo else count)
+    if elsewhere:
+        supervise.say(elsewhere)
     script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
     environment = surroundings.environment(
         run_dir, name=script, launcher=launcher, passed=passed, slots=hosts, elastic=elastic

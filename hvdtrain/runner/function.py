@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import linecache
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain import start, tuning
 from hvdtrain.errors import UsageError
-from hvdtrain.runner import arguments, loopback, outcome, supervise, surroundings
+from hvdtrain.runner import arguments, job_folder, loopback, outcome, surroundings
 from hvdtrain.runner.call import Call
 from hvdtrain.runner.exchange import Message
 from hvdtrain.runner.lines import Line
@@ -124,7 +123,9 @@ def _run_job(
     Raises:
         KeyboardInterrupt: there was one; now they have ended.
     """
-    run_dir = supervise.make_run_dir()
+    run_dir, elsewhere = job_folder.make(0 if "--gloo" in passed else np)
+    if elsewhere:
+        show([(None, f"hvdtrain.run: {elsewhere}")])
     try:
         environment = surroundings.environment(
             run_dir, name=name, launcher=arguments.HOROVODRUN, passed=passed, slots=slots
@@ -138,7 +139,7 @@ def _run_job(
         finally:
             call.close()
     finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        job_folder.remove(run_dir)
     return call
 
 
@@ -152,6 +153,7 @@ def _check(
     """
     check_call(fn, args, np, output)
     surroundings.check_place("hvdtrain.run")
+    surroundings.check_host(arguments.HOROVODRUN, np)
     parts = arguments.split([*options, "fn"])
     if parts.ours or parts.program != ["fn"]:
         raise UsageError(f"options are horovodrun's, each word by itself. Received: options={options!r}")

@@ -91,9 +91,7 @@ def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: M
     """
     given = " ".join(passed)
     # Whoever is killed leaves its files: in a folder that is removed.
-    wanted = {"OMPI_MCA_orte_tmpdir_base": str(run_dir)}
-    if run_dir.is_relative_to("/dev/shm"):
-        wanted["OMPI_MCA_btl_vader_backing_directory"] = str(run_dir)
+    wanted = {"OMPI_MCA_orte_tmpdir_base": str(run_dir), "OMPI_MCA_btl_vader_backing_directory": str(run_dir)}
     if launcher == MPIRUN and environment.get("HVDTRAIN_LOOPBACK") != "0":
         # Shared memory serves one host. libfabric's transport listens as Open MPI's own one does, and so does cm.
         wanted |= {"OMPI_MCA_btl": "^openib,tcp,ofi,usnic,uct", "OMPI_MCA_pml": "ob1"}

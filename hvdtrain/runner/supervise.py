@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,13 +63,6 @@ class Ending:
     cause: Cause
     seconds: float
     requested: signal.Signals | None  # the first request to stop, if there was one
-
-
-def make_run_dir() -> Path:
-    """Make the job's private folder: in memory where that is possible, for Open MPI's shared segments go there too."""
-    shared = Path("/dev/shm")
-    where = str(shared) if shared.is_dir() and os.access(shared, os.W_OK | os.X_OK) else None
-    return Path(tempfile.mkdtemp(prefix="hvdtrain-run-", dir=where))
 
 
 def run(options: Options, run_dir: Path) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hvdtrain import launcher as around
 from hvdtrain import open_mpi, start
 from hvdtrain.errors import UsageError
+from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks
 from hvdtrain.runner import arguments, loopback, remote
 
 # What hvdtrain.identity reads on the ranks; it is not imported here, where a job starts without NumPy.
@@ -46,6 +47,20 @@ def check_place(who: str = "it") -> None:
         raise UsageError(f"{who} starts the ranks itself, and {found} has started this one. Run it by itself")
     if importlib.util.find_spec("horovod") is None:
         raise UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
+
+
+def check_host(launcher: str, ranks: int) -> None:
+    """Raise where this host cannot start so many ranks; 0 for ranks of which some are elsewhere.
+
+    Raises:
+        UsageError: too few open files are allowed, or /dev/shm has no room for horovodrun's semaphores.
+    """
+    try:
+        start_checks.check_open_files(ranks or 2)
+        if launcher == arguments.HOROVODRUN:
+            start_checks.check_semaphores()
+    except start_checks.CannotStartError as problem:
+        raise UsageError(str(problem)) from None
 
 
 def environment(

@@ -23,7 +23,7 @@ import pytest
 import hvdtrain
 from hvdtrain import tuning
 from hvdtrain.errors import RankFailedError
-from hvdtrain.runner import supervise
+from hvdtrain.runner import job_folder
 
 MARK = "HVDTRAIN_TEST_MARK"
 
@@ -64,14 +64,15 @@ def family(mark: str) -> list[psutil.Process]:
 def _leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Mark all that is started; nothing of it, no folder and no child of this process may be left."""
     monkeypatch.setenv(MARK, str(tmp_path))
-    make, made, before = supervise.make_run_dir, [], psutil.Process().children()
+    make, made, before = job_folder.make, [], psutil.Process().children()
 
-    def make_run_dir() -> Path:
-        made.append(make())
-        assert made[-1].stat().st_mode & 0o777 == 0o700
-        return made[-1]
+    def make_folder(ranks: int) -> tuple[Path, str]:
+        folder, said = make(ranks)
+        made.append(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        return folder, said
 
-    monkeypatch.setattr(supervise, "make_run_dir", make_run_dir)
+    monkeypatch.setattr(job_folder, "make", make_folder)
     yield
     assert [process.cmdline() for process in family(str(tmp_path))] == []
     assert [child for child in psutil.Process().children() if child not in before] == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from hvdtrain import start
 from hvdtrain.errors import UsageError
 from hvdtrain.integrations.spark import wire
-from hvdtrain.runner import loopback, supervise, surroundings
+from hvdtrain.runner import job_folder, loopback, surroundings
 from hvdtrain.runner.call import Call
 from hvdtrain.runner.causes import Cause
 from hvdtrain.runner.exchange import Message
@@ -181,7 +180,7 @@ def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection
             raise _CallerGoneError
         call.interrupt()
 
-    run_dir = supervise.make_run_dir()
+    run_dir, _ = job_folder.make(0)
     try:
         call = Call(
             [sys.executable, *_WORKER],
@@ -194,7 +193,7 @@ def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection
         finally:
             call.close()
     finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        job_folder.remove(run_dir)
     cause = call.cause or Cause("", 128 + 9)
     answer = call.answers.get(rank)
     try:

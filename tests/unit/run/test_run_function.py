@@ -16,7 +16,7 @@ import pytest
 import hvdtrain
 from hvdtrain import tuning
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.runner import outcome, supervise
+from hvdtrain.runner import job_folder, outcome
 from hvdtrain.runner.causes import Cause
 from hvdtrain.runner.exchange import Message
 from hvdtrain.runner.pickling import pack
@@ -27,10 +27,10 @@ def nothing() -> None: ...
 
 @pytest.fixture(autouse=True)
 def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start() -> None:
+    def start(ranks: int) -> None:
         raise AssertionError("it was about to start something")
 
-    monkeypatch.setattr(supervise, "make_run_dir", start)
+    monkeypatch.setattr(job_folder, "make", start)
     monkeypatch.setattr(tuning, "usable_cores", lambda: 2)
     for name in ("HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
