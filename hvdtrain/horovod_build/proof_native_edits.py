@@ -5,6 +5,7 @@ from __future__ import annotations
 from hvdtrain.horovod_build.edit import Edit
 
 _STORE = "horovod/common/gloo/http_store"
+_PAIR = "third_party/gloo/gloo/transport/tcp/pair"
 _HTTP = "third_party/HTTPRequest/include/HTTPRequest.hpp"
 
 # A request to the rendezvous, and its answer, are proven with the job's key.
@@ -204,4 +205,76 @@ _RENDEZVOUS = (
     ),
 )
 
-PROOF_NATIVE: tuple[Edit, ...] = _RENDEZVOUS
+# A pair of ranks is connected when both sides have proven that they have the job's key.
+_PAIRS = (
+    Edit(
+        "third_party/gloo/gloo/transport/tcp/CMakeLists.txt",
+        '      "${CMAKE_CURRENT_SOURCE_DIR}/pair.cc"\n',
+        '      "${CMAKE_CURRENT_SOURCE_DIR}/pair.cc"\n      "${CMAKE_CURRENT_SOURCE_DIR}/proof.cc"\n',
+        "for the edits after",
+    ),
+    Edit(
+        f"{_PAIR}.h",
+        "  Address self_;\n  Address peer_;\n",
+        "  // With a key, pairs are connected by Pair::connect alone: the device hears of them when they are.\n"
+        "  const std::string jobKey_ = tcp::jobKey();\n\n"
+        "  Address self_;\n  Address peer_;\n",
+        "for the edits after",
+    ),
+    Edit(
+        f"{_PAIR}.h",
+        '#include "gloo/transport/tcp/device.h"\n',
+        '#include "gloo/transport/tcp/device.h"\n#include "gloo/transport/tcp/proof.h"\n',
+        "for the edit before",
+    ),
+    Edit(
+        f"{_PAIR}.cc",
+        "  changeState(LISTENING);\n  device_->registerDescriptor(fd_, EPOLLIN, this);\n",
+        "  changeState(LISTENING);\n"
+        "  if (jobKey_.empty()) {\n"
+        "    device_->registerDescriptor(fd_, EPOLLIN, this);\n"
+        "  }\n",
+        "the first to connect was taken for the rank that was waited for, whoever it was",
+    ),
+    Edit(
+        f"{_PAIR}.cc",
+        "  is_client_ = rv > 0;\n",
+        "  is_client_ = rv > 0;\n\n"
+        "  if (!jobKey_.empty()) {\n"
+        "    const auto limit = timeout_ == kNoTimeout\n"
+        "        ? timeout_\n"
+        "        : std::min(timeout_ * 5, std::chrono::duration_cast<std::chrono::milliseconds>(kLargeTimeDuration));\n"
+        "    try {\n"
+        "      const int listener = fd_;\n"
+        "      if (is_client_) {\n"
+        "        fd_ = FD_INVALID;\n"
+        "        ::close(listener);\n"
+        "        fd_ = connectProven(peer_, jobKey_, limit);\n"
+        "      } else {\n"
+        "        fd_ = acceptProven(listener, self_, peer_, jobKey_, limit);\n"
+        "        ::close(listener);\n"
+        "      }\n"
+        "    } catch (...) {\n"
+        "      signalAndThrowException(std::current_exception());\n"
+        "    }\n"
+        "    handleConnected();\n"
+        "    waitUntilConnected(lock, true);\n"
+        "    return;\n"
+        "  }\n",
+        "for the edit before",
+    ),
+    Edit(
+        f"{_PAIR}.cc",
+        "        // The pair may be in the LISTENING state when it is destructed.\n"
+        "        if (fd_ != FD_INVALID) {\n"
+        "          device_->unregisterDescriptor(fd_, this);\n",
+        "        // The pair may be in the LISTENING state when it is destructed.\n"
+        "        if (fd_ != FD_INVALID) {\n"
+        "          if (jobKey_.empty()) {\n"
+        "            device_->unregisterDescriptor(fd_, this);\n"
+        "          }\n",
+        "for the edits before",
+    ),
+)
+
+PROOF_NATIVE: tuple[Edit, ...] = (*_RENDEZVOUS, *_PAIRS)

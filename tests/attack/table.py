@@ -59,6 +59,16 @@ ROWS = (
         _of("test_gloo_rendezvous", "a_rank_does_not_wait_for_ever_for_an_answer"),
     ),
     Row(
+        "Connect to a rank before the rank that it waits for: silent, with garbage, with another key, 1,500 times",
+        "it was taken for that rank: the job failed or hung",
+        "the job runs as if nobody were there; the first one is named",
+        _of(
+            "test_gloo_connections",
+            "a_stranger_who_connects_first_is_not_taken_for_a_rank",
+            "a_rank_reports_the_first_stranger_alone",
+        ),
+    ),
+    Row(
         "Connect to a job of one host whose environment's path holds a space",
         "it listened on every interface, without a word",
         "it listens on loopback alone, or does not start",
