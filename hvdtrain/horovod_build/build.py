@@ -171,6 +171,7 @@ def _compile(
         tree = sdist.unpack(source, Path(scratch))
         edits.apply(tree)
         edits.add(tree)
+        edits.replace(tree)
         env = native.environment(
             found, chosen, tools=tools, scratch=Path(scratch), record=record(found, key), jobs=jobs
         )

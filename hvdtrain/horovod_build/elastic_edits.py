@@ -131,8 +131,9 @@ ELASTIC: tuple[Edit, ...] = (
     Edit(
         "horovod/runner/util/remote.py",
         "SSH_COMMAND_PREFIX = 'ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no'\n",
-        "SSH_COMMAND_PREFIX = ('ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no '\n"
+        "SSH_COMMAND_PREFIX = ('ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=accept-new '\n"
         "                      '-o ServerAliveInterval=10 -o ServerAliveCountMax=3')\n",
-        "ssh did not notice that a host had gone, and the ranks that were left waited for its ranks",
+        "ssh did not notice that a host had gone, and the ranks that were left waited for its ranks; and whoever took "
+        "a known host's place on the network got the job's environment",
     ),
 )

@@ -68,7 +68,7 @@ MPIRUN_LOOPBACK: tuple[Edit, ...] = (
         "    impi_or_mpich = mpi in (_IMPI_IMPL, _MPICH_IMPL)\n\n"
         "    # Ranks of one host talk through shared memory: they need not listen, and mpirun only to itself.\n"
         "    preload = ''\n"
-        "    if mpi == _OMPI_IMPL and network.listen_address(nics):\n"
+        "    if mpi == _OMPI_IMPL and network.is_loopback(nics):\n"
         "        start_checks.check_shared_memory(env or os.environ)\n"
         "        given = settings.extra_mpi_args or ''\n"
         "        if 'mca btl ' not in given and 'OMPI_MCA_btl' not in (env or os.environ):\n"
@@ -93,8 +93,8 @@ MPIRUN_LOOPBACK: tuple[Edit, ...] = (
     Edit(
         _MPI,
         "from horovod.runner.common.util import env as env_util, hosts, safe_shell_exec, tiny_shell_exec\n",
-        "from horovod.runner.common.util import env as env_util, hosts, loopback, safe_shell_exec, start_checks\n"
-        "from horovod.runner.common.util import tiny_shell_exec\n"
+        "from horovod.runner.common.util import env as env_util, hosts, loopback, proof, safe_shell_exec\n"
+        "from horovod.runner.common.util import start_checks, tiny_shell_exec\n"
         "from horovod.runner.util import network\n",
         "for the edits before",
     ),

@@ -190,13 +190,6 @@ PORTING: tuple[Edit, ...] = (
         "where nobody knows the user's home, as in containers, mpirun crashed, and horovodrun made a folder named ~",
     ),
     Edit(
-        "horovod/runner/launch.py",
-        "    if not args.disable_cache:\n",
-        "    home = CACHE_FOLDER if os.path.isdir(CACHE_FOLDER) else os.path.dirname(CACHE_FOLDER)\n"
-        "    if not args.disable_cache and os.access(home, os.W_OK | os.X_OK):\n",
-        "where the home folder cannot be written horovodrun ended",
-    ),
-    Edit(
         "horovod/runner/common/util/host_hash.py",
         "hashlib.md5(string.encode('ascii'))",
         "hashlib.md5(string.encode('ascii'), usedforsecurity=False)",

@@ -10,18 +10,30 @@ _SHELL = "horovod/runner/common/util/safe_shell_exec.py"
 _GLOO = "horovod/runner/gloo_run.py"
 _MPI = "horovod/runner/mpi_run.py"
 _NETWORK = "horovod/runner/util/network.py"
-_HTTP = "horovod/runner/http/http_server.py"
 
-# A job of one host listens on loopback alone, unless HVDTRAIN_LOOPBACK=0. Several hosts: as ever.
+# A job of one host listens on loopback alone, unless HVDTRAIN_LOOPBACK=0; one of several at its interface's address.
 _LOOPBACK = (
     Edit(
         _NETWORK,
         "def find_port(server_factory):\n",
-        "def listen_address(nics):\n"
-        '    """Return where to listen for those who come through `nics`; \'\' is every interface."""\n'
-        "    names = {nics} if isinstance(nics, str) else set(nics or ())\n"
-        "    local = names and names <= get_local_intfs() and os.environ.get('HVDTRAIN_LOOPBACK') != '0'\n"
-        "    return '127.0.0.1' if local else ''\n\n\n"
+        "def addresses_of(nics):\n"
+        '    """Return this host\'s IPv4 addresses on the network interfaces `nics`."""\n'
+        "    found = net_if_addrs()\n"
+        "    return [each.address for nic in nics or () for each in found.get(nic, ()) if each.family == AF_INET]\n\n\n"
+        "def is_loopback(nics):\n"
+        '    """Return whether `nics` are loopback alone, and a job of one host may keep to it."""\n'
+        "    names = set(nics or ())\n"
+        "    return bool(names) and names <= get_local_intfs() and os.environ.get('HVDTRAIN_LOOPBACK') != '0'\n\n\n"
+        "def listen_address(nics, address=None):\n"
+        '    """Return where to listen for those who come through `nics`; \'\' is every interface.\n\n'
+        "    :param address: to which they are told to come, where there are several\n"
+        '    """\n'
+        "    if is_loopback(nics):\n"
+        "        return '127.0.0.1'\n"
+        "    if set(nics or ()) <= get_local_intfs():  # HVDTRAIN_LOOPBACK=0, or nobody knows which\n"
+        "        return ''\n"
+        "    own = addresses_of(nics)\n"
+        "    return address or (own[0] if len(own) == 1 else '')\n\n\n"
         "def find_port(server_factory, host=''):\n",
         "for the edits after",
     ),
@@ -38,64 +50,22 @@ _LOOPBACK = (
         "every server of a one-host job listened on every interface, without a password",
     ),
     Edit(
-        _HTTP,
-        "    def start(self, handler_cls=RendezvousHandler):\n"
-        "        self._httpd, port = find_port(\n"
-        "            lambda addr: RendezvousHTTPServer(\n"
-        "                addr, handler_cls, self._verbose))\n",
-        "    def start(self, handler_cls=RendezvousHandler, host=''):\n"
-        "        self._httpd, port = find_port(\n"
-        "            lambda addr: RendezvousHTTPServer(\n"
-        "                addr, handler_cls, self._verbose), host)\n",
-        "for the edits after",
-    ),
-    Edit(
-        _HTTP,
-        "    def start_server(self):\n"
-        "        self.httpd, port = find_port(\n"
-        "            lambda addr: KVStoreHTTPServer(\n"
-        "                addr, KVStoreHandler, self.verbose))\n",
-        "    def start_server(self, host=''):\n"
-        "        self.httpd, port = find_port(\n"
-        "            lambda addr: KVStoreHTTPServer(\n"
-        "                addr, KVStoreHandler, self.verbose), host)\n",
-        "for the edits after",
-    ),
-    Edit(
         _GLOO,
         "    global_rendezv_port = rendezvous.start()\n",
-        "    global_rendezv_port = rendezvous.start(host=network.listen_address(nics))\n",
+        "    global_rendezv_port = rendezvous.start(host=network.listen_address(nics, server_ip))\n",
         "the rendezvous of a one-host job over Gloo took orders from the network",
     ),
     Edit(
         _GLOO,
-        "    global_rendezv_port = rendezvous.start(handler)\n",
-        "    global_rendezv_port = rendezvous.start(handler, host=network.listen_address(settings.nics))\n",
-        "likewise, for an elastic job with --network-interfaces lo",
-    ),
-    Edit(
-        _GLOO,
         "        run_func_server_port = run_func_server.start_server()\n",
-        "        run_func_server_port = run_func_server.start_server(host=network.listen_address(nics))\n",
+        "        run_func_server_port = run_func_server.start_server(host=network.listen_address(nics, server_ip))\n",
         "likewise, for the server that hands out a pickled function",
     ),
     Edit(
         "horovod/runner/launch.py",
         "        run_func_server_port = run_func_server.start_server()\n",
-        "        run_func_server_port = run_func_server.start_server(host=network.listen_address(nics))\n",
+        "        run_func_server_port = run_func_server.start_server(host=network.listen_address(nics, driver_ip))\n",
         "likewise, for a job that is not elastic",
-    ),
-    Edit(
-        "horovod/runner/common/util/network.py",
-        "from horovod.runner.util.network import find_port\n",
-        "from horovod.runner.util.network import find_port, listen_address\n",
-        "for the next edit",
-    ),
-    Edit(
-        "horovod/runner/common/util/network.py",
-        "                addr, self._make_handler()))\n",
-        "                addr, self._make_handler()), listen_address(nics))\n",
-        "likewise, for the service by which a rank of an elastic job hears of new hosts",
     ),
 )
 
@@ -287,26 +257,4 @@ _PIPE = (
     ),
 )
 
-# What a job of this host inherits need not be written on its command line.
-_SECRETS = (
-    Edit(
-        _GLOO,
-        "            env=' '.join(['%s=%s' % (key, quote(value)) for key, value in env.items()\n"
-        "                          if env_util.is_exportable(key)]),\n",
-        "            env=' '.join(['%s=%s' % (key, quote(value)) for key, value in env.items()\n"
-        "                          if env_util.is_exportable(key)\n"
-        "                          and not (is_local and os.environ.get(key) == value)]),\n",
-        "over Gloo the whole environment, tokens and passwords too, could be read by every user of the host with ps",
-    ),
-    Edit(
-        _GLOO,
-        "        env_vars = create_slot_env_vars(slot_info)\n        horovod_rendez_env",
-        "        env_vars = create_slot_env_vars(slot_info)\n"
-        "        address = network.resolve_host_address(slot_info.hostname)\n"
-        "        is_local = address in network.get_local_host_addresses()\n"
-        "        horovod_rendez_env",
-        "for the edit before",
-    ),
-)
-
-RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *OPEN_MPI, *MPIRUN_LOOPBACK, *_STOP, *_STATUS, *_PIPE, *_SECRETS)
+RUNNER: tuple[Edit, ...] = (*_LOOPBACK, *OPEN_MPI, *MPIRUN_LOOPBACK, *_STOP, *_STATUS, *_PIPE)

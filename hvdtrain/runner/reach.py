@@ -17,10 +17,12 @@ _LIMIT_S = 15.0  # ssh's own limit is for the connection alone
 _BETWEEN_S = 2.0
 _SSH_FAILED = 255
 _NOT_THERE = "does not run"
+_OTHER_KEY = "has another ssh host key than it had"
+_CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"  # a page of text follows
 # Waiting does not help.
 _HOPELESS = (
     "Permission denied", "Host key verification failed", "bad configuration", "Bad port", "Name or service not known",
-    "does not start", _NOT_THERE,
+    "does not start", _NOT_THERE, _OTHER_KEY,
 )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def on_every_host(
         while any(probe.poll() is None for probe in probes.values()):
             if time.monotonic() > deadline or wait(0.1):
                 break
-        return {host: _why(probe) for host, probe in probes.items() if probe.returncode != 0}
+        return {host: _why(host, probe) for host, probe in probes.items() if probe.returncode != 0}
     except OSError as problem:
         return dict.fromkeys(way.hosts, f"{way.ssh[0]} does not start: {problem}")
     finally:
@@ -78,13 +80,16 @@ def ending(way: Way | None, run_dir: Path) -> list[str]:
     return ["sh", "-c", "".join(f"{shlex.join(line(way, host, 'end', run_dir))} & " for host in way.hosts) + "wait"]
 
 
-def _why(probe: subprocess.Popen[bytes]) -> str:
+def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
     if probe.returncode is None:
         return "cannot be reached by ssh: no answer"
     assert probe.stderr is not None
     os.set_blocking(probe.stderr.fileno(), False)  # a program that ssh has started may hold it open
     lines = [line.strip() for line in (probe.stderr.read() or b"").decode(errors="replace").splitlines()]
     said = next((line for line in reversed(lines) if line), f"status {probe.returncode}").removeprefix("ssh: ")
+    if any(_CHANGED in line for line in lines):
+        forget = next((line for line in lines if line.startswith("ssh-keygen ")), f"ssh-keygen -R {host}")
+        return f"{_OTHER_KEY}. If it was set up anew, type: {forget}"
     what = "cannot be reached by ssh" if probe.returncode == _SSH_FAILED else f"{_NOT_THERE} {sys.executable}"
     return f"{what}: {said}"
 

@@ -61,7 +61,7 @@ def way(hosts: Mapping[str, int], launcher: str, passed: Sequence[str], environm
     if launcher == arguments.HOROVODRUN:
         port, key = (arguments.value(passed, *names) for names in (("-p", "--ssh-port"), ("-i", "--ssh-identity-file")))
         options = [*(("-p", port) if port else ()), *(("-i", key) if key else ())]
-        return Way(others, ("ssh", *limits, "-o", "StrictHostKeyChecking=no", *options))
+        return Way(others, ("ssh", *limits, "-o", "StrictHostKeyChecking=accept-new", *options))
     others_ways = {"plm", "plm_rsh_agent", "plm_ssh_agent", "launch-agent"}
     if any(name in environment for name in _SCHEDULERS) or others_ways & _names(passed):
         return None

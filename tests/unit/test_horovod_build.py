@@ -58,6 +58,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(sdist, "fetch", lambda home, tools: tmp_path / "sdist")
     monkeypatch.setattr(sdist, "unpack", unpack)
     monkeypatch.setattr(steps.edits, "apply", lambda tree: None)
+    monkeypatch.setattr(steps.edits, "replace", lambda tree: None)
     monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
     monkeypatch.setattr(installing, "install", lambda wheel, cache: done.installed.append(wheel))
     monkeypatch.setattr(installing, "remove", lambda cache: done.installed.append(None))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -80,3 +81,22 @@ def test_another_file_of_ours_is_another_fingerprint(tmp_path: Path, monkeypatch
         file.write("# more\n")
     monkeypatch.setattr(edits, "ADDED", tmp_path / "added")
     assert edits.fingerprint() != before
+
+
+def test_files_of_ours_take_the_place_of_those_that_they_were_made_from_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in edits._REPLACED_SHA256:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("theirs\n")
+    with pytest.raises(EditMismatchError, match="not the file that ours takes the place of"):
+        edits.replace(tmp_path)
+    theirs = hashlib.sha256(b"theirs\n").hexdigest()
+    monkeypatch.setattr(edits, "_REPLACED_SHA256", dict.fromkeys(edits._REPLACED_SHA256, theirs))
+    edits.replace(tmp_path)
+    for path in edits._REPLACED_SHA256:
+        assert (tmp_path / path).read_text() == (edits.REPLACED / path).read_text()
+
+
+def test_a_replaced_file_has_no_edits() -> None:
+    assert not {edit.path for edit in edits.EDITS} & set(edits._REPLACED_SHA256)

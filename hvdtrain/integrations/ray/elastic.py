@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.errors import HvdTrainError, RankFailedError
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker
-from hvdtrain.integrations.ray.fixed import Follow, Outcome, serving, settings
+from hvdtrain.integrations.ray.fixed import Follow, Outcome, rendezvous_server, serving, settings
 from hvdtrain.runner.exchange import Message
 
 log = logging.getLogger("hvdtrain")
@@ -118,7 +118,7 @@ class Job:
         self._deaths: list[Death] = []
         self._over = False
         self._address, self._port = cluster.address(), 0
-        self._server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
+        self._server, self._key = rendezvous_server()
         self._driver = importlib.import_module("horovod.runner.elastic.driver").ElasticDriver(
             rendezvous=self._server,
             discovery=pool,
@@ -162,7 +162,7 @@ class Job:
     def _work(self, slot: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
         name, worker = slot.hostname, self._pool[slot.hostname]
         place = settings(self._gloo, self._address, self._port, worker.facts["interface"], elastic=True)
-        environment = {**self._request.environment, **place, **self._gloo.create_slot_env_vars(slot)}
+        environment = {**self._request.environment, **place, **self._key, **self._gloo.create_slot_env_vars(slot)}
         ref = worker.handle.run.remote(environment, self._request.task.facts, self._task)
         while not self._cluster.ray.wait([ref], timeout=POLL_S)[0]:
             if any(event.is_set() for event in events):

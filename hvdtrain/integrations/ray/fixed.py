@@ -120,30 +120,39 @@ def _rendezvous(cluster: Cluster, workers: Sequence[Worker]) -> Iterator[list[di
     address = "127.0.0.1" if local else cluster.address()
     on = {node: [worker for worker in workers if worker.facts["node"] == node] for node in nodes}
     plan = hosts.get_host_assignments([hosts.HostInfo(node, len(on[node])) for node in nodes], len(workers))
-    server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
+    server, key = rendezvous_server()
     with serving(server, address) as port:
         server.init(plan)
         environments = []
         for worker, slot in zip(workers, plan, strict=True):
             name = "lo" if local else worker.facts["interface"]
             environments.append(
-                {**settings(gloo, address, port, name), **gloo.create_slot_env_vars(slot)}
+                {**settings(gloo, address, port, name), **key, **gloo.create_slot_env_vars(slot)}
                 | _gpus([peer.facts["gpus"] for peer in on[worker.facts["node"]]])
             )
         yield environments
+
+
+def rendezvous_server() -> tuple[Any, dict[str, str]]:
+    """Return a rendezvous server with a key of its own, and the variable by which ranks get it.
+
+    Ray takes it to them with their task. Who can make Ray run something has no need of it; who can read the network can
+    read it, unless the cluster's traffic is by TLS (RAY_USE_TLS).
+    """
+    proof = importlib.import_module("horovod.runner.common.util.proof")
+    key = proof.new_key()
+    server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0, bytes.fromhex(key))
+    return server, {proof.VARIABLE: key}
 
 
 @contextmanager
 def serving(server: Any, address: str, *handler: type) -> Iterator[int]:
     """Let Horovod's rendezvous server listen at `address` alone; give its port."""
     port: int = server.start(*handler, host=address)
-    server._httpd.daemon_threads = True  # a rank that waits for others keeps nobody from ending
-    server._httpd.handle_error = lambda request, client: None  # one that died has hung up: of its death we hear anyhow
     try:
         yield port
     finally:
         server.stop()
-        server._httpd.socket.close()
 
 
 def settings(gloo: Any, address: str, port: int, interface: str, *, elastic: bool = False) -> dict[str, str]:

@@ -21,7 +21,14 @@ T = TypeVar("T")
 
 # What of this process's environment concerns ranks, wherever they are. Ray passes on what its runtime_env says.
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "KERAS_", "NCCL_", "TF_")
-_NOT_PASSED = ("HVDTRAIN_RUN_DIR", "HVDTRAIN_CALL_", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_")
+_NOT_PASSED = (
+    "HVDTRAIN_RUN_DIR",
+    "HVDTRAIN_CALL_",
+    "HVDTRAIN_JOB_KEY",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_GLOO_",
+)
 
 
 def run(

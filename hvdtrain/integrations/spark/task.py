@@ -26,6 +26,8 @@ from hvdtrain.runner.causes import Cause
 from hvdtrain.runner.exchange import Message
 from hvdtrain.runner.lines import Line
 
+JOB_KEY = "HVDTRAIN_JOB_KEY"
+
 _WORKER = ["-m", "hvdtrain.runner.rank"]
 _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # how a worker finds its executor, and its secret: not for ranks
 
@@ -37,7 +39,8 @@ class Plan:
     Attributes:
         address: the caller's.
         task: the function, for `hvdtrain.runner.rank`.
-        environment: variables for ranks, on top of the executor's own.
+        environment: variables for ranks, on top of the executor's own; JOB_KEY among them. Spark takes it there as it
+            takes the function: as safe from strangers as its own traffic is (spark.authenticate), and logged nowhere.
         size: number of ranks.
         grace_s: what ranks get to stop in order.
     """
@@ -99,7 +102,8 @@ def _run_rank(plan: Plan, partition: int, connection: Connection) -> Came:
     order = rank_order([place.host for place in places])
     rank = order.index(partition)
     wire.tell(connection, kind="here", rank=rank, host=mine.host)
-    with _rendezvous(rank, [places[each] for each in order], context) as found:
+    key = bytes.fromhex(plan.environment[JOB_KEY])
+    with _rendezvous(rank, [places[each] for each in order], context, key) as found:
         return _call(plan, rank, mine.host, found, connection)
 
 
@@ -110,13 +114,14 @@ def rank_order(hosts: Sequence[str]) -> list[int]:
 
 
 @contextmanager
-def _rendezvous(rank: int, places: Sequence[Place], context: Any) -> Iterator[dict[str, str]]:
+def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) -> Iterator[dict[str, str]]:
     """Let ranks find each other, at a server of rank 0's; yields the variables that Horovod reads.
 
     Args:
         rank: this one.
         places: of each rank.
         context: Spark's, to pass the server's port on.
+        key: of the job, which ranks have in their environment.
     """
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
     gloo_run = importlib.import_module("horovod.runner.gloo_run")
@@ -130,7 +135,7 @@ def _rendezvous(rank: int, places: Sequence[Place], context: Any) -> Iterator[di
     try:
         port = 0
         if rank == 0:
-            meeting = server.RendezvousServer()
+            meeting = server.RendezvousServer(0, key)
             port = meeting.start(host=address)
             meeting.init(slots)
         port = max(int(said) for said in context.allGather(str(port)))

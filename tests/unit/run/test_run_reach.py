@@ -89,6 +89,18 @@ def test_the_wait_has_an_end_and_none_is_made_where_it_does_not_help(
     assert problem.startswith(expected)
 
 
+@pytest.mark.parametrize("forget", ["", 'ssh-keygen -f "known_hosts" -R "[a]:2222"'])
+def test_a_host_with_another_key_is_told_in_one_line(forget: str, tmp_path: Path) -> None:
+    page = (
+        f"@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n@@@\n  {forget}\nHost key verification failed.\n"
+    )
+    (tmp_path / "page").write_text(page)
+    changed = Way(("a",), ("sh", "-c", f"cat {tmp_path / 'page'} >&2; exit 255"))
+    problem = reach.wait_for_hosts(changed, tmp_path, limit_s=1e9, wait=reach._sleep, say=print)
+    said = f"host a has another ssh host key than it had. If it was set up anew, type: {forget or 'ssh-keygen -R a'}"
+    assert problem.startswith(f"{said}. Try: ")
+
+
 def test_a_host_without_this_python_is_named_at_once(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/gone/python")
     problem = reach.wait_for_hosts(way, tmp_path, limit_s=1e9, wait=reach._sleep, say=print)

@@ -12,10 +12,10 @@ LIMITS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 @pytest.mark.parametrize(
     ("launcher", "options", "environment", "ssh"),
     [
-        ("horovodrun", "", {}, ("ssh", *LIMITS, "-o", "StrictHostKeyChecking=no")),
+        ("horovodrun", "", {}, ("ssh", *LIMITS, "-o", "StrictHostKeyChecking=accept-new")),
         (
             "horovodrun", "-p 2222 --ssh-identity-file=key", {},
-            ("ssh", *LIMITS, "-o", "StrictHostKeyChecking=no", "-p", "2222", "-i", "key"),
+            ("ssh", *LIMITS, "-o", "StrictHostKeyChecking=accept-new", "-p", "2222", "-i", "key"),
         ),
         ("mpirun", "", {}, ("ssh", "-x", *LIMITS)),
         ("mpirun", "", {"OMPI_MCA_plm_rsh_args": "-p 2222"}, ("ssh", "-x", "-p", "2222", *LIMITS)),
