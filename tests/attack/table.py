@@ -32,6 +32,73 @@ def _of(file: str, *names: str) -> tuple[str, ...]:
 
 ROWS = (
     Row(
+        "Send an elastic job's driver and its ranks' notification services code to unpickle",
+        "it was run, as the owner",
+        "refused before anything is parsed, counted, and told once",
+        _of("test_elastic", "a_stranger_gets_no_code_run"),
+    ),
+    Row(
+        "Read and overwrite the rendezvous of a one-host job, on loopback; read the function of `horovod.run`",
+        "addresses and the function were read, and the job ended in an error",
+        "refused; the job ends with the right result",
+        _of(
+            "test_rendezvous",
+            "a_stranger_neither_reads_nor_writes_where_ranks_are",
+            "a_stranger_does_not_get_the_function_nor_say_what_it_returned",
+        ),
+    ),
+    Row(
+        "Connect 300 times to each port of a one-host job, begin a request, and say no more",
+        "the job's ranks did not find each other",
+        "the oldest of the silent give way to the job's own",
+        _of("test_rendezvous", "a_stranger_who_holds_connections_holds_up_nobody"),
+    ),
+    Row(
+        "Look for a job's key, and for values of its environment, on all command lines of its hosts",
+        "the services' key and the whole environment stood there",
+        "neither does, over Gloo and MPI, on one host and on several",
+        _of("test_rendezvous", "the_key_is_in_the_environment_of_the_job_and_nowhere_else")
+        + _of("test_several_hosts", "no_key_and_no_value_stands_on_a_command_line_of_any_host"),
+    ),
+    Row(
+        "Ask the services of a job of two hosts from a third one",
+        "they listened on every interface, and answered",
+        "they listen at the job's interface, and refuse",
+        _of(
+            "test_several_hosts",
+            "a_job_listens_at_its_interface_alone_and_answers_no_other_host",
+            "an_elastic_job_listens_at_its_interface_alone",
+        ),
+    ),
+    Row(
+        "Have a job of two hosts start in a folder whose name holds a space or a command",
+        "ranks elsewhere started in the home folder, and the command was run there",
+        "all start in that folder; one that is missing there is told in a line",
+        _of(
+            "test_several_hosts",
+            "ranks_elsewhere_start_in_the_same_folder_whatever_its_name",
+            "a_folder_that_another_host_has_not_is_told_in_one_line",
+        ),
+    ),
+    Row(
+        "Take a known host's place on the network",
+        "ssh gave it the job's environment",
+        "ssh refuses it; one line says what to do",
+        _of("test_several_hosts", "a_host_with_another_key_than_before_gets_nothing"),
+    ),
+    Row(
+        "Send each service 10,000 requests: garbage, cut off, changed, with another key",
+        "not tried",
+        "no crash, no hang; threads and memory stay",
+        _of("test_fuzz", "a_service_stands_ten_thousand_strange_requests"),
+    ),
+    Row(
+        "Read and overwrite the rendezvous of a Spark job",
+        "the job ended in an error",
+        "refused; the job ends with the right result",
+        _of("test_spark_rendezvous", "a_stranger_neither_reads_nor_writes_where_a_spark_jobs_ranks_are"),
+    ),
+    Row(
         "Answer a rank in the rendezvous's place, with no key or another one",
         "the rank believed it",
         "the rank ends and names the address",
