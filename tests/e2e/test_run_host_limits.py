@@ -20,7 +20,7 @@ ALL = [GLOO, MPI, MPIRUN, PLAIN, PLAIN_GLOO]
 SUM = """
 import torch, horovod.torch as hvd
 hvd.init()
-print("sum", hvd.allreduce(torch.ones(100_000), op=hvd.Sum)[0].item())
+print(f"sum {hvd.allreduce(torch.ones(100_000), op=hvd.Sum)[0].item()}")  # in one piece: mpirun marks each
 """
 NO_MPI = "mpi" not in str(installed.record().get("data_planes", "")).split(",")
 
