@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import redact, watch
-from hvdtrain.runner import causes, family, reach, restarts
+from hvdtrain.runner import causes, family, job_folder, reach, restarts
 from hvdtrain.runner.arguments import MPIRUN
 from hvdtrain.runner.causes import STOPPED, Cause
 from hvdtrain.runner.job import Guard, Job, adopt_orphans
@@ -101,7 +101,7 @@ def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple
             yield guard, signals
         finally:
             family.end(str(run_dir), below=os.getpid(), without=(guard.pid,))
-            shutil.rmtree(run_dir, ignore_errors=True)
+            job_folder.remove(run_dir)
             guard.dismiss()
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hvdtrain import start
 
@@ -60,19 +61,17 @@ def http(address, method, path, body=b""):
 """
 
 
-class Job:
-    """A launcher's job, in a folder, with all that it prints in one file."""
+class Command:
+    """A command that was started, with its files in a folder and all that it prints in one of them.
 
-    def __init__(self, folder: Path, command: Sequence[str], script: str = TRAIN, **variables: str) -> None:
-        self.folder = folder
-        (folder / "train.py").write_text(script)
-        bin_ = Path(sys.executable).parent
-        line = [str(bin_ / command[0]), *command[1:], sys.executable, str(folder / "train.py"), str(folder)]
-        with (folder / "output").open("w") as output:
-            self.process = subprocess.Popen(
-                line, cwd=folder, env={**start.rank_environment({"OMP_NUM_THREADS": "1"}), **variables},
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+    Attributes:
+        limit_s: how long its end is waited for.
+    """
+
+    limit_s = 60.0
+
+    def __init__(self, folder: Path, process: subprocess.Popen[Any]) -> None:
+        self.folder, self.process = folder, process
 
     def output(self) -> str:
         return (self.folder / "output").read_text(errors="replace")
@@ -85,11 +84,11 @@ class Job:
             assert self.process.poll() is None, self.output()
             time.sleep(0.02)
 
-    def end(self, limit_s: float = 60) -> str:
+    def end(self) -> str:
         """Let the ranks go on, and return what was printed; an end in error fails the test."""
         (self.folder / "go").touch()
         try:
-            status = self.process.wait(limit_s)
+            status = self.process.wait(self.limit_s)
         except subprocess.TimeoutExpired:
             status = None
             self.kill()
@@ -98,6 +97,26 @@ class Job:
 
     def kill(self) -> None:
         """End it at once, unless it has ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+
+
+class Job(Command):
+    """A launcher's job on this host."""
+
+    def __init__(self, folder: Path, command: Sequence[str], script: str = TRAIN, **variables: str) -> None:
+        (folder / "train.py").write_text(script)
+        bin_ = Path(sys.executable).parent
+        line = [str(bin_ / command[0]), *command[1:], sys.executable, str(folder / "train.py"), str(folder)]
+        with (folder / "output").open("w") as output:
+            process = subprocess.Popen(
+                line, cwd=folder, env={**start.rank_environment({"OMP_NUM_THREADS": "1"}), **variables},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        super().__init__(folder, process)
+
+    def kill(self) -> None:
+        """End it at once with all that it started, unless it has ended."""
         if self.process.poll() is None:
             start.end_family(self.process)
 

@@ -78,36 +78,18 @@ def folder(network: hosts.Hosts, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-class Run:
-    """A command on hosta, in a folder."""
+class Run(attacked.Command):
+    """A command on hosta."""
+
+    limit_s = 90.0
 
     def __init__(self, network: hosts.Hosts, folder: Path, *command: str, cwd: Path | None = None) -> None:
-        self.folder = folder
         python = Path(sys.executable).parent
-        self.process = network.start(
+        process = network.start(
             "hosta", str(python / command[0]), *command[1:], cwd=cwd or folder, log=folder / "output",
             OMP_NUM_THREADS="1", TOKEN=TOKEN, OUT=str(folder),
         )  # fmt: skip
-
-    def output(self) -> str:
-        return (self.folder / "output").read_text(errors="replace")
-
-    def wait_for(self, *names: str, limit_s: float = 60) -> None:
-        until = time.monotonic() + limit_s
-        while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < until, self.output()
-            assert self.process.poll() is None, self.output()
-            time.sleep(0.02)
-
-    def end(self, limit_s: float = 90) -> str:
-        (self.folder / "go").touch()
-        try:
-            status = self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-            self.process.kill()
-        assert status == 0, f"status {status}\n{self.output()}"
-        return self.output()
+        super().__init__(folder, process)
 
 
 def stranger(network: hosts.Hosts, host: str, code: str, *arguments: str) -> subprocess.Popen[str]:

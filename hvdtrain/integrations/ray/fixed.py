@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker, placement_group
 from hvdtrain.runner.causes import STOPPED, Cause
 from hvdtrain.runner.exchange import Message
@@ -139,7 +140,6 @@ def rendezvous_server() -> tuple[Any, dict[str, str]]:
     Ray takes it to them with their task. Who can make Ray run something has no need of it; who can read the network can
     read it, unless the cluster's traffic is by TLS (RAY_USE_TLS).
     """
-    proof = importlib.import_module("horovod.runner.common.util.proof")
     key = proof.new_key()
     server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0, bytes.fromhex(key))
     return server, {proof.VARIABLE: key}

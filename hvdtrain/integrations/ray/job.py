@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdtrain import start, tuning
+from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.ray import elastic, fixed
 from hvdtrain.integrations.ray.cluster import Cluster, Request, Worker
 from hvdtrain.runner import outcome, surroundings
@@ -24,7 +25,7 @@ _PASSED = ("HVDTRAIN_", "HOROVOD_", "KERAS_", "NCCL_", "TF_")
 _NOT_PASSED = (
     "HVDTRAIN_RUN_DIR",
     "HVDTRAIN_CALL_",
-    "HVDTRAIN_JOB_KEY",
+    proof.VARIABLE,
     "HOROVOD_CONTROLLER",
     "HOROVOD_CPU_OPERATIONS",
     "HOROVOD_GLOO_",

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain import start, tuning
 from hvdtrain.errors import PackageMissingError, UsageError
+from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.spark.job import slots
 from hvdtrain.integrations.spark.ranks import Ranks
-from hvdtrain.integrations.spark.task import JOB_KEY
 from hvdtrain.runner import function, outcome, surroundings
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def run(
     deadline = time.monotonic() + start_timeout_s
     _wait_for_slots(context, np, deadline, start_timeout_s)
     task = function.make_task(fn, args, kwargs)
-    chosen = {**_environment(function.name_of(fn), environment or {}), JOB_KEY: secrets.token_hex(32)}
+    chosen = {**_environment(function.name_of(fn), environment or {}), proof.VARIABLE: proof.new_key()}
     show = functools.partial(function.show_lines, output=output)
     ranks = Ranks(context, np, show=show, deadline=deadline, limit_s=start_timeout_s)
     try:

@@ -19,14 +19,13 @@ from typing import Any
 
 from hvdtrain import start
 from hvdtrain.errors import UsageError
+from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.spark import wire
 from hvdtrain.runner import job_folder, loopback, surroundings
 from hvdtrain.runner.call import Call
 from hvdtrain.runner.causes import Cause
 from hvdtrain.runner.exchange import Message
 from hvdtrain.runner.lines import Line
-
-JOB_KEY = "HVDTRAIN_JOB_KEY"
 
 _WORKER = ["-m", "hvdtrain.runner.rank"]
 _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # how a worker finds its executor, and its secret: not for ranks
@@ -39,8 +38,9 @@ class Plan:
     Attributes:
         address: the caller's.
         task: the function, for `hvdtrain.runner.rank`.
-        environment: variables for ranks, on top of the executor's own; JOB_KEY among them. Spark takes it there as it
-            takes the function: as safe from strangers as its own traffic is (spark.authenticate), and logged nowhere.
+        environment: variables for ranks, on top of the executor's own; the job's key among them. Spark takes it there
+            as it takes the function: as safe from strangers as its own traffic is (spark.authenticate), and logged
+            nowhere.
         size: number of ranks.
         grace_s: what ranks get to stop in order.
     """
@@ -102,7 +102,7 @@ def _run_rank(plan: Plan, partition: int, connection: Connection) -> Came:
     order = rank_order([place.host for place in places])
     rank = order.index(partition)
     wire.tell(connection, kind="here", rank=rank, host=mine.host)
-    key = bytes.fromhex(plan.environment[JOB_KEY])
+    key = bytes.fromhex(plan.environment[proof.VARIABLE])
     with _rendezvous(rank, [places[each] for each in order], context, key) as found:
         return _call(plan, rank, mine.host, found, connection)
 

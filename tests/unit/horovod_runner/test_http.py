@@ -6,14 +6,19 @@ import contextlib
 import http.client
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from horovod.runner.common.util import proof, proven_server
 from horovod.runner.http import http_client, http_server
+
+sys.path.insert(0, str(Path(__file__).parent))
+from talking import eventually, said
 
 KEY = bytes(range(32))
 HERE = "127.0.0.1"
@@ -34,16 +39,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Any]:
         meeting.stop()
 
 
-def send(server: Any, data: bytes, *, limit_s: float = 5) -> bytes:
-    """Send bytes and return all that comes back."""
-    with socket.create_connection(server.server_address, limit_s) as connection, contextlib.suppress(OSError):
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        while more := connection.recv(65536):
-            answer += more
-        return answer
-    return b""
+def send(server: Any, data: bytes) -> bytes:
+    return said(server.server_address, data)
 
 
 def request(method: str, path: str, body: bytes = b"", *, key: bytes = KEY, length: str = "") -> bytes:
@@ -54,13 +51,6 @@ def request(method: str, path: str, body: bytes = b"", *, key: bytes = KEY, leng
 
 def status(answer: bytes) -> int:
     return int(answer.split()[1])
-
-
-def eventually(condition: Any, limit_s: float = 5) -> None:
-    until = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_what_is_put_can_be_read_by_those_with_the_key(server: Any) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from horovod.runner.common.util import network, proven_server, wire
+
+sys.path.insert(0, str(Path(__file__).parent))
+from talking import eventually, said
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 LOOPBACK = {
@@ -63,22 +67,7 @@ def written(key: bytes, obj: Any) -> tuple[bytes, bytes]:
 
 
 def send(service: Service, data: bytes) -> bytes:
-    address = ("127.0.0.1", service.get_port())
-    with socket.create_connection(address, 5) as connection, contextlib.suppress(OSError):
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        while more := connection.recv(65536):
-            answer += more
-        return answer
-    return b""
-
-
-def eventually(condition: Callable[[], bool], limit_s: float = 5) -> None:
-    until = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    return said(("127.0.0.1", service.get_port()), data)
 
 
 def test_clients_with_the_key_are_answered(service: Service) -> None:
