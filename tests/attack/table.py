@@ -99,6 +99,12 @@ ROWS = (
         _of("test_spark_rendezvous", "a_stranger_neither_reads_nor_writes_where_a_spark_jobs_ranks_are"),
     ),
     Row(
+        "Read and overwrite the rendezvous of a Ray job, send its services code, look for its key in Ray's files",
+        "not tried; without the proof the addresses were read, and code was run as the owner",
+        "refused; no file of Ray's that others can read holds the key; the job ends with the right result",
+        _of("test_ray", "a_stranger_neither_takes_part_in_a_ray_job_nor_finds_its_key"),
+    ),
+    Row(
         "Answer a rank in the rendezvous's place, with no key or another one",
         "the rank believed it",
         "the rank ends and names the address",
