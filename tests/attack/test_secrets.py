@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -37,8 +38,8 @@ callbacks.append(RunFolder(options=options))
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss())
-if os.environ.get("HVDTRAIN_JOB_KEY"):
-    pathlib.Path(os.environ["PLANTED"], "key").write_text(os.environ["HVDTRAIN_JOB_KEY"])
+key = os.environ.get("HVDTRAIN_JOB_KEY", "")
+pathlib.Path(os.environ["PLANTED"], f"key-{os.getpid()}").write_text(key)
 data = numpy.ones((64, 4), "float32"), numpy.zeros(64, "int64")
 trainer.fit(data, epochs=2, batch_size=8, checkpoint_dir="checkpoints", callbacks=callbacks)
 """
@@ -95,8 +96,10 @@ def test_a_planted_secret_is_in_no_file_of_a_run_and_no_other_user_can_read_one(
         PLANTED=str(tmp_path), WANDB_API_KEY=planted["env"], HVDTRAIN_MY_TOKEN=planted["own"],
         OTHER=f"{planted['env']} and {planted['own']}",
     )  # fmt: skip
-    if (tmp_path / "key").exists():
-        planted["job key"] = (tmp_path / "key").read_text()
+    keys = [path.read_text() for path in tmp_path.glob("key-*")]
+    assert len(keys) == 2
+    (planted["job key"],) = set(keys)
+    assert re.fullmatch("[0-9a-f]{64}", planted["job key"])
     (written,) = (folder / "runs").iterdir()
     said += run(folder, "-c", HVDTRAIN, "report", str(written))
     found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
