@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import http.client
 import importlib.util
+import io
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvdtrain.horovod_build import edits
 
@@ -74,6 +78,17 @@ assert spec.loader
 proof = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(proof)
 KEY = bytes(range(32))
+
+texts_like_a_key = st.one_of(
+    st.text("0123456789abcdefABCDEF", min_size=62, max_size=66),
+    st.text("0aF \t\n\x0b-+x.g\u0660\xe9", min_size=1, max_size=66),
+    st.builds(
+        lambda digits, place, odd: digits[:place] + odd + digits[place:],
+        st.text("09afAF", min_size=62, max_size=64), st.integers(0, 64), st.text(" \t\n_-xX:g", max_size=2),
+    ),
+)  # fmt: skip
+header_names = st.sampled_from(["X-Horovod-Proof", "x-horovod-proof", "X-HOROVOD-PROOF", "X-Horovod-Proo", "Server"])
+spaces = st.text(" \t", max_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +177,62 @@ def test_cpp_accepts_the_answer_that_python_proves_and_no_other(ask) -> None:
         question(second=right[:-1]),
     ]
     assert ask(*accepted, *refused) == ["1"] * len(accepted) + ["0"] * len(refused)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=texts_like_a_key)
+def test_what_is_a_key_in_python_is_one_in_cpp_and_nothing_else(ask, text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(proof.VARIABLE, text)
+        try:
+            expected = proof.job_key().hex()
+        except RuntimeError:
+            expected = "error: HVDTRAIN_JOB_KEY must be 64 hex digits"
+    (said,) = ask(("key",), HVDTRAIN_JOB_KEY=text)
+    assert said.partition(",")[0] == expected
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[str, int, tuple[str, str], bytes]:
+    """A nonce, a status, two lines of a head and a body: an answer as Python proves it, or not quite."""
+    nonce, status, body = draw(st.text("09af", max_size=33)), draw(st.integers(0, 999)), draw(st.binary(max_size=70))
+    (right,) = proof.answer_headers(KEY, {proof.NONCE: nonce}, status, body).values()
+    values = st.one_of(
+        st.just(right),
+        st.sampled_from([right.upper(), right[:-1], right + "0", f"{right[:9]} {right[9:]}", f"{right}, {right}", ""]),
+        st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=70),
+    )
+    line = st.builds("{}:{}{}{}".format, header_names, spaces, values, spaces)
+    if draw(st.integers(0, 4)) == 0:
+        status += 1
+    return nonce, status, (draw(line), draw(line)), body
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases=st.lists(answers(), min_size=20, max_size=40))
+def test_both_accept_the_same_answers_whatever_their_heads_hold(ask, cases) -> None:
+    asked, expected = [], []
+    for nonce, status, lines, body in cases:
+        raw = [line.encode("latin-1") for line in lines]
+        asked.append(("answer", KEY, nonce.encode(), str(status).encode(), *raw, body))
+        head = http.client.parse_headers(io.BytesIO(b"".join(line + b"\r\n" for line in (*raw, b""))))
+        expected.append(str(int(proof.is_answer(KEY, {proof.NONCE: nonce}, status, head, body))))
+    assert ask(*asked) == expected
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.binary(max_size=40), st.text("09af", min_size=32, max_size=32), st.sampled_from(["GET", "PUT"]),
+                  st.text("/abz019_.-%", max_size=30), st.binary(max_size=130)),
+        min_size=10, max_size=20,
+    )
+)  # fmt: skip
+def test_python_accepts_every_request_that_cpp_proves(ask, requests) -> None:
+    said = ask(*(("request", k, nonce.encode(), m.encode(), path.encode(), b) for k, nonce, m, path, b in requests))
+    for (key, nonce, method, path, body), text in zip(requests, said, strict=True):
+        head = http.client.parse_headers(io.BytesIO(text.replace("|", "\r\n").encode() + b"\r\n"))
+        assert head[proof.NONCE] == nonce
+        assert proof.is_request(key, method, path, head)
+        assert proof.is_body(head, body)
+        assert not proof.is_request(key + b"x", method, path, head)

@@ -47,9 +47,22 @@ def test_a_key_is_drawn_anew_and_read_from_the_environment(monkeypatch: pytest.M
     assert proof.job_key() == bytes.fromhex(drawn)
 
 
-@pytest.mark.parametrize("text", ["", "5", "xyz", "00" * 31, "00" * 33])
+@pytest.mark.parametrize(
+    "text",
+    ["", "5", "xyz", "00" * 31, "00" * 33, " ".join(["00"] * 32), "00" * 32 + "\n", " " + "00" * 32, "\u0660" * 64],
+)
 def test_what_is_no_key_is_named_without_being_shown(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(proof.VARIABLE, text)
     with pytest.raises(RuntimeError, match="HVDTRAIN_JOB_KEY must be 64 hex digits") as info:
         proof.job_key()
     assert not text or f" {text}" not in str(info.value)
+
+
+@pytest.mark.parametrize("space", [" ", "\t", " \t "])
+def test_space_around_a_header_is_no_part_of_it(space: str) -> None:
+    sent = proof.request_headers(KEY, "PUT", "/global/0", b"body")
+    answer = proof.answer_headers(KEY, sent, 200, b"value")
+    spaced, answer = ({name: f"{space}{text}{space}" for name, text in each.items()} for each in (sent, answer))
+    assert proof.is_request(KEY, "PUT", "/global/0", spaced)
+    assert proof.is_body(spaced, b"body")
+    assert proof.is_answer(KEY, sent, 200, answer, b"value")

@@ -22,12 +22,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 from collections.abc import Mapping
 
 VARIABLE = "HVDTRAIN_JOB_KEY"
 NONCE, BODY, PROOF = "X-Horovod-Nonce", "X-Horovod-Body", "X-Horovod-Proof"
 _KEY_BYTES = 32
+_KEY = re.compile(f"[0-9a-fA-F]{{{2 * _KEY_BYTES}}}")
 
 
 def new_key() -> str:
@@ -42,17 +44,13 @@ def job_key() -> bytes:
         RuntimeError: there is none, or it is not 64 hex digits.
     """
     text = os.environ.get(VARIABLE, "")
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) != _KEY_BYTES:
+    if not _KEY.fullmatch(text):  # bytes.fromhex skips spaces, which hvdtrain_proof.h refuses
         received = f"{len(text)} characters" if text else "none"  # not the text: it may be most of a key
         raise RuntimeError(
             f"{VARIABLE} must be 64 hex digits, the same for every process of a job. Received: {received}. horovodrun, "
             "hvdtrain run, Ray and Spark set it. Whoever starts ranks otherwise must draw one for all of them."
         )
-    return key
+    return bytes.fromhex(text)
 
 
 def request_headers(key: bytes, method: str, path: str, body: bytes = b"") -> dict[str, str]:
@@ -63,24 +61,28 @@ def request_headers(key: bytes, method: str, path: str, body: bytes = b"") -> di
 
 def is_request(key: bytes, method: str, path: str, headers: Mapping[str, str]) -> bool:
     """Return whether the head of a request was made with `key`."""
-    expected = _proof(key, "request", method, path, headers.get(NONCE, ""), headers.get(BODY, ""))
-    return _same(headers.get(PROOF, ""), expected)
+    expected = _proof(key, "request", method, path, _value(headers, NONCE), _value(headers, BODY))
+    return _same(_value(headers, PROOF), expected)
 
 
 def is_body(headers: Mapping[str, str], body: bytes) -> bool:
     """Return whether a body is that of a request whose head was proven."""
-    return _same(headers.get(BODY, ""), hashlib.sha256(body).hexdigest())
+    return _same(_value(headers, BODY), hashlib.sha256(body).hexdigest())
 
 
 def answer_headers(key: bytes, headers: Mapping[str, str], status: int, body: bytes = b"") -> dict[str, str]:
     """Return the headers that prove an answer to the request that had `headers`."""
     digest = hashlib.sha256(body).hexdigest()
-    return {PROOF: _proof(key, "answer", headers.get(NONCE, ""), str(int(status)), digest)}
+    return {PROOF: _proof(key, "answer", _value(headers, NONCE), str(int(status)), digest)}
 
 
 def is_answer(key: bytes, sent: Mapping[str, str], status: int, headers: Mapping[str, str], body: bytes) -> bool:
     """Return whether an answer to the request sent with the headers `sent` was made with `key`."""
-    return _same(headers.get(PROOF, ""), answer_headers(key, sent, status, body)[PROOF])
+    return _same(_value(headers, PROOF), answer_headers(key, sent, status, body)[PROOF])
+
+
+def _value(headers: Mapping[str, str], name: str) -> str:
+    return headers.get(name, "").strip(" \t")  # http.client leaves what follows a value; it is no part of it
 
 
 def _proof(key: bytes, *parts: str) -> str:
