@@ -93,8 +93,8 @@ MPIRUN_LOOPBACK: tuple[Edit, ...] = (
     Edit(
         _MPI,
         "from horovod.runner.common.util import env as env_util, hosts, safe_shell_exec, tiny_shell_exec\n",
-        "from horovod.runner.common.util import env as env_util, hosts, loopback, proof, safe_shell_exec\n"
-        "from horovod.runner.common.util import start_checks, tiny_shell_exec\n"
+        "from horovod.runner.common.util import env as env_util, hosts, loopback, mpirun_output, proof\n"
+        "from horovod.runner.common.util import safe_shell_exec, start_checks, tiny_shell_exec\n"
         "from horovod.runner.util import network\n",
         "for the edits before",
     ),

@@ -166,10 +166,13 @@ _STOP = (
         "    mpirun itself gives ranks one second from SIGTERM to SIGKILL, or makes every failure wait for longer.\n"
         '    """\n'
         "    libc = ctypes.CDLL(None)\n"
+        "    printed = mpirun_output.Output()\n"
         "    # The shell becomes mpirun, or signals would end the shell alone. In its own session mpirun hears what a\n"
         "    # terminal sends from here, once. It ends with this process (PR_SET_PDEATHSIG).\n"
         "    process = subprocess.Popen(['/bin/sh', '-c', 'exec ' + mpirun_command], env=env, start_new_session=True,\n"
+        "                               stdout=printed.stdout, stderr=printed.stderr,\n"
         "                               preexec_fn=lambda: libc.prctl(1, signal.SIGTERM, 0, 0, 0))\n"
+        "    printed.start()\n"
         "    asked = []\n\n"
         "    def pass_on(signum, frame):\n"
         "        process.send_signal(signum)\n\n"
@@ -181,13 +184,19 @@ _STOP = (
         "        else:\n"
         "            asked.append(time.monotonic())\n"
         "            safe_shell_exec.after_grace(process.terminate)\n\n"
-        "    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):\n"
-        "        if signal.getsignal(each) is not signal.SIG_IGN:\n"
-        "            signal.signal(each, pass_on)\n"
+        "    heard = [each for each in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)\n"
+        "             if signal.getsignal(each) is not signal.SIG_IGN]\n"
+        "    for each in heard:\n"
+        "        signal.signal(each, pass_on)\n"
         "    signal.signal(signal.SIGTERM, ask_ranks_to_stop)\n"
         "    status = process.wait()\n"
-        "    return 128 - status if status < 0 else status\n",
-        "SIGTERM ended a shell, and left mpirun and its ranks behind; mpirun gave ranks one second",
+        "    status = 128 - status if status < 0 else status\n"
+        "    for each in (*heard, signal.SIGTERM):  # its output may be read slowly\n"
+        "        signal.signal(each, lambda *_: sys.exit(status))\n"
+        "    printed.finish()\n"
+        "    return status\n",
+        "SIGTERM ended a shell, and left mpirun and its ranks behind; mpirun gave ranks one second, and crashed under "
+        "`horovodrun ... | head` (status 139)",
     ),
     Edit(
         _MPI,

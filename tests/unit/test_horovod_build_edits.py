@@ -70,8 +70,11 @@ def test_files_of_ours_are_added_where_horovod_has_none(tmp_path: Path) -> None:
     edits.add(tmp_path)
     proof = "horovod/runner/common/util/proof.py"
     assert (tmp_path / proof).read_text() == (edits.ADDED / proof).read_text()
+    taken = tmp_path / "taken" / proof
+    taken.parent.mkdir(parents=True)
+    taken.touch()
     with pytest.raises(EditMismatchError, match=proof):
-        edits.add(tmp_path)
+        edits.add(tmp_path / "taken")
 
 
 def test_another_file_of_ours_is_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
