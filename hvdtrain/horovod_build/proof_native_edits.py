@@ -236,6 +236,8 @@ _PAIRS = (
         "  }\n",
         "the first to connect was taken for the rank that was waited for, whoever it was",
     ),
+    # The limit is Gloo's own (Pair::waitUntil): a rank waits here while the other one waits at the rendezvous for ranks
+    # between them, for up to the timeout each. Once the timeout, jobs whose ranks come one by one would not start.
     Edit(
         f"{_PAIR}.cc",
         "  is_client_ = rv > 0;\n",
