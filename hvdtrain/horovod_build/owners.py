@@ -11,17 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True) -> str:
+def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found: os.stat_result | None = None) -> str:
     """Return why others than the system, and with `ours` this user, can change what is at `path`; "" if none can.
 
     Args:
         path: a file or a folder; it must be there.
         ours: let it be this user's, not the system's alone.
         sticky: let everybody write to a folder in which nobody can replace another's files, such as /tmp.
+        found: what stat says of it, where it is open already.
     """
-    found = os.stat(path)
-    if found.st_uid not in _system() | ({os.geteuid()} if ours else set()):
-        return f"{path} belongs to user {_user(found.st_uid)}"
+    found = os.stat(path) if found is None else found
+    if not is_ours(found.st_uid) or (not ours and found.st_uid not in _system()):
+        return f"{path} belongs to user {user(found.st_uid)}"
     mode = stat.S_IMODE(found.st_mode)
     if sticky and stat.S_ISDIR(found.st_mode) and mode & stat.S_ISVTX:
         return ""
@@ -61,6 +62,19 @@ def up_to_home(folder: Path) -> Iterator[Path]:
             return
 
 
+def is_ours(number: int) -> bool:
+    """Return whether a user is this one, or the system."""
+    return number == os.geteuid() or number in _system()
+
+
+def user(number: int) -> str:
+    """Return a user's name, or its number where it has none."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
 def _system() -> set[int]:
     # In a user namespace without root, what is the system's shows as another user's.
     return {0, os.stat("/").st_uid}
@@ -73,16 +87,9 @@ def _has_others(group: int) -> bool:
         members = [pwd.getpwnam(name).pw_uid for name in grp.getgrgid(group).gr_mem]
     except KeyError:  # a group or a member without a name
         return True
-    return any(user not in mine for user in members) or any(
-        user.pw_gid == group and user.pw_uid not in mine for user in pwd.getpwall()
+    return any(member not in mine for member in members) or any(
+        each.pw_gid == group and each.pw_uid not in mine for each in pwd.getpwall()
     )
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
 
 
 def _group(number: int) -> str:

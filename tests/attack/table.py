@@ -105,6 +105,12 @@ ROWS = (
         _of("test_ray", "a_stranger_neither_takes_part_in_a_ray_job_nor_finds_its_key"),
     ),
     Row(
+        "Name a Ray of his own in the file by which Ray finds one; read and change what a local Ray keeps in /tmp",
+        "the job connected to that Ray; ranks' output could be read, and the session's folder be changed",
+        "that Ray is not used, and who named it is told; no other user may enter the folder",
+        _of("test_ray", "a_job_goes_to_no_ray_that_a_stranger_names_and_lets_nobody_into_its_own"),
+    ),
+    Row(
         "Answer a rank in the rendezvous's place, with no key or another one",
         "the rank believed it",
         "the rank ends and names the address",

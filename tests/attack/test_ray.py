@@ -150,3 +150,67 @@ def test_a_stranger_neither_takes_part_in_a_ray_job_nor_finds_its_key(
     assert [path.name for path in stranger.folder.iterdir()] == []
     assert len(re.findall(r"refused a request from [\d.]+ that was not made with this job's key", output)) == 3, output
     assert "Traceback" not in output
+
+
+# Names a Ray of his own to everybody, and counts who comes.
+LURES = """
+import os, socket, sys
+server = socket.create_server(("", 0))
+os.makedirs(sys.argv[1], exist_ok=True)
+with open(sys.argv[1] + "/ray_current_cluster", "w") as file:
+    file.write("127.0.0.1:%d" % server.getsockname()[1])
+print("ready", flush=True)
+while True:
+    connection, _ = server.accept()
+    print("came", connection.recv(24), flush=True)
+    connection.close()
+"""
+ALONE = """
+import sys, time
+from pathlib import Path
+from hvdtrain.integrations.ray import run
+
+def rank(folder):
+    print("I am rank 0", flush=True)
+    (folder / "began-0").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.02)
+    return 7
+
+if __name__ == "__main__":
+    print("returned", run(rank, (Path(sys.argv[1]),), np=1))
+"""
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder like /tmp; Ray's sockets below it need a short path."""
+    with tempfile.TemporaryDirectory(prefix="hvd-") as folder:
+        os.chmod(folder, 0o1777)
+        yield Path(folder)
+
+
+def test_a_job_goes_to_no_ray_that_a_stranger_names_and_lets_nobody_into_its_own(
+    open_folder: Path, tmp_path: Path, stranger: Stranger
+) -> None:
+    home = open_folder / "home"
+    home.mkdir(mode=0o755)
+    (tmp_path / "script.py").write_text(ALONE)
+    lure = stranger.start(LURES, open_folder / "ray")
+    assert lure.stdout is not None
+    assert lure.stdout.readline() == "ready\n"
+    words = ["python", str(tmp_path / "script.py"), str(tmp_path)]
+    job = Job(tmp_path, words, RAY_TMPDIR=str(open_folder), HOME=str(home), RAY_USAGE_STATS_ENABLED="0")
+    try:
+        job.wait_for("began-0")
+        readable = stranger.run(READS, open_folder).splitlines()
+        assert list(home.glob(".ray/auth_token"))
+        output = job.end()
+    finally:
+        job.kill()
+        lure.kill()
+    assert lure.communicate()[0] == "", "it came to the stranger's port"
+    assert readable == ["ray/ray_current_cluster"]
+    assert f"{open_folder}/ray/ray_current_cluster belongs to user" in output
+    assert "returned [7]" in output
+    assert sorted(path.name for path in open_folder.iterdir()) == ["home", "ray"], "the job's own Ray has left"

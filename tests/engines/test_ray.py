@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -285,3 +286,33 @@ def test_the_pages_script_runs_as_it_stands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\[[\d.]+, [\d.]+\]$", done.stdout, re.MULTILINE)
     assert re.search(r"\(rank 0 pid=\d+\).*epoch 3/3", done.stdout + done.stderr)
+
+
+def test_the_ray_that_this_user_has_started_here_is_used() -> None:
+    with tempfile.TemporaryDirectory(prefix="hvd-") as folder:  # sockets need a short path
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment["RAY_TMPDIR"] = folder
+        head = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0", "--num-cpus=1", "--block",
+             "--include-dashboard=false"],
+            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            named, until = Path(folder, "ray", "ray_current_cluster"), time.monotonic() + LIMIT_S
+            while not named.exists():
+                assert time.monotonic() < until
+                assert head.poll() is None
+                time.sleep(0.1)
+            code = (
+                "import os, ray; from hvdtrain.integrations.ray import run\n"
+                "print('at', run(lambda: __import__('ray').get_runtime_context().gcs_address, np=1)[0])"
+            )
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert f"at {named.read_text()}\n" in done.stdout
+            assert [path.name for path in Path(folder).iterdir()] == ["ray"]
+        finally:
+            head.terminate()
+            head.wait(LIMIT_S)

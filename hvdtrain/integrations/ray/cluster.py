@@ -13,12 +13,12 @@ from typing import Any
 
 from hvdtrain.errors import HvdTrainError, PackageMissingError, UsageError
 from hvdtrain.integrations.ray import actor
+from hvdtrain.integrations.ray.session import Session
 from hvdtrain.runner.causes import Cause
 from hvdtrain.runner.exchange import Message
 
 POLL_S = 0.2
 _LEAVING_S = 10.0  # for what is registered for a rank's exit: a logger's last lines, for example
-_LAST_LINES_S = 0.5  # Ray looks for what ranks print ten times a second
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,24 @@ class Cluster:
         self.ray = load()
         self._workers: list[Worker] = []
         self._leaving: dict[Worker, Any] = {}
-        self._own = False
+        self._session = Session(self.ray)
 
     def __enter__(self) -> Cluster:
-        """Connect, unless that was done: to the cluster of RAY_ADDRESS or of this host, or to a new one here."""
-        if not self.ray.is_initialized():
-            self.ray.init()
-            self._own = True
+        """Connect, unless that was done."""
+        try:
+            self._session.connect()
+        except BaseException:
+            self._session.disconnect()
+            raise
         if importlib.import_module("ray.util.client").ray.is_connected():
-            self._disconnect()
+            self._session.disconnect()
             raise UsageError(
                 "hvdtrain.integrations.ray.run must run on the cluster, and this process reaches it by Ray Client "
                 "(ray://), where ranks cannot call back. Submit the script: ray job submit -- python train.py"
             )
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End all actors, at once those that do not leave by themselves."""
         try:
             self.kill([worker for worker in self._workers if worker not in self._leaving])
@@ -126,7 +128,7 @@ class Cluster:
                 self.ray.wait(list(self._leaving.values()), num_returns=len(self._leaving), timeout=_LEAVING_S)
         finally:
             self.kill(self._workers)
-            self._disconnect()
+            self._session.disconnect(keep_logs=kind is HvdTrainError)  # which names them
 
     def start(self, name: str, request: Request, **options: Any) -> Worker:
         """Start an actor; Ray may take its time."""
@@ -190,6 +192,10 @@ class Cluster:
         """Return the address of this process's node."""
         return str(self.ray.util.get_node_ip_address())
 
+    def logs(self) -> str:
+        """Return where Ray's logs of this host are."""
+        return self._session.logs
+
     def check_room(self, request: Request) -> str:
         """Return "", or what to say where the cluster is too small as it is; it may grow."""
         has = self.ray.cluster_resources()
@@ -206,11 +212,6 @@ class Cluster:
             f"has {_amounts(request, has)}, and free are {_amounts(request, free)}. Use fewer ranks (np), ask for less "
             "a rank (cpus_per_rank, gpus_per_rank), add nodes, or wait longer (start_timeout_s)"
         )
-
-    def _disconnect(self) -> None:
-        if self._own:
-            time.sleep(_LAST_LINES_S)
-            self.ray.shutdown()
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def _start(cluster: Cluster, request: Request, group: Any) -> list[Worker]:
         if time.monotonic() > until:
             raise HvdTrainError(
                 f"the ranks had room on the Ray cluster, but their processes have not started within "
-                f"{request.start_timeout_s:g} s (start_timeout_s). /tmp/ray/session_latest/logs may say why"
+                f"{request.start_timeout_s:g} s (start_timeout_s). {cluster.logs()} may say why"
             )
         time.sleep(POLL_S / 4)
     return workers

@@ -50,7 +50,8 @@ def run(
 
     It means what `hvdtrain.run` means, on other machines: arguments and results travel by value, what ranks print
     appears here by Ray's own means, an interrupt asks the ranks to stop and gives them 30 s to write a checkpoint, a
-    second one ends them at once. Nothing is left on the cluster.
+    second one ends them at once. Nothing is left on the cluster. Where this process is not connected to one,
+    RAY_ADDRESS names it, or it is the one that this user or the system runs here, or else a new one, for this call.
 
     With min_np or max_np the job is elastic, for a Trainer or an elastic state in `fn`: when a rank's process dies, the
     others go on from their last commit, and once Ray has room for another process, ranks meet anew with it. An

@@ -1,0 +1,158 @@
+"""Which Ray a job uses: the one that is running, or one of its own, which ends with it.
+
+Ray itself connects to whatever /tmp/ray/ray_current_cluster names, and every user can write that file. It also lets
+every user read what ranks print, and change what is in its session's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.horovod_build import owners
+from hvdtrain.runner import loopback
+
+log = logging.getLogger("hvdtrain")
+
+_ADDRESS = re.compile(r"([\w.-]{1,200}|\[[\da-fA-F:.]{2,60}\]):(\d{1,5})")
+_LISTENS = "0A"  # in /proc/net/tcp
+# With it, Ray's sockets stay below the 107 bytes that the path of one may have.
+_LONGEST_BASE = 23
+_LAST_LINES_S = 0.5  # Ray looks for what ranks print ten times a second
+
+
+class Session:
+    """This process's connection to a Ray, and that Ray where it is the job's own.
+
+    Args:
+        ray: the module.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._is_mine = False
+        self._folder: Path | None = None
+
+    @property
+    def logs(self) -> str:
+        """Where Ray's own logs are, on this host."""
+        return str((_base() / "ray" if self._folder is None else self._folder / "r") / "session_latest" / "logs")
+
+    def connect(self) -> None:
+        """Connect, unless that was done: to the Ray of RAY_ADDRESS or of this host, or to a new one here.
+
+        Raises:
+            UsageError: RAY_ADDRESS wants the one of this host, and there is none.
+        """
+        if self._ray.is_initialized():
+            return
+        named = os.environ.get("RAY_ADDRESS", "")
+        self._is_mine = True
+        if named not in ("", "auto", "local"):
+            self._ray.init()
+            return
+        address = "" if named == "local" else running()
+        if address:
+            with _naming(address):
+                self._ray.init()
+        elif named == "auto":
+            raise UsageError("RAY_ADDRESS is auto, and no Ray of this user's runs here. Set RAY_ADDRESS to its address")
+        else:
+            base = str(_base())
+            where = base if len(base) <= _LONGEST_BASE else "/tmp"
+            self._folder = Path(tempfile.mkdtemp(prefix="hvdtrain-", dir=where))  # this user's alone
+            _close_token()
+            self._ray.init(address="local", _temp_dir=str(self._folder / "r"))  # one that Ray opens to everybody
+            _close_token()  # Ray may have made it just now
+
+    def disconnect(self, *, keep_logs: bool = False) -> None:
+        """Disconnect, if `connect` has connected; end the Ray that it started, and remove its folder."""
+        if not self._is_mine:
+            return
+        if self._ray.is_initialized():
+            time.sleep(_LAST_LINES_S)
+        self._ray.shutdown()
+        if self._folder is not None and not keep_logs:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def running() -> str:
+    """Return the address of the Ray that runs here, if this user or the system has started it; "" if none has."""
+    path = _base() / "ray" / "ray_current_cluster"
+    try:
+        # Not through a link of another user's, and without waiting for a pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), errors="replace") as file:
+            found, text = os.fstat(file.fileno()), ""
+            why = owners.who_can_change(path, found=found)
+            if not why and stat.S_ISREG(found.st_mode):
+                text = file.read(300).strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as problem:
+        why, text = str(problem), ""
+    match = _ADDRESS.fullmatch(text)
+    why = why or ("" if match else f"{path} holds no address")
+    why = why or (_other_listener(match[1], int(match[2])) if match else "")
+    if why:
+        log.warning("%s: a new Ray is started here. To use one that runs, set RAY_ADDRESS to its address", why)
+        return ""
+    return text
+
+
+@contextlib.contextmanager
+def _naming(address: str) -> Iterator[None]:
+    """Let Ray look where this address stands in a file that nobody else can change meanwhile.
+
+    Given the address itself, Ray would not show its token.
+    """
+    before = os.environ.get("RAY_TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
+        path = Path(folder, "ray", "ray_current_cluster")
+        path.parent.mkdir()
+        path.write_text(address, encoding="utf-8")
+        os.environ["RAY_TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["RAY_TMPDIR"]
+            else:
+                os.environ["RAY_TMPDIR"] = before
+
+
+def _base() -> Path:
+    """Return the folder below which Ray has its own, by default."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+
+
+def _other_listener(host: str, port: int) -> str:
+    """Return why a port is not to be trusted: it is of this host, and another user listens there. Else ""."""
+    if not loopback.is_here([host]):
+        return ""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+                fields = line.split()
+                here = fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port
+                if here and not owners.is_ours(int(fields[7])):
+                    return f"at port {port} of this host listens a process of user {owners.user(int(fields[7]))}"
+    return ""
+
+
+def _close_token() -> None:
+    """Make Ray's token, with which one can run code in every Ray of this user, readable for this user alone."""
+    path = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            path.chmod(0o600)
