@@ -19,6 +19,7 @@ from hvdtrain.runner.lines import Line, Lines
 from hvdtrain.watch.endings import DEBUG
 
 _END_S = 10.0
+_REFUSED = "refused a request from "  # so Horovod's servers begin to tell of a stranger
 
 
 class Call:
@@ -155,7 +156,8 @@ class Call:
 
     def _print(self, lines: Sequence[Line]) -> None:
         lines = [(self._rank if rank is None else rank, text) for rank, text in lines]
-        # A launcher's own words are told where no rank is to blame.
-        wanted = [line for line in lines if line[0] is not None or os.environ.get(DEBUG) == "1"]
+        # A launcher's own words are told where no rank is to blame, but who is refused is named at once.
+        is_debug = os.environ.get(DEBUG) == "1"
+        wanted = [(rank, text) for rank, text in lines if rank is not None or is_debug or text.startswith(_REFUSED)]
         if wanted:
             self._show(wanted)

@@ -205,6 +205,12 @@ ROWS = (
         _of("test_call_socket", "no_other_user_reaches_the_socket_of_a_functions_run"),
     ),
     Row(
+        "Look for the keys, the environment and the function of an `hvdtrain.run`; read and overwrite its rendezvous",
+        "not tried; who was refused was not named",
+        "nothing is found, over Gloo and MPI; over Gloo the first who is refused is named",
+        _of("test_call_socket", "another_user_finds_nothing_of_a_functions_run_nor_takes_part"),
+    ),
+    Row(
         "Connect 300 times to the port of a Spark job's caller, and say nothing",
         "no rank was started within 60 s",
         "the job runs as if nobody were there",
