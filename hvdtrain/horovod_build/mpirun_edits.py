@@ -1,4 +1,4 @@
-"""What is changed in Horovod so that MPI, too, listens on loopback alone, and not at all for a lone process."""
+"""What is changed in Horovod so that MPI, too, listens where it is to alone, and not at all for a lone process."""
 
 from __future__ import annotations
 
@@ -7,76 +7,30 @@ from hvdtrain.horovod_build.edit import Edit
 _MPI = "horovod/runner/mpi_run.py"
 _BASICS = "horovod/common/basics.py"
 
-# Open MPI's mpirun binds its listening sockets to every interface, whatever oob_tcp_if_include or, in 5,
-# prte_if_include says.
-LOOPBACK_SOURCE = r"""
-#include <dlfcn.h>
-#include <netinet/in.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/socket.h>
-
-namespace {
-bool in_mpirun = false;
-
-__attribute__((constructor)) void Begin() {
-  // Open MPI 4's mpirun, and the program that 5's becomes: those that have its launcher's library.
-  in_mpirun = dlsym(RTLD_DEFAULT, "orte_init") != nullptr || dlsym(RTLD_DEFAULT, "prte_init") != nullptr;
-  if (in_mpirun) {
-    // What 5's ranks ask its launcher by, OpenPMIx, listens on the first other interface before it takes loopback.
-    setenv("PMIX_MCA_ptl_base_if_include", "127.0.0.0/8", 0);
-    // Not for the ranks: LD_PRELOAD is what it was, without this library, which stands first in it.
-    const char* rest = getenv("LD_PRELOAD") ? strchr(getenv("LD_PRELOAD"), ':') : nullptr;
-    if (rest != nullptr) {
-      char* kept = strdup(rest + 1);
-      setenv("LD_PRELOAD", kept, 1);
-      free(kept);
-    } else {
-      unsetenv("LD_PRELOAD");
-    }
-  }
-}
-} // namespace
-
-extern "C" int bind(int fd, const struct sockaddr* address, socklen_t length) noexcept {
-  using Bind = int (*)(int, const struct sockaddr*, socklen_t);
-  static Bind next = reinterpret_cast<Bind>(dlsym(RTLD_NEXT, "bind"));
-  if (in_mpirun && address != nullptr && address->sa_family == AF_INET && length >= sizeof(sockaddr_in)) {
-    sockaddr_in local;
-    memcpy(&local, address, sizeof local);
-    if (local.sin_addr.s_addr == htonl(INADDR_ANY)) {
-      local.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    }
-    return next(fd, reinterpret_cast<sockaddr*>(&local), sizeof local);
-  }
-  if (in_mpirun && address != nullptr && address->sa_family == AF_INET6 && length >= sizeof(sockaddr_in6)) {
-    sockaddr_in6 local;
-    memcpy(&local, address, sizeof local);
-    if (IN6_IS_ADDR_UNSPECIFIED(&local.sin6_addr)) {
-      local.sin6_addr = in6addr_loopback;
-    }
-    return next(fd, reinterpret_cast<sockaddr*>(&local), sizeof local);
-  }
-  return next(fd, address, length);
-}
-"""
-
 MPIRUN_LOOPBACK: tuple[Edit, ...] = (
     Edit(
         _MPI,
         "    impi_or_mpich = mpi in (_IMPI_IMPL, _MPICH_IMPL)\n",
         "    impi_or_mpich = mpi in (_IMPI_IMPL, _MPICH_IMPL)\n\n"
         "    # Ranks of one host talk through shared memory: they need not listen, and mpirun only to itself.\n"
-        "    preload = ''\n"
+        "    held = {}\n"
+        "    library = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'libhvdtrain_listen.so')\n"
+        "    given = settings.extra_mpi_args or ''\n"
+        "    chosen_btl = 'mca btl ' in given or 'OMPI_MCA_btl' in env\n"
         "    if mpi == _OMPI_IMPL and network.is_loopback(nics):\n"
-        "        start_checks.check_shared_memory(env or os.environ)\n"
-        "        given = settings.extra_mpi_args or ''\n"
-        "        if 'mca btl ' not in given and 'OMPI_MCA_btl' not in (env or os.environ):\n"
+        "        start_checks.check_shared_memory(env)\n"
+        "        if not chosen_btl:\n"
         "            mpi_impl_flags = [f.replace('^openib', '^openib,tcp,ofi,usnic,uct') for f in mpi_impl_flags]\n"
-        "        library = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'libhvdtrain_loopback.so')\n"
-        "        before = (env or os.environ).get('LD_PRELOAD')\n"
-        "        preload = 'env LD_PRELOAD={} '.format(quote(loopback.preload(library, before)))\n",
-        "each rank of a one-host job over Open MPI listened on every interface, and so did mpirun",
+        "        held = {listen_on.VARIABLE: '', 'LD_PRELOAD': loopback.preload(library, env.get('LD_PRELOAD'))}\n"
+        "    elif mpi == _OMPI_IMPL:\n"
+        "        chosen = listen_on.interfaces(nics or (), given, env)\n"
+        "        names = hosts.parse_hosts_and_slots(settings.hosts)[0] if settings.hosts else []\n"
+        "        held = listen_on.variables(library, chosen, names, given, env)\n"
+        "        if held and not chosen_btl:  # libfabric's, for windows that Horovod has not, listens at any address\n"
+        "            mpi_impl_flags = [f.replace('^openib', '^openib,ofi') for f in mpi_impl_flags]\n"
+        "    preload = ''.join(f'{name}={quote(text)} ' for name, text in held.items())\n"
+        "    preload = f'env {preload}' if held else ''\n",
+        "mpirun, its daemons and the ranks of a job over Open MPI listened on every interface",
     ),
     Edit(
         _MPI,
@@ -93,7 +47,7 @@ MPIRUN_LOOPBACK: tuple[Edit, ...] = (
     Edit(
         _MPI,
         "from horovod.runner.common.util import env as env_util, hosts, safe_shell_exec, tiny_shell_exec\n",
-        "from horovod.runner.common.util import env as env_util, hosts, loopback, mpirun_output, proof\n"
+        "from horovod.runner.common.util import env as env_util, hosts, listen_on, loopback, mpirun_output, proof\n"
         "from horovod.runner.common.util import safe_shell_exec, start_checks, tiny_shell_exec\n"
         "from horovod.runner.util import network\n",
         "for the edits before",
@@ -101,17 +55,17 @@ MPIRUN_LOOPBACK: tuple[Edit, ...] = (
     Edit(
         "CMakeLists.txt",
         "# TF\nadd_subdirectory(horovod/tensorflow)\n",
-        "# Preloaded into mpirun by horovod/runner/mpi_run.py where all ranks are on one host.\n"
-        'file(WRITE "${CMAKE_BINARY_DIR}/hvdtrain_loopback.cc" [==[' + LOOPBACK_SOURCE + "]==])\n"
-        "# A module: the flags of shared libraries hide every name that is not Horovod's.\n"
-        'add_library(hvdtrain_loopback MODULE "${CMAKE_BINARY_DIR}/hvdtrain_loopback.cc")\n'
-        "target_link_libraries(hvdtrain_loopback ${CMAKE_DL_LIBS})\n"
-        "set_target_properties(hvdtrain_loopback PROPERTIES\n"
+        "# Preloaded into mpirun by horovod/runner/mpi_run.py. A module: the flags of shared libraries hide every\n"
+        "# name that is not Horovod's. Without C++'s library, of which a rank may bring along another one.\n"
+        "add_library(hvdtrain_listen MODULE horovod/runner/hvdtrain_listen.cc)\n"
+        "target_compile_options(hvdtrain_listen PRIVATE -fno-exceptions -fno-rtti -fno-threadsafe-statics)\n"
+        "target_link_libraries(hvdtrain_listen -nodefaultlibs ${CMAKE_DL_LIBS} c)\n"
+        "set_target_properties(hvdtrain_listen PROPERTIES\n"
         '    LIBRARY_OUTPUT_DIRECTORY "${CMAKE_LIBRARY_OUTPUT_DIRECTORY_ROOT}/runner"\n'
         '    LIBRARY_OUTPUT_DIRECTORY_RELEASE "${CMAKE_LIBRARY_OUTPUT_DIRECTORY_ROOT}/runner"\n'
         '    LIBRARY_OUTPUT_DIRECTORY_DEBUG "${CMAKE_LIBRARY_OUTPUT_DIRECTORY_ROOT}/runner")\n'
         "# TF\nadd_subdirectory(horovod/tensorflow)\n",
-        "no setting of Open MPI's keeps mpirun's own sockets to loopback",
+        "no setting of Open MPI's keeps its sockets to some interfaces",
     ),
     Edit(
         _BASICS,

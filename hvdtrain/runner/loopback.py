@@ -1,4 +1,4 @@
-"""Keep a job of one host to the loopback interface, and in folders of its own."""
+"""Keep a job of one host to the loopback interface, and in folders of its own; over mpirun others to theirs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.runner.arguments import MPIRUN, value
 
 # Built with Horovod, for an mpirun that listens on every interface whatever its settings say.
-_PRELOADED = Path("runner", "libhvdtrain_loopback.so")
+PRELOADED = Path("runner", "libhvdtrain_listen.so")
 _DISCOVERY_LIMIT_S = 60.0
 
 ADDRESS = "127.0.0.1"
@@ -95,13 +95,15 @@ def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: M
     if launcher == MPIRUN and environment.get("HVDTRAIN_LOOPBACK") != "0":
         # Shared memory serves one host. libfabric's transport listens as Open MPI's own one does, and so does cm.
         wanted |= {"OMPI_MCA_btl": "^openib,tcp,ofi,usnic,uct", "OMPI_MCA_pml": "ob1"}
-        wanted["LD_PRELOAD"] = _preload(environment.get("LD_PRELOAD"))
+        wanted |= {"LD_PRELOAD": _preload(environment.get("LD_PRELOAD")), "HVDTRAIN_LISTEN_ON": ""}
     elif _horovodrun_preloads(launcher, passed, environment):
         _preload(None)  # better now than after three restarts
     chosen = {}
     for name, text in wanted.items():
         parameter = name.partition("_MCA_")[2]
-        if name == "LD_PRELOAD" or (name not in environment and f"mca {parameter} " not in given):
+        if name in ("LD_PRELOAD", "HVDTRAIN_LISTEN_ON") or (
+            name not in environment and f"mca {parameter} " not in given
+        ):
             chosen[name] = text
     return chosen
 
@@ -116,12 +118,30 @@ def _horovodrun_preloads(launcher: str, passed: Sequence[str], environment: Mapp
     return not own and "mpi" in str(installed.record().get("data_planes", "")).split(",")
 
 
-def _preload(before: str | None) -> str:
-    from hvdtrain.horovod_build.added.horovod.runner.common.util import loopback
+def listening(hosts: Iterable[str], passed: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which mpirun, its daemons and ranks on several hosts listen at chosen interfaces alone.
+
+    Args:
+        hosts: theirs.
+        passed: mpirun's options, which may choose interfaces.
+        environment: the variables that are there, which may too.
+    """
+    from hvdtrain.horovod_build.added.horovod.runner.common.util import listen_on
+
+    options = " ".join(passed)
+    return listen_on.variables(_library(), listen_on.interfaces((), options, environment), hosts, options, environment)
+
+
+def _library() -> str:
     from hvdtrain.installed import package_folder
 
-    library = (package_folder("horovod") or Path("horovod")) / _PRELOADED
+    return str((package_folder("horovod") or Path("horovod")) / PRELOADED)
+
+
+def _preload(before: str | None) -> str:
+    from hvdtrain.horovod_build.added.horovod.runner.common.util import loopback
+
     try:
-        return loopback.preload(str(library), before)
+        return loopback.preload(_library(), before)
     except loopback.LoopbackError as problem:
         raise UsageError(str(problem)) from None

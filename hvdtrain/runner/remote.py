@@ -86,6 +86,9 @@ def exports(passed: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     if "mca_base_env_list" in _names(passed):  # the user's own list, beside which mpirun takes no -x
         return []
     given = {text.partition("=")[0] for option, text in itertools.pairwise(passed) if option in ("-x", "--x")}
+    # What is preloaded for this job alone comes with mpirun's daemons, where it is there.
+    if environment.get("LD_PRELOAD", "").endswith(loopback.PRELOADED.name):
+        given.add("LD_PRELOAD")
     names = sorted(name for name in {*environment, RUN_DIR} if name not in given and not _OWN.match(name))
     return [word for name in names for word in ("-x", name)]
 

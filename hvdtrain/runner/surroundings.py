@@ -87,6 +87,8 @@ def environment(
             found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
     if not loopback.is_here(slots):
         found = {**remote.settings(), **found}
+        if launcher == arguments.MPIRUN:
+            found |= loopback.listening(slots, passed, found)
     elif not elastic:
         found |= loopback.settings(run_dir, launcher, passed, found)
     return open_mpi.for_both(found)

@@ -71,6 +71,17 @@ ROWS = (
         ),
     ),
     Row(
+        "Connect, from a network that was not chosen, to mpirun, its daemons and the ranks of a job over MPI",
+        "all of them listened on every interface",
+        "their ports are closed there; who comes by it to another network's address is sent away",
+        _of(
+            "test_several_networks",
+            "over_mpi_no_port_is_open_on_a_network_that_was_not_chosen",
+            "over_mpi_on_several_networks_who_comes_by_another_one_is_sent_away",
+            "over_mpi_who_sends_to_the_chosen_address_by_another_network_is_sent_away",
+        ),
+    ),
+    Row(
         "Have a job of two hosts start in a folder whose name holds a space or a command",
         "ranks elsewhere started in the home folder, and the command was run there",
         "all start in that folder; one that is missing there is told in a line",

@@ -158,7 +158,7 @@ def test_a_job_of_one_host_listens_on_loopback_alone_whatever_its_environments_p
 def test_a_job_of_one_host_does_not_start_where_loopback_cannot_be_held(
     command: str, spaced: Path, start: Start, tmp_path: Path
 ) -> None:
-    (library,) = spaced.parents[1].glob("lib/python*/site-packages/horovod/runner/libhvdtrain_loopback.so")
+    (library,) = spaced.parents[1].glob("lib/python*/site-packages/horovod/runner/libhvdtrain_listen.so")
     away = library.rename(library.with_suffix(".away"))
     try:
         process = start(spaced, *COMMANDS[command], str(spaced), "-c", "print('started')")

@@ -29,7 +29,7 @@ PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
-_NETWORK = "10.77.0."
+_NETWORK = "10.77.0."  # the further ones are 10.78.0. and so on
 _NETWORKS_BITS = 24
 _READY = "ready\n"
 _GROUPS = "/sys/fs/cgroup"
@@ -75,16 +75,17 @@ def missing() -> str:
 
 
 class Hosts:
-    """Hosts on one switch, the i-th with address 10.77.0.<i + 1>.
+    """Hosts on one switch, the i-th with address 10.77.0.<i + 1> on eth0.
 
     Args:
-        names: of the hosts.
+        names: of the hosts; they stand for the addresses on eth0.
         folder: for their files; beside this repository and this Python the only one under /tmp that they see.
         silent: those of them without an ssh daemon.
+        networks: how many switches; on the second the i-th host has 10.78.0.<i + 1>, on eth1.
     """
 
-    def __init__(self, *names: str, folder: Path, silent: Sequence[str] = ()) -> None:
-        self.names, self.folder, self._silent = names, folder, silent
+    def __init__(self, *names: str, folder: Path, silent: Sequence[str] = (), networks: int = 1) -> None:
+        self.names, self.folder, self._silent, self._networks = names, folder, silent, networks
         self._first: dict[str, subprocess.Popen[str]] = {}
         self._pids: dict[str, int] = {}
         self._files = folder / f"hosts-{secrets.token_hex(4)}"
@@ -138,16 +139,25 @@ class Hosts:
             assert first.stdout is not None
             assert first.stdout.readline() == _READY, f"{name} did not start"
             self._pids[name] = psutil.Process(first.pid).children()[0].pid
-        self._in_switch("link", "add", "bridge", "type", "bridge")
-        self._in_switch("link", "set", "bridge", "up")
-        for name, address in addresses.items():
-            self._in_switch("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(self._pids[name]))
-            self._in_switch("link", "set", name, "master", "bridge", "up")
-            self.run(name, "ip", "address", "add", f"{address}/{_NETWORKS_BITS}", "dev", "eth0")
-            self.run(name, "ip", "link", "set", "eth0", "up")
+        self._connect("bridge", "eth0", addresses)
+        for i in range(1, self._networks):
+            there = {f"{n}-{i}": a.replace(_NETWORK, f"10.{77 + i}.0.") for n, a in addresses.items()}
+            self._connect(f"bridge{i}", f"eth{i}", there)
         for name in self.names:
             if name not in self._silent:
                 self._wait_for_ssh(addresses[name])
+
+    def _connect(self, bridge: str, interface: str, addresses: Mapping[str, str]) -> None:
+        """Make a switch, and plug hosts in; {port of the switch, a host's name before the first "-": its address}."""
+        self._in_switch("link", "add", bridge, "type", "bridge")
+        self._in_switch("link", "set", bridge, "up")
+        for port, address in addresses.items():
+            name = port.partition("-")[0]
+            ends = ("type", "veth", "peer", "name", interface, "netns", str(self._pids[name]))
+            self._in_switch("link", "add", port, *ends)
+            self._in_switch("link", "set", port, "master", bridge, "up")
+            self.run(name, "ip", "address", "add", f"{address}/{_NETWORKS_BITS}", "dev", interface)
+            self.run(name, "ip", "link", "set", interface, "up")
 
     def _wait_for_ssh(self, address: str) -> None:
         probe = f"import socket; s = socket.create_connection(({address!r}, 22), 1); s.sendall(b'SSH-2.0-probe\\r\\n')"

@@ -62,7 +62,7 @@ def test_mpirun_is_not_started_where_it_cannot_be_kept_to_loopback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hvdtrain.installed.package_folder", lambda name: tmp_path)
-    with pytest.raises(UsageError, match=r"libhvdtrain_loopback\.so is missing.*HVDTRAIN_LOOPBACK=0") as caught:
+    with pytest.raises(UsageError, match=r"libhvdtrain_listen\.so is missing.*HVDTRAIN_LOOPBACK=0") as caught:
         loopback.settings(HERE, "mpirun", [], {})
     assert "\n" not in str(caught.value)
     assert "LD_PRELOAD" not in loopback.settings(HERE, "mpirun", [], {"HVDTRAIN_LOOPBACK": "0"})
@@ -79,7 +79,7 @@ def test_horovodrun_is_not_started_either(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_library_that_does_not_load_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "runner").mkdir()
-    (tmp_path / "runner" / "libhvdtrain_loopback.so").write_bytes(b"no library")
+    (tmp_path / "runner" / "libhvdtrain_listen.so").write_bytes(b"no library")
     monkeypatch.setattr("hvdtrain.installed.package_folder", lambda name: tmp_path)
     with pytest.raises(UsageError, match=r"cannot be preloaded.*HVDTRAIN_LOOPBACK=0"):
         loopback.settings(HERE, "mpirun", [], {})

@@ -1,4 +1,4 @@
-"""Preload the library that keeps mpirun to the loopback interface, wherever it is installed."""
+"""Preload the library that keeps Open MPI to some network interfaces, wherever it is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ _open: dict[str, int] = {}
 
 
 class LoopbackError(RuntimeError):
-    """The sockets of a job of one host cannot be kept to the loopback interface."""
+    """The sockets of a job of one host cannot be kept to the loopback interface.
+
+    Attributes:
+        why: the library is not loaded.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"a job of one host listens on loopback alone, and mpirun cannot be made to: {why}. Run `hvdtrain build` "
+            "again, or accept with HVDTRAIN_LOOPBACK=0 that it listens on every interface"
+        )
+        self.why = why
 
 
 def preload(library: str, before: str | None = None) -> str:
@@ -25,7 +36,7 @@ def preload(library: str, before: str | None = None) -> str:
     mpirun's start.
 
     Args:
-        library: the path of libhvdtrain_loopback.so, which takes itself out again for the ranks.
+        library: the path of libhvdtrain_listen.so.
         before: LD_PRELOAD as it was.
 
     Raises:
@@ -42,10 +53,7 @@ def preload(library: str, before: str | None = None) -> str:
         )  # fmt: skip
         why = done.stderr.strip().partition("\n")[0] or f"{library} is not loaded" if done.returncode else ""
     if why:
-        raise LoopbackError(
-            f"a job of one host listens on loopback alone, and mpirun cannot be made to: {why}. Run `hvdtrain build` "
-            "again, or accept with HVDTRAIN_LOOPBACK=0 that it listens on every interface"
-        )
+        raise LoopbackError(why)
     return ":".join(filter(None, [name, before]))
 
 
