@@ -1,6 +1,6 @@
-"""Files of a run are its owner's alone, whatever the umask; HVDTRAIN_SHARE_FILES=1 leaves them to the umask.
+"""Only the owner can read a run's files, whatever the umask; with HVDTRAIN_SHARE_FILES=1 the umask decides.
 
-What is there already keeps its mode: a folder that somebody has shared stays shared, and the files made in it are
+Existing files and folders keep their mode: a folder that somebody has shared stays shared, but new files in it are
 private.
 """
 
@@ -22,7 +22,7 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
     """Make a folder and its missing parents.
 
     Raises:
-        FileExistsError: a file is in its place; or anything, unless `exist_ok`.
+        FileExistsError: `path` is a file; or `path` exists at all and `exist_ok` is false.
     """
     mode = 0o777 if is_shared() else 0o700
     for parent in reversed(path.parents):

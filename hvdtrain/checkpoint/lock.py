@@ -1,6 +1,6 @@
-"""One writer for a folder of checkpoints: a file lock, which the kernel drops when its process dies, however it dies.
+"""One writer for a folder of checkpoints: a file lock, which the kernel releases when its process ends, even if killed.
 
-The file says who holds it. Other hosts see the lock as far as the filesystem carries it there.
+The file names the holder. Other hosts see the lock only if the shared filesystem supports locks across hosts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("hvdtrain")
 NAME = ".lock"
 _POLL_S = 0.2
 _MAX_BYTES = 10_000
-_UNREAD_S = 2.0  # for which a holder may take to write who it is
+_UNREAD_S = 2.0  # how long a new holder may take to write its facts into the file
 _MOST_TRIES = 100
 
 
@@ -38,8 +38,8 @@ class Holder:
         name: its name, for people.
         job: the id that all starts of one `hvdtrain run` share; None under another launcher.
         host: where its process runs.
-        pid: of its process.
-        since: when it took the folder, in ISO 8601.
+        pid: its process id.
+        since: when it locked the folder, in ISO 8601.
     """
 
     run: str
@@ -51,7 +51,7 @@ class Holder:
 
     @classmethod
     def here(cls, run: str, name: str, job: str | None) -> Holder:
-        """Return this process, as the holder from now on."""
+        """Return this process as the holder, with the present time."""
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return cls(run, name, job, socket.gethostname(), os.getpid(), since)
 
@@ -76,13 +76,14 @@ class FolderLock:
         self._holds = False
 
     def acquire(self, holder: Holder, *, is_own: Callable[[Holder], bool], limit_s: float) -> None:
-        """Take the folder; take nothing where it cannot be written, or its filesystem has no locks.
+        """Lock the folder; do nothing if it cannot be written or its filesystem has no locks.
 
         Args:
             holder: this process.
-            is_own: whether a holder is an earlier start of this run, which is about to end: it is waited for. So is a
-                holder on another host, which may be lost: a shared disk keeps its lock for some time.
-            limit_s: for how long.
+            is_own: returns whether a holder is an earlier start of this run, which is about to end. This method waits
+                for such a holder. It also waits for a holder on another host: if that host is lost, a shared disk
+                keeps its lock for some time.
+            limit_s: how long to wait.
 
         Raises:
             CheckpointError: another run holds it.
@@ -124,14 +125,14 @@ class FolderLock:
             return
         line = json.dumps(asdict(holder)).encode() + b"\n"
         try:
-            os.pwrite(descriptor, line, 0)  # whoever reads meanwhile reads the first line
+            os.pwrite(descriptor, line, 0)  # a reader reads the first line only, so it never sees a mix
             os.ftruncate(descriptor, len(line))
-            os.fsync(descriptor)  # other hosts read it only then
-        except OSError as error:  # the lock holds all the same
+            os.fsync(descriptor)  # until then other hosts do not see it
+        except OSError as error:  # the lock is held nevertheless
             log.debug("%s does not say who holds it: %s", self._path, error)
 
     def release(self) -> None:
-        """Give the folder back, if it is held."""
+        """Unlock the folder, if this object holds it."""
         if not self._holds or self._path not in _counts:
             return
         self._holds = False
@@ -140,7 +141,7 @@ class FolderLock:
             del _counts[self._path]
             descriptor = _descriptors.pop(self._path)
             if _is_at(descriptor, self._path):
-                # Before the lock goes: whoever opened this file meanwhile finds that it is gone, and makes another.
+                # Before unlocking: a process that has opened this file sees that it is removed, and makes another.
                 with suppress(OSError):
                     self._path.unlink()
             os.close(descriptor)
@@ -151,7 +152,7 @@ _descriptors: dict[Path, int] = {}
 
 
 def _forget() -> None:
-    """Close a forked child's copies, which would keep the lock after this process has died: a DataLoader's workers."""
+    """Close a forked child's copies, as in a DataLoader's worker: they would keep the lock after this process died."""
     for descriptor in _descriptors.values():
         os.close(descriptor)
     _descriptors.clear()
@@ -162,7 +163,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _lock(path: Path) -> int | None:
-    """Return the descriptor of a file that is now locked; None where there can be no lock.
+    """Return the descriptor of a file that is now locked; None if no lock is possible.
 
     Raises:
         _HeldError: another process has it.
@@ -172,7 +173,7 @@ def _lock(path: Path) -> int | None:
             folders.make(path.parent)
             descriptor, is_writable = _opened(path)
         except OSError:
-            return None  # whether checkpoints can be written, and why not, is said where one is due
+            return None  # the check before the first epoch reports that the folder cannot be written
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -181,26 +182,26 @@ def _lock(path: Path) -> int | None:
             raise _HeldError(holder) from None
         except OSError as error:
             os.close(descriptor)
-            log.warning("%s: no file locks (%s), so nothing keeps another run out of it", path.parent, error.strerror)
+            log.warning("%s: no file locks (%s). Make sure that no other run writes to it", path.parent, error.strerror)
             return None
         if _is_at(descriptor, path) and (is_writable or not _is_removed(path)):
             return descriptor
-        os.close(descriptor)  # it is gone by now
-    log.warning("%s: the lock's file changes all the time, so nothing keeps another run out of it", path.parent)
+        os.close(descriptor)  # the file was removed in the meantime
+    log.warning("%s: its .lock is replaced all the time. Make sure that no other run writes to it", path.parent)
     return None
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """Return the file's descriptor, and whether this process may write who it is."""
+    """Return the file's descriptor, and whether this process may write to it."""
     try:
-        # Where a folder is shared, other users must see that it is taken, and by whom.
+        # In a shared folder other users must see that it is in use, and by whom.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), True
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW), False  # another user's
 
 
 def _is_removed(path: Path) -> bool:
-    """Remove a file that names a process which has died, as only its user may write another name; it is locked."""
+    """Remove a locked file of another user, which names a process that has died: only that user could rewrite it."""
     try:
         path.unlink()
     except OSError:
@@ -220,16 +221,16 @@ def _holder(descriptor: int) -> Holder | None:
         found = json.loads(os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0])
         return Holder(**{each.name: found[each.name] for each in fields(Holder)})  # a later version may say more
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # it was taken just now
+        return None  # its holder has only just locked it
 
 
 def _refusal(folder: Path, other: Holder | None) -> str:
     if other is None:
-        who, end = "Another process", "end that one"
+        who, end = "Another process", "end that process"
     else:
         who = f"Run {other.name} ({other.run}), process {other.pid} on host {other.host} since {other.since},"
-        end = f"end that one (on {other.host}: kill {other.pid}; if that host is lost, its lock goes within minutes)"
+        end = f"end that run (on {other.host}: kill {other.pid}; if that host is lost, wait some minutes)"
     return (
-        f"{who} writes checkpoints to {folder}, and a folder has one writer. Give this run a folder of its own; or "
-        f'{end}, and start this one again: it resumes from what is there, or moves it aside with fit(resume="never").'
+        f"{who} writes checkpoints to {folder}, and a folder has one writer. Give this run a folder of its own, or "
+        f'{end} and start this run again. It resumes from the checkpoints there; fit(resume="never") moves them aside.'
     )

@@ -1,4 +1,4 @@
-"""The wheel cache: one folder a key, and the key covers everything that changes the wheel."""
+"""The wheel cache: one folder per key. The key covers everything that changes the wheel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvdtrain.horovod_build.find import Found
 
 _RECORD = "build.json"
 _USED = ("wheels", "build-tools", "sdists")
-_CARRIED = "2"  # the form of what a wheel says of itself, `build.record`
+_CARRIED = "2"  # version of the record in a wheel, `build.record`
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Entry:
 
 
 def cache_folder() -> tuple[Path, str]:
-    """Return the folder of the cache, and a line where it is not the usual one.
+    """Return the folder of the cache, and a message if it is not the usual one.
 
-    It is $HVDTRAIN_CACHE, else hvdtrain/ in $XDG_CACHE_HOME, else in ~/.cache. Where the last two cannot be written, as
-    in containers, it is .cache/hvdtrain in this environment, which its user owns, unlike a folder in /tmp.
+    It is $HVDTRAIN_CACHE, else hvdtrain/ in $XDG_CACHE_HOME, else in ~/.cache. If the last two cannot be written, as in
+    containers, it is .cache/hvdtrain in this environment: its user owns that, unlike a folder in /tmp.
 
     Raises:
-        CacheError: none of them can be written, or others can write to it: what is in it is installed and run.
+        CacheError: none of them can be written, or other users can write to it: its wheels are installed and run.
     """
     chosen = os.environ.get("HVDTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -56,15 +56,15 @@ def cache_folder() -> tuple[Path, str]:
         return own, f"{usual} cannot be written: the cache is in {own}"
     raise CacheError(
         f"The cache's folder cannot be written: {usual}{'' if chosen else f', nor can {own}'}. "
-        "Set HVDTRAIN_CACHE to a folder that can."
+        "Set HVDTRAIN_CACHE to a folder that you can write to."
     )
 
 
 def check_owners(folder: Path) -> None:
-    """Raise unless the cache is this user's alone, or the system's: `folder`, what is used of it, what stands above it.
+    """Check that only this user and the system can change the cache: `folder`, what it holds, and the folders above.
 
     Raises:
-        CacheError: another user can write to it; names the command that helps.
+        CacheError: another user can change it; the message has the command that fixes it.
     """
     for path in owners.up_to_home(folder):
         if path.exists():
@@ -83,11 +83,11 @@ def _refuse(why: str, folder: Path, command: str) -> None:
     if "belongs to" in why:
         command = "set HVDTRAIN_CACHE to a folder of your own"
     if why:
-        raise CacheError(f"{why}, and what is in the cache {folder} is installed and run. To mend it: {command}")
+        raise CacheError(f"{why}, and wheels in the cache {folder} are installed and run. To fix it: {command}")
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Return whether files can be made in `folder` and below it; nothing is made to find out."""
+    """Return whether files can be made in `folder` and below it, without making any."""
     if not folder.is_absolute():  # "~/.cache" where nobody knows this user's home
         return False
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
@@ -126,7 +126,7 @@ def key_of(parts: dict[str, str]) -> str:
 
 @contextmanager
 def locked(folder: Path, key: str) -> Iterator[None]:
-    """Hold the key's lock: of two builds of one wheel at once, the second waits and then finds it done."""
+    """Hold the key's lock: if two builds make one wheel at once, the second waits and then finds it in the cache."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{key}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -134,7 +134,7 @@ def locked(folder: Path, key: str) -> Iterator[None]:
 
 
 def load(folder: Path, key: str) -> Entry | None:
-    """Return the cached wheel; None where it must be built: there is none, it is damaged, or its libraries refused."""
+    """Return the cached wheel; None if it must be built: it is missing or damaged, or its libraries are refused."""
     try:
         record = json.loads((folder / key / _RECORD).read_text(encoding="utf-8"))
         wheel = folder / key / Path(record["wheel"]).name
@@ -160,7 +160,7 @@ def store(folder: Path, key: str, wheel: Path, *, parts: dict[str, str], seconds
         record = {"key": key, "wheel": wheel.name, "sha256": sdist.sha256_of(copy), "seconds": round(seconds, 1)}
         (made / _RECORD).write_text(json.dumps({**record, "parts": parts}, indent=2) + "\n", encoding="utf-8")
         if (folder / key).exists():
-            # A rename cannot replace a full folder: the old one leaves with the scratch folder.
+            # A rename cannot replace a folder with files: move the old one, which is removed with the scratch folder.
             os.rename(folder / key, Path(scratch) / "old")
         os.rename(made, folder / key)
     return Entry(folder / key / wheel.name, parts, seconds)

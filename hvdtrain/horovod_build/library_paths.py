@@ -1,7 +1,7 @@
-"""Where a wheel's libraries look for others: beside themselves, and in folders of the system alone.
+"""Check where a wheel's libraries look for other libraries: in their own environment and the system's folders only.
 
-Whoever can write to a folder that a library names can have code of his run by everybody who loads it. A folder in /tmp
-that is gone can be made anew by any user.
+A user who can write to a folder that a library names can run code in the process of everybody who loads the library.
+If the folder was in /tmp and is removed, any user can make it again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _TO_PREFIX = 3
 
 
 def check(wheel: Path) -> None:
-    """Look into every library of a wheel.
+    """Check every library of a wheel.
 
     Raises:
-        LibraryPathError: one names another folder; the message is a line that names both.
-        ValueError: it is no wheel, or a library in it is damaged.
+        LibraryPathError: a library names another folder; the message is one line that names both.
+        ValueError: the file is not a wheel, or a library in it is damaged.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -33,7 +33,7 @@ def check(wheel: Path) -> None:
                         continue
                 _check(name, archive.read(name), wheel)
     except zipfile.BadZipFile as problem:
-        raise ValueError(f"{wheel} is no wheel: {problem}") from None
+        raise ValueError(f"{wheel} is not a wheel: {problem}") from None
 
 
 def _check(name: str, data: bytes, wheel: Path) -> None:
@@ -46,9 +46,9 @@ def _check(name: str, data: bytes, wheel: Path) -> None:
             problem = f"{text!r}, which is loaded into every program ({tag})"
         if problem:
             raise LibraryPathError(
-                f"{name} in {wheel.name} would load libraries from {problem}. A wheel may name folders of the system "
-                "and of its own environment only: it is neither kept nor installed. LDFLAGS or the compiler's "
-                "settings bring this folder in: take it out there, then run `hvdtrain build`"
+                f"{name} in {wheel.name} would load libraries from {problem}. A wheel may name only folders of the "
+                "system and of its own environment, so this one is neither kept nor installed. Remove the folder from "
+                "LDFLAGS or the compiler's settings, then run `hvdtrain build`"
             )
 
 

@@ -1,4 +1,4 @@
-"""Who but this user and the system can change what is in a folder."""
+"""Find out whether users other than this one and the system can change a file or a folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 
 def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found: os.stat_result | None = None) -> str:
-    """Return why others than the system, and with `ours` this user, can change what is at `path`; "" if none can.
+    """Return who can change `path` besides the system and, with `ours`, this user; "" if nobody can.
 
     Args:
-        path: a file or a folder; it must be there.
-        ours: let it be this user's, not the system's alone.
-        sticky: let everybody write to a folder in which nobody can replace another's files, such as /tmp.
-        found: what stat says of it, where it is open already.
+        path: a file or a folder; it must exist.
+        ours: accept that this user owns it.
+        sticky: accept a folder such as /tmp: everybody can write to it, but nobody can replace another user's files.
+        found: its stat, if it is open already.
     """
     found = os.stat(path) if found is None else found
     if not is_ours(found.st_uid) or (not ours and found.st_uid not in _system()):
@@ -34,9 +34,10 @@ def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found:
 
 
 def is_systems(folder: str) -> bool:
-    """Return whether a folder and all above it are the system's, so that no other user can put a library there.
+    """Return whether only the system can change a folder and the folders above it, so that nobody can add a library.
 
-    One that is not there counts as what stands above it: the system alone can make it.
+    For a folder that does not exist, the existing folders above it decide: if only the system can change those, only
+    the system can make it.
     """
     parents = {each for path in (folder, os.path.realpath(folder)) for each in (Path(path), *Path(path).parents)}
     return not any(who_can_change(each, ours=False, sticky=False) for each in parents if os.path.exists(each))
@@ -44,7 +45,7 @@ def is_systems(folder: str) -> bool:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let what is made meanwhile be writable for this user alone, whatever the umask is."""
+    """Make new files and folders writable by this user only, whatever the umask is."""
     before = os.umask(0)
     os.umask(before | 0o022)
     try:
@@ -54,7 +55,7 @@ def alone() -> Iterator[None]:
 
 
 def up_to_home(folder: Path) -> Iterator[Path]:
-    """Return `folder` and what stands above it, up to this user's home, or to / where it is not in it."""
+    """Return `folder` and the folders above it, up to this user's home, or up to / if it is outside of it."""
     home = Path(os.path.expanduser("~"))
     for each in (folder, *folder.parents):
         yield each
@@ -76,12 +77,12 @@ def user(number: int) -> str:
 
 
 def _system() -> set[int]:
-    # In a user namespace without root, what is the system's shows as another user's.
+    # In a user namespace without root, the system's files appear to belong to another user, who also owns /.
     return {0, os.stat("/").st_uid}
 
 
 def _has_others(group: int) -> bool:
-    """Return whether a group has members but root and this user: many users have one of their own."""
+    """Return whether a group has members other than root and this user: many users have a group of their own."""
     mine = {0, os.geteuid()}
     try:
         members = [pwd.getpwnam(name).pw_uid for name in grp.getgrgid(group).gr_mem]

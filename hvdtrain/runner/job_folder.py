@@ -1,4 +1,4 @@
-"""The private folder of a job: in memory where there is room, and gone when the job is."""
+"""The private folder of a job: in /dev/shm if there is room, and removed when the job ends."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks
 from hvdtrain.runner import family
 
 _PREFIX = "hvdtrain-run-"
-# PMIx's tables, Open MPI's check for room before it makes a rank's segment, and what a segment takes at work.
+# For PMIx's tables, for Open MPI's check for room before it makes a rank's segment, and for a segment in use.
 _BYTES, _BYTES_A_RANK = 14 * 2**20, 2**19
-_FACTS_BYTES = 2**18  # what ranks write of themselves
-_OLD_S = 3600.0  # a living job's changes with every step
+_FACTS_BYTES = 2**18  # what ranks write about themselves
+_OLD_S = 3600.0  # the folder of a running job changes with every step
 
 _held: dict[Path, int] = {}
 
 
 def make(ranks: int) -> tuple[Path, str]:
-    """Make the job's private folder, and remove those of jobs that were killed together with what guards them.
+    """Make the job's private folder; remove those of jobs that were killed together with their launcher.
 
     Args:
-        ranks: how many will share memory through Open MPI; 0 where they talk by Gloo.
+        ranks: how many share memory through Open MPI; 0 with Gloo.
 
     Returns:
-        The folder: in /dev/shm where ranks can share memory there, for Open MPI's segments go there too; else in
-        $TMPDIR. And a line that says why it is not in /dev/shm, "" where it is.
+        The folder and a message. The folder is in /dev/shm if there is room for ranks' shared memory, since Open MPI's
+        segments are in it too; else in $TMPDIR. The message says why it is not in /dev/shm; "" if it is.
 
     Raises:
-        UsageError: it can be made nowhere.
+        UsageError: the folder cannot be made there.
     """
     shared = Path(start_checks.SHARED_MEMORY)
     free, wanted = start_checks.free_bytes(), _BYTES + _BYTES_A_RANK * ranks if ranks else _FACTS_BYTES
@@ -54,9 +54,9 @@ def make(ranks: int) -> tuple[Path, str]:
     except OSError as problem:
         raise UsageError(
             f"no folder for the job can be made in {where}: {problem.strerror}{'; ' * bool(why)}{why}. Make room, or "
-            "set TMPDIR. In a container: docker run --shm-size=1g"
+            "set TMPDIR to another folder. In a container: docker run --shm-size=1g"
         ) from None
-    return path, f"{why}: taking {path} instead. In a container: docker run --shm-size=1g" if why else ""
+    return path, f"{why}: using {path} instead. In a container: docker run --shm-size=1g" if why else ""
 
 
 def remove(path: Path) -> None:
@@ -68,10 +68,10 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def removed_at_the_end() -> Iterator[None]:
-    """Leave no folder that was made meanwhile, however this ends: by an error, a signal, or in order."""
+    """On exit, by an error, a signal or in order, remove the folders that were made inside this context."""
     before = set(_held)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # until the job's supervision takes them over
+        if signal.getsignal(number) is signal.SIG_DFL:  # until the job's supervision handles them
             signal.signal(number, _leave)
     try:
         yield
@@ -85,15 +85,15 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _sweep(where: Path) -> None:
-    """Remove folders of this user's jobs of which nothing lives.
+    """Remove folders of this user's jobs that have no process left.
 
-    Others may write to /dev/shm, too: what is not a folder of this user's is left alone.
+    Other users can write to /dev/shm too, so only folders that this user owns are removed.
     """
     with contextlib.suppress(OSError), os.scandir(where) as entries:
         old = [Path(entry.path) for entry in entries if entry.name.startswith(_PREFIX) and _is_old(entry)]
         for path in old:
             with contextlib.suppress(OSError), _opened(path) as folder:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its launcher holds it, in another container too
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its launcher lives, in any container
                 if not family.members(str(path)):
                     shutil.rmtree(path, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Keep a job of one host to the loopback interface, and in folders of its own; over mpirun others to theirs."""
+"""Keep a job of one host on the loopback interface and its files in its folder; over mpirun others on theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.runner.arguments import MPIRUN, value
 
-# Built with Horovod, for an mpirun that listens on every interface whatever its settings say.
+# Built with Horovod: mpirun listens on every interface, whatever its settings say. This library prevents it.
 PRELOADED = Path("runner", "libhvdtrain_listen.so")
 _DISCOVERY_LIMIT_S = 60.0
 
@@ -53,23 +53,25 @@ def discovered_hosts(script: str) -> list[str]:
     """Return the hosts that a host discovery script names now.
 
     Raises:
-        UsageError: it fails, or names none.
+        UsageError: the script fails, takes too long, or prints no host.
     """
     try:
         done = subprocess.run(script, shell=True, capture_output=True, text=True, timeout=_DISCOVERY_LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise UsageError(f"--host-discovery-script {script} did not end within {_DISCOVERY_LIMIT_S:g} s") from None
+        raise UsageError(
+            f"--host-discovery-script {script} did not end within {_DISCOVERY_LIMIT_S:g} s. Run it by itself to see why"
+        ) from None
     found = [line.strip().rpartition(":")[0] or line.strip() for line in done.stdout.splitlines() if line.strip()]
     if done.returncode != 0 or not found:
-        said = (done.stderr.strip().splitlines() or ["it names no host"])[-1]
+        said = (done.stderr.strip().splitlines() or ["it printed no line HOST:SLOTS"])[-1]
         raise UsageError(f"--host-discovery-script {script} failed with status {done.returncode}: {said}")
     return found
 
 
 def elastic_flags(passed: Sequence[str]) -> list[str]:
-    """Return what an elastic horovodrun needs further where all its hosts are this one.
+    """Return the options that an elastic horovodrun also needs if this is its only host.
 
-    It looks for an interface that its hosts share, for which it wants two of them, and waits for the second for ever.
+    Without them horovodrun looks for an interface that two hosts share, and waits for a second host for ever.
     """
     script = value(passed, "--host-discovery-script")
     if script is None or value(passed, "--network-interfaces", "--network-interface") is not None:
@@ -78,26 +80,26 @@ def elastic_flags(passed: Sequence[str]) -> list[str]:
 
 
 def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for a job of one host; what the user has set in `environment` or among `passed` is left out.
+    """Return variables for a job of one host, without those that the user has set in `environment` or `passed`.
 
     Args:
         run_dir: the job's private folder.
-        launcher: "horovodrun", which hvdtrain's build keeps to loopback itself, or "mpirun".
+        launcher: "mpirun", or "horovodrun", which keeps to loopback by itself as hvdtrain builds it.
         passed: the launcher's options.
-        environment: the variables that are there.
+        environment: the launcher's variables.
 
     Raises:
-        UsageError: mpirun cannot be kept to loopback.
+        UsageError: mpirun cannot be kept on loopback.
     """
     given = " ".join(passed)
-    # Whoever is killed leaves its files: in a folder that is removed.
+    # A process that is killed leaves its files behind: they belong in a folder that is removed.
     wanted = {"OMPI_MCA_orte_tmpdir_base": str(run_dir), "OMPI_MCA_btl_vader_backing_directory": str(run_dir)}
     if launcher == MPIRUN and environment.get("HVDTRAIN_LOOPBACK") != "0":
-        # Shared memory serves one host. libfabric's transport listens as Open MPI's own one does, and so does cm.
+        # One host needs shared memory only. Open MPI's tcp and libfabric's ofi listen on the network, and so does cm.
         wanted |= {"OMPI_MCA_btl": "^openib,tcp,ofi,usnic,uct", "OMPI_MCA_pml": "ob1"}
         wanted |= {"LD_PRELOAD": _preload(environment.get("LD_PRELOAD")), "HVDTRAIN_LISTEN_ON": ""}
     elif _horovodrun_preloads(launcher, passed, environment):
-        _preload(None)  # better now than after three restarts
+        _preload(None)  # fail now, not after three restarts
     chosen = {}
     for name, text in wanted.items():
         parameter = name.partition("_MCA_")[2]
@@ -109,7 +111,7 @@ def settings(run_dir: Path, launcher: str, passed: Sequence[str], environment: M
 
 
 def _horovodrun_preloads(launcher: str, passed: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return whether horovodrun, too, will start an mpirun that it keeps to loopback."""
+    """Return whether horovodrun will start an mpirun and keep it on loopback."""
     from hvdtrain import installed
 
     if launcher == MPIRUN or environment.get("HVDTRAIN_LOOPBACK") == "0" or "--gloo" in passed:

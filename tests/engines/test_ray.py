@@ -226,7 +226,7 @@ def test_an_elastic_job_goes_on_from_its_last_commit_when_a_rank_is_killed_and_t
     assert "0 of 1 begins at step 6\n" in said, "the last commit: the step under way and the one before are lost"
     (survivor,) = re.findall(r"0 of 2 begins at step (?!0)(\d+)", said)
     assert f"1 of 2 begins at step {survivor}\n" in said, "the new rank begins where the other one is"
-    assert re.search(r"rank 1 on host \S+ \(pid \d+\) died .*; the others go on", caplog.text)
+    assert re.search(r"rank 1 on host \S+ \(pid \d+\) died .*; the other ranks continue", caplog.text)
 
 
 def train_until_killed() -> None:

@@ -156,7 +156,7 @@ def test_where_the_home_cannot_be_written_the_cache_is_in_the_environment(
     assert line == f"{home}/.cache/hvdtrain cannot be written: the cache is in {folder}"
 
     refused.add(environment)
-    with pytest.raises(CacheError, match="Set HVDTRAIN_CACHE to a folder that can"):
+    with pytest.raises(CacheError, match="Set HVDTRAIN_CACHE to a folder that you can write to"):
         cache.cache_folder()
 
 

@@ -1,4 +1,4 @@
-"""What runs on the cluster: one rank in an actor, and the means to ask ranks to stop."""
+"""What runs on the cluster: one rank in an actor, and a function that sends ranks a signal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvdtrain.runner.exchange import Message
 
 
 class Rank:
-    """A process that becomes a rank when `run` is called, in its main thread: signals reach a Trainer.
+    """A process that becomes a rank when `run` is called. `run` uses the main thread, so that signals reach a Trainer.
 
     Args:
-        name: what stands before the lines that it prints.
+        name: the prefix of the lines that it prints.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class Rank:
         }
 
     def run(self, environment: Mapping[str, str], facts: Mapping[str, Any], pickled: bytes) -> tuple[Any, bytes]:
-        """Call the function of a task, as facts and pickled, and return the answer likewise."""
+        """Call the function of a task, given as facts and pickled; return the answer as (facts, pickled)."""
         os.environ.update(environment)
         # What the caller can import can be imported here; this node's own packages come first.
         sys.path += [path for path in facts["path"] if path not in sys.path]

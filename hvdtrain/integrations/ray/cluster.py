@@ -1,4 +1,4 @@
-"""A Ray cluster as a place for ranks: how to reach it, start actors there, hear of their end, and leave nothing."""
+"""A Ray cluster for ranks: connect, start actors, notice when they end, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hvdtrain.runner.causes import Cause
 from hvdtrain.runner.exchange import Message
 
 POLL_S = 0.2
-_LEAVING_S = 10.0  # for what is registered for a rank's exit: a logger's last lines, for example
+_LEAVING_S = 10.0  # for a rank's exit handlers, such as a logger that writes its last lines
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a job asks of the cluster.
+    """What a job requests from the cluster.
 
     Attributes:
         task: what each rank runs.
         ranks: how many to begin with.
-        cpus: for each of them.
-        gpus: likewise.
+        cpus: for each rank.
+        gpus: for each rank.
         start_timeout_s: how long to wait for room, and for processes to start.
         environment: of the ranks.
     """
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Death(Cause):
-    """The end of a rank's process, as Ray tells it: a signal's number is not among what it knows."""
+    """The end of a rank's process, as Ray reports it: without a signal's number."""
 
     how: str = ""
 
@@ -63,7 +63,7 @@ class Worker:
 
     Attributes:
         handle: Ray's.
-        asked: for its facts.
+        asked: Ray's reference to its facts, which have been requested.
         facts: where it is; {} until it has started.
     """
 
@@ -92,11 +92,11 @@ def load() -> Any:
 
 
 class Cluster:
-    """Ray, as this job uses it. Every actor that it starts has ended when it is left.
+    """Ray, as this job uses it. On exit, all actors that it started have ended.
 
     Raises:
         PackageMissingError: there is no Ray.
-        UsageError: this process reaches it by Ray Client only.
+        UsageError: this process is connected by Ray Client only.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Cluster:
         self._session = Session(self.ray)
 
     def __enter__(self) -> Cluster:
-        """Connect, unless that was done."""
+        """Connect, if not connected yet."""
         try:
             self._session.connect()
         except BaseException:
@@ -115,13 +115,13 @@ class Cluster:
         if importlib.import_module("ray.util.client").ray.is_connected():
             self._session.disconnect()
             raise UsageError(
-                "hvdtrain.integrations.ray.run must run on the cluster, and this process reaches it by Ray Client "
-                "(ray://), where ranks cannot call back. Submit the script: ray job submit -- python train.py"
+                "hvdtrain.integrations.ray.run must run on the cluster. This process is connected by Ray Client "
+                "(ray://), through which ranks cannot reach it. Submit the script: ray job submit -- python train.py"
             )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End all actors, at once those that do not leave by themselves."""
+        """End all actors; those that are ending by themselves get some seconds."""
         try:
             self.kill([worker for worker in self._workers if worker not in self._leaving])
             if self._leaving:
@@ -131,7 +131,7 @@ class Cluster:
             self._session.disconnect(keep_logs=kind is HvdTrainError)  # which names them
 
     def start(self, name: str, request: Request, **options: Any) -> Worker:
-        """Start an actor; Ray may take its time."""
+        """Request an actor; Ray starts it when it has room."""
         handle = (
             self.ray.remote(actor.Rank)
             .options(num_cpus=request.cpus, num_gpus=request.gpus, max_restarts=0, **options)
@@ -142,7 +142,7 @@ class Cluster:
         return worker
 
     def has_started(self, worker: Worker) -> bool:
-        """Return whether its process is there, and note where.
+        """Return whether its process has started, and store its facts.
 
         Raises:
             HvdTrainError: it could not be started.
@@ -153,7 +153,7 @@ class Cluster:
             except self.ray.exceptions.RayError as problem:
                 raise HvdTrainError(
                     f"a rank could not be started on the Ray cluster: {_why(problem)}. Every node needs the same "
-                    "Python, hvdtrain, and a Horovod that `hvdtrain build` has built there"
+                    "Python, hvdtrain, and a Horovod built by `hvdtrain build`"
                 ) from None
         return bool(worker.facts)
 
@@ -197,7 +197,7 @@ class Cluster:
         return self._session.logs
 
     def check_room(self, request: Request) -> str:
-        """Return "", or what to say where the cluster is too small as it is; it may grow."""
+        """Return a message if the cluster is too small at present, else ""; it may grow."""
         has = self.ray.cluster_resources()
         short = [name for name, amount in request.resources.items() if has.get(name, 0) < amount * request.ranks]
         if not short:
@@ -205,28 +205,28 @@ class Cluster:
         return f"there is no room for {_wanted(request)} on this Ray cluster, which has {_amounts(request, has)}"
 
     def no_room(self, request: Request) -> UsageError:
-        """Return the error for ranks that found no place in time."""
+        """Return the error for ranks that got no room in time."""
         has, free = self.ray.cluster_resources(), self.ray.available_resources()
         return UsageError(
             f"there was no room for {_wanted(request)} on this Ray cluster within {request.start_timeout_s:g} s: it "
-            f"has {_amounts(request, has)}, and free are {_amounts(request, free)}. Use fewer ranks (np), ask for less "
-            "a rank (cpus_per_rank, gpus_per_rank), add nodes, or wait longer (start_timeout_s)"
+            f"has {_amounts(request, has)}, of which {_amounts(request, free)} are free. Use fewer ranks (np), request "
+            "less per rank (cpus_per_rank, gpus_per_rank), add nodes, or wait longer (start_timeout_s)"
         )
 
 
 @contextlib.contextmanager
 def placement_group(cluster: Cluster, request: Request) -> Iterator[Any]:
-    """Hold room for all ranks at once, on as few nodes as can be.
+    """Reserve room for all ranks at once, on as few nodes as possible.
 
     Raises:
         UsageError: there was none within the limit.
     """
     until = time.monotonic() + request.start_timeout_s
-    # A bundle must hold something; ranks that ask for nothing need no room.
+    # Ray refuses an empty bundle; a rank that requests nothing gets almost nothing.
     bundles = [request.resources or {"CPU": 0.001} for _ in range(request.ranks)]
     group = cluster.ray.util.placement_group(bundles, strategy="PACK")
     try:
-        while not group.wait(1):  # in short waits, which an interrupt gets through
+        while not group.wait(1):  # short waits, so that an interrupt is handled soon
             if time.monotonic() > until:
                 raise cluster.no_room(request)
         yield group
@@ -250,7 +250,7 @@ def _how(text: str) -> str:
 
 
 def _why(problem: BaseException) -> str:
-    """Return the line that names what went wrong on the node, of several tracebacks."""
+    """Return the line, out of several tracebacks, that names the error on the node."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [repr(problem)]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
     return (named or lines)[-1]

@@ -1,6 +1,6 @@
-"""A job whose ranks come and go. Horovod's driver takes each process for a host of one slot: one's end costs one rank.
+"""An elastic job. Each process is a host with one slot for Horovod's driver, so that its end costs one rank only.
 
-A node taken for a host would be given up as a whole when one of its processes died, and never be used again.
+If each node were a host, the driver would drop the whole node when one of its processes dies, and never use it again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_STILLBORN = 5  # processes in a row that could not be started
 
 @dataclass(frozen=True)
 class Limits:
-    """How far the job may shrink and grow, and how often ranks may meet anew."""
+    """How far the job may shrink and grow, and how often it may reset, with a new set of ranks."""
 
     least: int
     most: int
@@ -36,17 +36,17 @@ class Limits:
 
 
 class Pool:
-    """The job's processes, as Horovod's driver asks for them: those that have started, each a host of its own name.
+    """The job's processes, as Horovod's driver discovers them: each one that has started is a host with its own name.
 
     One that dies is replaced as soon as Ray has room.
 
     Args:
         cluster: where they are.
         request: what each takes.
-        most: how many there are to be.
+        most: how many processes to have.
 
     Attributes:
-        problem: why no further processes are started, where they could not be.
+        problem: why no more processes are started; None while they are.
     """
 
     def __init__(self, cluster: Cluster, request: Request, *, most: int) -> None:
@@ -58,7 +58,7 @@ class Pool:
         self._lock = threading.Lock()
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Return {name: 1} of all that have started. The driver itself forgets those that died."""
+        """Return {name: 1} of all that have started. The driver itself leaves out those that died."""
         with self._lock:
             for name, worker in list(self._workers.items()):
                 self._look_at(name, worker)
@@ -77,12 +77,12 @@ class Pool:
             return [worker for name, worker in self._workers.items() if name not in self._gone]
 
     def remove(self, name: str) -> None:
-        """Note that one has ended."""
+        """Note that a process has ended."""
         with self._lock:
             self._gone.add(name)
 
     def close(self) -> None:
-        """Start no more, and end all."""
+        """Start no more processes, and end all."""
         with self._lock:
             self.problem = self.problem or HvdTrainError("the job is over")
         self._cluster.kill(self.present())
@@ -132,7 +132,7 @@ class Job:
         """Run to the end.
 
         Raises:
-            RankFailedError: ranks have met anew too often.
+            RankFailedError: the job was reset too often.
         """
         handler = importlib.import_module("horovod.runner.elastic.rendezvous").create_rendezvous_handler(self._driver)
         began = time.monotonic()
@@ -155,7 +155,7 @@ class Job:
         try:
             return self._work(slot, events)
         except Exception:  # the driver would wait for this thread for ever
-            log.exception("%s is given up", slot.hostname)
+            log.exception("%s: an error in its thread, so its process is ended", slot.hostname)
             self._cluster.kill([self._pool[slot.hostname]])
             return 1, time.time()
 
@@ -171,21 +171,21 @@ class Job:
         self._pool.remove(name)
         if isinstance(answer, Message):
             self._answers[name] = answer
-            if answer.facts["kind"] == "error" and not answer.facts["others"]:  # it would come again
+            if answer.facts["kind"] == "error" and not answer.facts["others"]:  # a restart would only repeat it
                 self._over = True
             return int(answer.facts.get("code", answer.facts["kind"] == "error")), time.time()
         if not self._over and not any(event.is_set() for event in events):
             self._deaths.append(answer)
-            log.warning("%s; the others go on", answer)
+            log.warning("%s; the other ranks continue", answer)
         return 1, time.time()
 
     def _ended(self) -> bool:
-        """Look for a moment; return whether the job has ended, or is to end."""
+        """Wait a moment; return whether the job has ended or must end."""
         time.sleep(POLL_S)
         return self._over or self._pool.problem is not None or self._driver.finished()
 
     def _end(self) -> None:
-        """Bring the driver to its end: it waits until it has heard of all processes of a round."""
+        """Stop the driver. First give it time to note the end of all processes of its round."""
         self._over = True
         self._pool.close()
         until = time.monotonic() + _ENDING_S
@@ -221,7 +221,7 @@ def run(cluster: Cluster, request: Request, limits: Limits, follow: Follow) -> O
 
 @contextlib.contextmanager
 def _own_words() -> Iterator[None]:
-    """Keep Horovod's driver from setting logging up for the whole process, as its calls of `logging.info` would."""
+    """Keep Horovod's driver from configuring logging for the whole process, as its calls of `logging.info` would."""
     root = logging.getLogger()
     if root.handlers or logging.lastResort is None:
         yield

@@ -1,4 +1,4 @@
-"""A job whose number of ranks stays: all are placed at once, and the end of one is the end of all."""
+"""A job with a fixed number of ranks: all are placed at once, and one that fails ends the job."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hvdtrain.runner.exchange import Message
 Follow = Callable[[Callable[[], bool], Callable[[], Sequence[Worker]]], None]
 
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
-_CAUSE_S = 10.0  # for the one that failed, where a peer has noticed first
+_CAUSE_S = 10.0  # for the answer of the rank that failed, if a peer answered first
 
 
 @dataclass
 class Outcome:
-    """What came of a job; see `hvdtrain.runner.outcome.Ended`."""
+    """How a job ended; see `hvdtrain.runner.outcome.Ended`."""
 
     size: int
     answers: dict[int, Message] = field(default_factory=dict)
@@ -46,17 +46,17 @@ class Outcome:
         return []
 
     def status(self) -> int:
-        """Return 0: no process stands between."""
+        """Return 0: there is no launcher process."""
         return 0
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has ended so that the others cannot go on."""
+        """Whether a rank has ended in a way that the others cannot continue."""
         return isinstance(self.cause, Death) or any(map(_is_failure, self.answers.values()))
 
     @property
     def is_explained(self) -> bool:
-        """Whether it is known why."""
+        """Whether the cause of the failure is known."""
         return self.cause is not None or any(
             _is_failure(answer) and not answer.facts.get("others") for answer in self.answers.values()
         )
@@ -72,8 +72,8 @@ def run(cluster: Cluster, request: Request, follow: Follow) -> Outcome:
     Args:
         cluster: where.
         request: what.
-        follow: asks its first argument whether the job has ended until it has, and handles interrupts of the workers
-            that the second one returns.
+        follow: calls its first argument until that returns True, for the job has ended. On an interrupt it stops the
+            workers that its second argument returns.
     """
     outcome = Outcome(request.ranks)
     with placement_group(cluster, request) as group:
@@ -105,7 +105,7 @@ def _start(cluster: Cluster, request: Request, group: Any) -> list[Worker]:
         if time.monotonic() > until:
             raise HvdTrainError(
                 f"the ranks had room on the Ray cluster, but their processes have not started within "
-                f"{request.start_timeout_s:g} s (start_timeout_s). {cluster.logs()} may say why"
+                f"{request.start_timeout_s:g} s. Look into {cluster.logs()}, or raise start_timeout_s"
             )
         time.sleep(POLL_S / 4)
     return workers
@@ -113,7 +113,7 @@ def _start(cluster: Cluster, request: Request, group: Any) -> list[Worker]:
 
 @contextmanager
 def _rendezvous(cluster: Cluster, workers: Sequence[Worker]) -> Iterator[list[dict[str, str]]]:
-    """Let ranks find each other; give each one's environment."""
+    """Serve the rendezvous of the ranks; yield the environment of each."""
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
     gloo = importlib.import_module("horovod.runner.gloo_run")
     nodes = list(dict.fromkeys(worker.facts["node"] for worker in workers))
@@ -137,8 +137,8 @@ def _rendezvous(cluster: Cluster, workers: Sequence[Worker]) -> Iterator[list[di
 def rendezvous_server() -> tuple[Any, dict[str, str]]:
     """Return a rendezvous server with a key of its own, and the variable by which ranks get it.
 
-    Ray takes it to them with their task. Who can make Ray run something has no need of it; who can read the network can
-    read it, unless the cluster's traffic is by TLS (RAY_USE_TLS).
+    Ray sends the key to them with their task. Whoever can read the cluster's network can read the key, unless Ray uses
+    TLS (RAY_USE_TLS). Whoever can start tasks on the cluster does not need it.
     """
     key = proof.new_key()
     server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0, bytes.fromhex(key))
@@ -147,7 +147,7 @@ def rendezvous_server() -> tuple[Any, dict[str, str]]:
 
 @contextmanager
 def serving(server: Any, address: str, *handler: type) -> Iterator[int]:
-    """Let Horovod's rendezvous server listen at `address` alone; give its port."""
+    """Let Horovod's rendezvous server listen at `address` only; yield its port."""
     port: int = server.start(*handler, host=address)
     try:
         yield port
@@ -156,15 +156,15 @@ def serving(server: Any, address: str, *handler: type) -> Iterator[int]:
 
 
 def settings(gloo: Any, address: str, port: int, interface: str, *, elastic: bool = False) -> dict[str, str]:
-    """Return what a rank needs to find the others, by way of `interface`."""
+    """Return the variables by which a rank finds the others, over the network interface `interface`."""
     found = gloo.create_run_env_vars(address, [interface], port, elastic=elastic)
     return {name: str(value) for name, value in found.items() if value}
 
 
 def _gpus(ranks: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the setting by which all ranks of a node see all their GPUs, the local rank's own in its place.
+    """Return the setting that shows each rank the GPUs of its node's ranks, its own at the index of its local rank.
 
-    Ray shows each its own alone; NCCL is faster between GPUs that both sides see.
+    Ray shows each rank only its own GPUs. NCCL is faster between GPUs that both sides see.
     """
     if not all(ranks):
         return {}
@@ -173,13 +173,13 @@ def _gpus(ranks: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 class _Follower:
-    """Takes what ranks answer, as it comes.
+    """Collects the answers of ranks as they arrive.
 
     Args:
         cluster: where they are.
         workers: in rank order.
-        refs: what to wait for -> rank.
-        outcome: takes it.
+        refs: {Ray's reference to an answer: rank}.
+        outcome: stores the answers.
     """
 
     def __init__(self, cluster: Cluster, workers: Sequence[Worker], refs: Mapping[Any, int], outcome: Outcome) -> None:
@@ -188,7 +188,7 @@ class _Follower:
         self._failed_at = 0.0
 
     def ended(self) -> bool:
-        """Look for a moment; return whether all answers are there, or those that matter."""
+        """Wait a moment; return whether all answers have arrived, or, after a failure, those that explain it."""
         outcome = self._outcome
         for ref in self._cluster.ray.wait(list(self._waiting), timeout=POLL_S)[0]:
             rank = self._waiting.pop(ref)

@@ -20,7 +20,7 @@ log = logging.getLogger("hvdtrain")
 
 T = TypeVar("T")
 
-# What of this process's environment concerns ranks, wherever they are. Ray passes on what its runtime_env says.
+# Variables of this process that ranks need on any node. Ray itself passes on those of its runtime_env.
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "KERAS_", "NCCL_", "TF_")
 _NOT_PASSED = (
     "HVDTRAIN_RUN_DIR",
@@ -48,27 +48,28 @@ def run(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `np` ranks of a Ray cluster and return what it returned on each, in rank order.
 
-    It means what `hvdtrain.run` means, on other machines: arguments and results travel by value, what ranks print
-    appears here by Ray's own means, an interrupt asks the ranks to stop and gives them 30 s to write a checkpoint, a
-    second one ends them at once. Nothing is left on the cluster. Where this process is not connected to one,
-    RAY_ADDRESS names it, or it is the one that this user or the system runs here, or else a new one, for this call.
+    This is `hvdtrain.run` on a cluster. Arguments and results are copied. Ray prints here what ranks print. An
+    interrupt (Ctrl-C) asks the ranks to stop and gives them 30 s to write a checkpoint; a second one ends them at once.
+    Nothing is left on the cluster. If this process is not connected to a cluster, it connects to the one that
+    RAY_ADDRESS names, else to one that this user or the system runs on this host, else to a new one for this call.
 
     With min_np or max_np the job is elastic, for a Trainer or an elastic state in `fn`: when a rank's process dies, the
-    others go on from their last commit, and once Ray has room for another process, ranks meet anew with it. An
-    exception of `fn`'s own still ends the job.
+    others continue from their last commit, and a new process joins them once Ray has room for it. An exception that
+    `fn` raises still ends the job.
 
     Args:
         fn: what to call. hvdtrain and its Horovod must be installed on every node.
         args: its positional arguments.
         kwargs: its keyword arguments.
         np: number of ranks; of an elastic job, to begin with.
-        cpus_per_rank: CPUs that Ray holds for each rank, and, rounded down, its threads.
-        gpus_per_rank: GPUs likewise.
-        min_np: elastic: with fewer ranks it waits for others; by default 1.
-        max_np: elastic: so many are used if there is room; by default np.
-        reset_limit: elastic: how often ranks may meet anew, for a death and for a newcomer each; None for no limit.
+        cpus_per_rank: CPUs that Ray reserves for each rank; rounded down, also its number of threads.
+        gpus_per_rank: GPUs that Ray reserves for each rank.
+        min_np: elastic: with fewer ranks the job waits for new ones; by default 1.
+        max_np: elastic: the largest number of ranks, used if there is room; by default np.
+        reset_limit: elastic: how often the job may reset, once for each death and each new rank; None for no limit.
         start_timeout_s: how long to wait for room on the cluster, which may have to grow.
-        environment: variables for the ranks. HVDTRAIN_*, HOROVOD_*, KERAS_*, NCCL_* and TF_* are this process's.
+        environment: variables for the ranks. They also get this process's HVDTRAIN_*, HOROVOD_*, KERAS_*,
+            NCCL_* and TF_*.
 
     Raises:
         TypeError: `fn` cannot be called, or an argument or a returned value cannot be pickled.
@@ -76,7 +77,8 @@ def run(
         PackageMissingError: Ray is not installed.
         UsageError: no ranks can be started from here, or there was no room for them in time.
         RankFailedError: a rank's process died or ended without a result. It is also the cause (`__cause__`) of an
-            exception that `fn` raised on a rank, which is raised here as it is, and has the rank and its traceback.
+            exception that `fn` raised on a rank; that exception is raised here as it is.
+            The RankFailedError has the rank and the traceback.
     """
     check_call(fn, args, np)
     limits = _check(np, cpus_per_rank, gpus_per_rank, min_np, max_np, reset_limit, start_timeout_s)
@@ -102,7 +104,7 @@ def run(
 def _check(
     np: int, cpus: float, gpus: int, min_np: int | None, max_np: int | None, reset_limit: int | None, timeout_s: float
 ) -> elastic.Limits | None:
-    """Check numbers; return an elastic job's.
+    """Check the numbers; return the limits of an elastic job, None for another one.
 
     Raises:
         ValueError: one of them is out of range.
@@ -124,10 +126,10 @@ def _check(
 
 
 def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks' environment, but for what makes each of them a rank."""
+    """Return the environment that is the same for all ranks."""
     ours = tuning.without_ours(start.rank_environment({}, without=_NOT_PASSED))
     passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED)}
-    threads = str(max(1, int(cpus)))  # not this process's: Ray sets some for its own processes, as a job's script is
+    threads = str(max(1, int(cpus)))  # not this process's: in a job's script they are Ray's, not the user's
     return {
         "OMP_NUM_THREADS": threads,
         "TF_NUM_INTRAOP_THREADS": threads,
@@ -145,7 +147,7 @@ def _look_after(cluster: Cluster, ended: Callable[[], bool], workers: Callable[[
         workers: returns its present ones.
 
     Raises:
-        KeyboardInterrupt: there was one. The ranks have ended in order, or had the time for it.
+        KeyboardInterrupt: there was one. The ranks have stopped in order, or have had the time to.
     """
     try:
         while not ended():
@@ -161,4 +163,4 @@ def _look_after(cluster: Cluster, ended: Callable[[], bool], workers: Callable[[
             pass
     except KeyboardInterrupt:
         log.warning("interrupted again: ending everything at once")
-    raise interrupt.with_traceback(None)  # not of where this file was
+    raise interrupt.with_traceback(None)  # without the frames of this file

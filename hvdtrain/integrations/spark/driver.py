@@ -21,7 +21,7 @@ from hvdtrain.runner import function, outcome, surroundings
 
 T = TypeVar("T")
 
-_PASSED_ON = ("HVDTRAIN_", "HOROVOD_", "KERAS_BACKEND")  # of the caller's environment: executors have their own
+_PASSED_ON = ("HVDTRAIN_", "HOROVOD_", "KERAS_BACKEND")  # from the caller's environment; executors have their own
 
 
 def run(
@@ -36,10 +36,10 @@ def run(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `np` new ranks, one a Spark task, and return what each returned, in rank order.
 
-    As `hvdtrain.run`, on the executors of the active SparkSession instead of this host: what ranks print appears here
-    as it comes; interrupted, it asks them to stop and gives them 30 s to write a checkpoint; interrupted again, it ends
-    them at once. All ranks start together, or none (Spark's barrier mode), so dynamic allocation must be off. hvdtrain
-    and its Horovod must be installed on the executors, which talk by Gloo, or NCCL where Horovod was built with it.
+    This is `hvdtrain.run` on the executors of the active SparkSession. What ranks print appears here at once. An
+    interrupt (Ctrl-C) asks the ranks to stop and gives them 30 s to write a checkpoint; a second one ends them at once.
+    All ranks start together, or none (Spark's barrier mode), so dynamic allocation must be off. hvdtrain and its
+    Horovod must be installed on the executors. Ranks use Gloo, or NCCL if Horovod was built with it.
 
     Args:
         fn: what to call. Its data should be loaded in it, on each rank: arguments are copied to all of them.
@@ -47,17 +47,17 @@ def run(
         kwargs: its keyword arguments.
         np: number of ranks.
         output: "all" shows every rank's lines, behind "[rank] "; "root" shows rank 0's as they are.
-        environment: variables for the ranks. They have their executor's own, and of this process HVDTRAIN_...,
+        environment: variables for the ranks. They also get their executor's, and this process's HVDTRAIN_...,
             HOROVOD_... and KERAS_BACKEND.
-        start_timeout_s: how long to wait for executors, and for slots that other jobs take.
+        start_timeout_s: how long to wait for executors, and for task slots that other jobs use.
 
     Raises:
         TypeError: `fn` cannot be called, or an argument or a returned value cannot be pickled.
-        ValueError: np or output is out of range; np is more than the cluster has slots.
+        ValueError: np or output is out of range; the cluster has fewer task slots than np.
         UsageError: there is no SparkSession, or no ranks can be started.
         PackageMissingError: PySpark is not installed.
         RankFailedError: a rank was killed, lost with its executor, or ended without a result. It is also the cause
-            (`__cause__`) of an exception that `fn` raised on a rank, which is raised here as it is.
+            (`__cause__`) of an exception that `fn` raised on a rank; that exception is raised here unchanged.
     """
     function.check_call(fn, args, np, output)
     if not start_timeout_s > 0:
@@ -91,8 +91,8 @@ def _context() -> Any:
     context = pyspark.SparkContext._active_spark_context
     if context is None:
         raise UsageError(
-            "no SparkSession is active in this process. Begin with SparkSession.builder.getOrCreate(); a session of "
-            "Spark Connect has no barrier jobs that hvdtrain could use"
+            "no SparkSession is active in this process. Call SparkSession.builder.getOrCreate() first. A session of "
+            "Spark Connect does not work: it has no barrier jobs, which hvdtrain needs"
         )
     return context
 
@@ -101,7 +101,7 @@ def _wait_for_slots(context: Any, np: int, deadline: float, limit_s: float) -> N
     """Wait until executors have room for all ranks.
 
     Raises:
-        ValueError: they have not.
+        ValueError: they have too few task slots.
     """
     local = bool(context._jsc.sc().isLocal())
     while (there := slots(context)) < np:
@@ -109,7 +109,7 @@ def _wait_for_slots(context: Any, np: int, deadline: float, limit_s: float) -> N
             waited = "" if local else f", also after {limit_s:g} s"
             more = f'master("local[{np}]")' if local else "more executors or cores, or a smaller spark.task.cpus"
             raise ValueError(
-                f"a rank takes a task slot, and Spark ({context.master}) has {there}{waited}. Received: np={np}. "
+                f"each rank needs a task slot, and Spark ({context.master}) has {there}{waited}. Received: np={np}. "
                 f"Use fewer ranks, or {more}"
             )
         time.sleep(0.5)

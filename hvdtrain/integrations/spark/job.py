@@ -18,11 +18,11 @@ def slots(context: Any) -> int:
 
 
 class SparkJob:
-    """One job of as many tasks as ranks, which Spark starts together. A task that fails is not tried again.
+    """One Spark job with a task for each rank. Spark starts all tasks together, and does not retry a failed one.
 
     Attributes:
         end: a file descriptor that can be read once the job has ended.
-        came: what came of the ranks.
+        came: how the ranks ended.
         error: why the job failed.
     """
 
@@ -41,11 +41,11 @@ class SparkJob:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Have Spark end its tasks. One that was not there yet does not hear it: say it again until the end."""
+        """Have Spark end its tasks. This misses tasks that start later: call it again until the job has ended."""
         self._context.cancelJobGroup(self._group)
 
     def close(self, limit_s: float) -> None:
-        """Wait for its end, which was seen or asked for."""
+        """Wait for its end, which was noticed or requested."""
         if self._thread is not None:
             self._thread.join(limit_s)
         if self._thread is None or not self._thread.is_alive():
@@ -53,9 +53,9 @@ class SparkJob:
             os.close(self._write_end)
 
     def reason(self) -> str:
-        """Return in a line why it failed."""
+        """Return one line that says why it failed."""
         lines = [line.strip() for line in str(self.error).splitlines()]
-        # Of a task's exception, what stands below its traceback; else the first line that is not py4j's.
+        # The last line of a task's traceback; else the first line that is not py4j's.
         own = [line for line in lines if ": " in line and line.split(": ")[0].rpartition(".")[2].endswith("Error")]
         spark = [line for line in lines if line.startswith(": ")]
         return [*own, *(line[2:] for line in spark), *lines, ""][0]
@@ -65,7 +65,7 @@ class SparkJob:
             self._context.setJobGroup(self._group, f"hvdtrain: {plan.size} ranks", True)
             tasks = self._context.parallelize(range(plan.size), plan.size).barrier()
             self.came = tasks.mapPartitionsWithIndex(functools.partial(run_rank, plan)).collect()
-        except Exception as error:  # noqa: BLE001 - py4j's and Spark's: the caller tells
+        except Exception as error:  # noqa: BLE001 - py4j's and Spark's: the caller reports it
             self.error = error
         finally:
             os.write(self._write_end, b".")

@@ -1,4 +1,4 @@
-"""The caller's side of ranks on Spark: their lines as they come, their ends, and an end to all of them."""
+"""The caller's side of ranks on Spark: shows their output, notes how they end, and stops them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hvdtrain.runner.exchange import Message
 from hvdtrain.runner.function import GRACE_S
 from hvdtrain.runner.lines import Line
 
-_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
-_END_S = 30.0  # from the request to end at once to the end of patience
+_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
+_END_S = 30.0  # how long to wait for an end that was requested
 _POLL_S = 1.0
-_RESULTS_S = 600.0  # for what ranks returned to come through Spark
+_RESULTS_S = 600.0  # how long Spark may take to deliver what ranks returned
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class _End:
 
     @property
     def sort(self) -> int:
-        """0 for what a rank did not do itself: its peers' errors follow from that, and may be heard before."""
+        """0 for a rank that was killed: its peers' errors follow from that, and may arrive first."""
         return 0 if self.code > 128 and not self.answer else 1
 
 
 class Ranks:
-    """A function's run. Everything happens in the calling thread: an interrupt reaches it at any moment.
+    """A function's run. Everything happens in the calling thread, so an interrupt can arrive at any moment.
 
     Args:
         context: the SparkContext.
         np: number of ranks.
-        show: takes lines that ranks print as they come, and with rank None what is said about the job.
+        show: takes the lines that ranks print, as they arrive, and with rank None lines about the job.
         deadline: when all ranks must have been started, of time.monotonic().
         limit_s: the same in seconds, for messages.
 
@@ -129,7 +129,7 @@ class Ranks:
     # ---- while they run
 
     def _follow(self) -> None:
-        """Show what ranks print, and see to their end, until the job has ended."""
+        """Show what ranks print, and end them where necessary, until the job has ended."""
         while True:
             now = time.monotonic()
             if len(self._hosts) < self._np and now > self._deadline:
@@ -139,7 +139,9 @@ class Ranks:
             if now > self._give_up_at:
                 self._cancelled = True
                 if now > self._give_up_at + _END_S:
-                    self._own = self._own or RankFailedError("the Spark job of the ranks was cancelled, and goes on")
+                    self._own = self._own or RankFailedError(
+                        "the Spark job of the ranks was cancelled, but still runs. End it by stopping the SparkSession"
+                    )
                     return
             if self._cancelled:
                 self._job.cancel()
@@ -151,7 +153,7 @@ class Ranks:
                 return
 
     def _follow_to_the_end(self) -> None:
-        """Hear what was said before the job ended, and wait for tasks that end only now: they leave nothing behind."""
+        """Read what tasks sent before the job ended, and wait for those that are still ending: nothing is left."""
         self._door.close()
         until = time.monotonic() + _END_S
         while self._connections and (left := until - time.monotonic()) > 0:
@@ -159,7 +161,7 @@ class Ranks:
                 self._take(each)
 
     def _pause(self, now: float) -> float:
-        """Return how long to wait at most: a signal that another thread was given is heard only then."""
+        """Return how long to wait at most: a signal that another thread received is handled only after a wait."""
         soon = min(
             self._end_others_at, self._give_up_at, self._deadline if len(self._hosts) < self._np else now + _POLL_S
         )
@@ -188,7 +190,7 @@ class Ranks:
 
     def _note_end(self, rank: int, heard: Mapping[str, Any]) -> None:
         self.seconds = max(self.seconds, float(heard["seconds"]))
-        code = 0 if self._ending else heard["code"]  # of those that are ended here, nothing is learnt
+        code = 0 if self._ending else heard["code"]  # an exit that was requested here is no cause
         self._ends.append(_End(rank, code, heard["answer"]))
         if code not in (0, STOPPED) and not self._stopping:
             self._end_others_at = min(self._end_others_at, time.monotonic() + _LAST_WORDS_S)
@@ -197,14 +199,14 @@ class Ranks:
             self._give_up_at = min(self._give_up_at, time.monotonic() + _RESULTS_S)
 
     def _lose(self, connection: Connection) -> None:
-        """Take leave of a task: of one that has said nothing of its rank's end, because it was lost."""
+        """Remove a task that has closed its connection. If it reported no end of its rank, the task was lost."""
         rank = self._connections.pop(connection)
         connection.close()
         if rank is None or rank in [end.rank for end in self._ends] or self._ending:
             return
         who = f"rank {rank} on host {self._hosts[rank]}"
         self._own = self._own or RankFailedError(
-            f"{who} was lost with its Spark task: its executor was killed or cannot be reached",
+            f"{who} was lost with its Spark task: its executor was killed or cannot be reached. See the executor's log",
             rank=rank,
         )
         self._end()
@@ -217,7 +219,7 @@ class Ranks:
             self._end()
 
     def _interrupt(self, *, first: bool) -> None:
-        """Ask the ranks to stop; the second time, or before they are there, end them at once."""
+        """Ask the ranks to stop; the second time, or before they have started, end them at once."""
         self._stopping = True
         if not first or len(self._hosts) < self._np:
             self._deadline = float("inf")
@@ -244,6 +246,6 @@ class Ranks:
     def _not_started(self) -> str:
         there = f"{len(self._hosts)} of {self._np} ranks had been started after {self._limit_s:g} s"
         return (
-            f"{there}. Spark starts them together, once so many of its task slots are free: other jobs may hold them. "
-            "Wait for those, use fewer ranks, or give it longer by start_timeout_s"
+            f"{there}. Spark starts all together, once it has enough free task slots: other jobs may hold them. "
+            "Wait for those jobs, use fewer ranks, or raise start_timeout_s"
         )

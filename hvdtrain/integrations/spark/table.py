@@ -15,7 +15,7 @@ _NUMBERS = ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double"
 def write_parquet(data: Any, path: str, *, columns: Sequence[str] | None = None, overwrite: bool = False) -> int:
     """Write a DataFrame for ranks to read, once, and return its number of rows.
 
-    ML vectors become lists. Rows keep the DataFrame's order: sort it where that is to be the same in another run.
+    ML vectors become lists. Rows keep the DataFrame's order: sort it if another run must have the same order.
 
     Args:
         data: a Spark DataFrame of numbers, lists of numbers of one length, and ML vectors.
@@ -26,8 +26,8 @@ def write_parquet(data: Any, path: str, *, columns: Sequence[str] | None = None,
     Raises:
         PackageMissingError: PySpark is not installed.
         ValueError: no rows, a missing column, or one that is not of numbers.
-        FileExistsError: there is something at `path`.
-        HvdTrainError: the folder does not hold what was written.
+        FileExistsError: `path` exists.
+        HvdTrainError: the folder does not have all rows that were written.
     """
     try:
         sql = importlib.import_module("pyspark.sql")
@@ -44,15 +44,15 @@ def write_parquet(data: Any, path: str, *, columns: Sequence[str] | None = None,
     except errors.AnalysisException as problem:
         if "PATH_ALREADY_EXISTS" not in str(problem):
             raise
-        raise FileExistsError(f"{path} is there already. Say overwrite=True to replace it") from None
+        raise FileExistsError(f"{path} exists. Say overwrite=True to replace it") from None
     rows = int(seen.get["rows"])
     if not rows:
-        raise ValueError(f"the DataFrame has no rows: there is nothing to train from. Written: an empty {path}")
+        raise ValueError(f"the DataFrame has no rows, so {path} is empty. Check its filters, then say overwrite=True")
     there = data.sparkSession.read.parquet(path).count()
     if there != rows:
         raise HvdTrainError(
-            f"{path} holds {there} rows of the {rows} that were written. Executors may have written to disks of their "
-            "own: choose a path in a file system that all hosts share"
+            f"{path} has {there} rows, but {rows} were written. Executors may have written to disks of their own: "
+            "choose a path in a file system that all hosts share"
         )
     return rows
 
@@ -72,7 +72,7 @@ def _as_numbers(data: Any, name: str) -> Any:
     item = kind.elementType if kind.typeName() == "array" else kind
     if item.simpleString() not in _NUMBERS:
         raise ValueError(
-            f"column {name!r} is of {kind.simpleString()}, and a model takes numbers, lists of numbers and ML vectors. "
+            f"column {name!r} is of {kind.simpleString()}, but a model takes numbers, lists of numbers and ML vectors. "
             "Encode or cast it, or leave it out by columns=[...]"
         )
     return column

@@ -1,6 +1,6 @@
-"""One rank, in a task of a Spark job: meets the others, runs the function in a process of its own, tells the caller.
+"""One rank, in a task of a Spark job: finds the others, runs the function in its own process, reports to the caller.
 
-The rank is supervised as `hvdtrain.run`'s are: when this task ends, however it does, nothing of the rank is left.
+The rank is supervised as those of `hvdtrain.run` are: when this task ends, for any reason, nothing of the rank is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hvdtrain.runner.exchange import Message
 from hvdtrain.runner.lines import Line
 
 _WORKER = ["-m", "hvdtrain.runner.rank"]
-_SPARKS = ("PYTHON_WORKER_FACTORY_",)  # how a worker finds its executor, and its secret: not for ranks
+_SPARKS = ("PYTHON_WORKER_FACTORY_",)  # address and secret of a worker's executor: not for ranks
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Plan:
     Attributes:
         address: the caller's.
         task: the function, for `hvdtrain.runner.rank`.
-        environment: variables for ranks, on top of the executor's own; the job's key among them. Spark takes it there
-            as it takes the function: as safe from strangers as its own traffic is (spark.authenticate), and logged
+        environment: variables for ranks, on top of the executor's own; they include the job's key. Spark sends
+            the key with the function, so it is as safe as Spark's own traffic is (spark.authenticate). It is logged
             nowhere.
         size: number of ranks.
-        grace_s: what ranks get to stop in order.
+        grace_s: how long ranks have to stop in order.
     """
 
     address: wire.Address
@@ -54,12 +54,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Came:
-    """What came of one rank.
+    """How one rank ended.
 
     Attributes:
         rank: which one.
-        answer: what it said; None for nothing.
-        tail: its last lines.
+        answer: what it answered; None for nothing.
+        tail: the last lines that it printed.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Came:
 
 @dataclass(frozen=True)
 class Place:
-    """One task, as it tells the others."""
+    """Where a task runs, which each task sends to the others."""
 
     host: str
     address: str
@@ -77,12 +77,15 @@ class Place:
 
 
 def run_rank(plan: Plan, partition: int, _: object) -> Iterator[Came]:
-    """Run a rank to its end, and yield what came of it; nothing where the caller was told that it cannot run."""
+    """Run a rank to its end, and yield how it ended. Yield nothing if it cannot run; then the caller has the reason."""
     try:
         connection = wire.knock(plan.address)
     except (OSError, AuthenticationError) as problem:
         where = f"{plan.address.host}:{plan.address.port}"
-        raise RuntimeError(f"the driver cannot be reached at {where} from {socket.gethostname()}: {problem}") from None
+        raise RuntimeError(
+            f"the driver cannot be reached at {where} from {socket.gethostname()}: {problem}. Set spark.driver.host to "
+            "an address that the executors reach, and open its ports for them"
+        ) from None
     try:
         came = _run_rank(plan, partition, connection)
     except UsageError as problem:
@@ -115,13 +118,13 @@ def rank_order(hosts: Sequence[str]) -> list[int]:
 
 @contextmanager
 def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) -> Iterator[dict[str, str]]:
-    """Let ranks find each other, at a server of rank 0's; yields the variables that Horovod reads.
+    """Let ranks find each other, at a server in rank 0's task; yield the variables that Horovod reads.
 
     Args:
         rank: this one.
         places: of each rank.
         context: Spark's, to pass the server's port on.
-        key: of the job, which ranks have in their environment.
+        key: the job's, which ranks have in their environment.
     """
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
     gloo_run = importlib.import_module("horovod.runner.gloo_run")
@@ -147,7 +150,7 @@ def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) ->
 
 
 def visible_gpus(rank: int, places: Sequence[Place]) -> dict[str, str]:
-    """Return what shows a rank the GPUs that Spark gave to the ranks of its host, by local rank; {} without GPUs."""
+    """Return the variable that shows a rank the GPUs of all ranks of its host, by local rank; {} without GPUs."""
     here = [place for place in places if place.host == places[rank].host]
     if not all(place.gpus for place in here):
         return {}
@@ -163,18 +166,18 @@ def _interface(address: str) -> str:
 
 
 class _CallerGoneError(Exception):
-    """The caller wants an immediate end, or there is none any more."""
+    """The caller requests an immediate end, or has ended."""
 
 
 def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> Came:
     """Run the rank's process; see `run_rank`."""
     environment = {**start.rank_environment(plan.environment, without=_SPARKS), **found, "PYTHONUNBUFFERED": "1"}
-    # What the executor can import comes first: it may keep its own copies elsewhere than the caller.
+    # The executor's own paths come first: its packages may be in other folders than the caller's.
     path = [*sys.path, *(each for each in plan.task.facts["path"] if each not in sys.path)]
     task = Message({**plan.task.facts, "path": path}, plan.task.pickled)
 
     def show(lines: Sequence[Line]) -> None:
-        # What is said of the job, each of its ranks would say.
+        # Every task has the lines about the job: rank 0's task sends them.
         told = [line for line in lines if line[0] is not None or rank == 0]
         if told:
             wire.tell(connection, kind="lines", lines=told)

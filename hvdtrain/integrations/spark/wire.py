@@ -1,7 +1,7 @@
-"""What the caller and the Spark tasks tell each other while ranks run: lines, ends, requests to stop.
+"""Messages between the caller and the Spark tasks while ranks run: lines, ends, requests to stop.
 
-Only JSON goes over this wire, and both sides first prove that they hold a key drawn for this call. The function and
-what it returns travel inside the Spark job, and are as safe as Spark's own traffic is.
+All messages are JSON. Before the first one both sides prove that they have a key, which is made for this call. The
+function and what it returns are part of the Spark job, and are as safe as Spark's own traffic is.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hvdtrain.runner import exchange
 
 log = logging.getLogger("hvdtrain")
 
-_STRANGER_S = 5.0  # for who connects to prove that it is a task
-_MOST_UNPROVEN = 64  # connections at once; a task's own takes milliseconds
-_KNOCKS = 5  # of a task, whose connection may be the one that is dropped for another
-_HEADER = struct.Struct("!i")  # of a message of multiprocessing's: its length
-_LOST_S = 30  # after which a host that does not answer any more is gone
+_STRANGER_S = 5.0  # how long a new connection may take to prove that a task made it
+_MOST_UNPROVEN = 64  # connections at once; a task's proof takes milliseconds
+_KNOCKS = 5  # attempts of a task: its connection may be dropped to make room for another
+_HEADER = struct.Struct("!i")  # the length, before each message of multiprocessing's
+_LOST_S = 30  # a host that does not answer for so long is lost
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the caller listens, and the key to be let in."""
+    """Where the caller listens, and the key with which tasks prove themselves."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ class Address:
 
 @dataclass
 class _Unproven:
-    """Who has connected and has not yet proven that it is a task."""
+    """A connection that has not yet proven that a task made it."""
 
     host: str
     challenge: bytes
@@ -50,7 +50,7 @@ class _Unproven:
 
 
 class Door:
-    """The caller's side. Nobody who connects is waited for: each has a deadline, and may say only what a proof takes.
+    """The caller's side. No connection holds it up: each has a deadline, and may send a proof and nothing else before.
 
     Args:
         host: where to listen.
@@ -65,14 +65,14 @@ class Door:
         self.address = Address(name, self._listener.getsockname()[1], secrets.token_bytes(32))
 
     def sources(self) -> list[socket.socket]:
-        """Return what to wait for, `take` it once it is ready; call this at least once a second."""
+        """Return what to wait for; `take` what is ready. Call this at least once a second."""
         now = time.monotonic()
         for found in [found for found, who in self._unproven.items() if who.until < now]:
-            self._refuse(found, "said nothing that proves it")
+            self._refuse(found, "sent no proof in time")
         return [self._listener, *self._unproven] if self._listener.fileno() >= 0 else []
 
     def take(self, source: socket.socket) -> Connection | None:
-        """Return the connection to a task that has proven itself; None where nobody has yet."""
+        """Return the connection to a task that has proven itself; None if there is none yet."""
         if source is self._listener:
             self._ask()
         elif source in self._unproven:
@@ -80,7 +80,7 @@ class Door:
         return None
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Take no more connections."""
         self._listener.close()
         for found in self._unproven:
             found.close()
@@ -90,7 +90,7 @@ class Door:
         """Take a connection, and send a challenge."""
         try:
             found, (host, *_) = self._listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # it is closed already
             return
         found.setblocking(False)
         if len(self._unproven) >= _MOST_UNPROVEN:
@@ -102,7 +102,7 @@ class Door:
         try:
             found.send(_HEADER.pack(len(who.challenge)) + who.challenge)  # a new connection's buffer holds it
         except OSError:
-            self._refuse(found, "has gone")
+            self._refuse(found, "closed it at once")
 
     def _hear(self, found: socket.socket) -> Connection | None:
         """Read as much of a proof as there is."""
@@ -117,7 +117,7 @@ class Door:
         who.said += said
         length = who.said[: _HEADER.size]
         if not said or not _HEADER.pack(exchange.ANSWER_BYTES).startswith(length):
-            self._refuse(found, "said what is no proof")
+            self._refuse(found, "sent no valid proof")
             return None
         if len(who.said) < whole:
             return None
@@ -137,21 +137,21 @@ class Door:
         found.close()
         self.refused += 1
         if self.refused == 1:
-            log.warning("refused a connection from %s, which %s; the ranks are not concerned", who.host, why)
+            log.warning("refused a connection from %s, which %s; the job is not affected", who.host, why)
 
 
 def knock(address: Address) -> Connection:
-    """Return, in a task, the connection to the caller.
+    """Connect a task to the caller.
 
     Raises:
-        OSError, AuthenticationError: there is no caller any more, or it cannot be reached.
+        OSError, AuthenticationError: the caller has ended, cannot be reached, or has another key.
     """
     for left in reversed(range(_KNOCKS)):
         try:
             return _knock(address)
         except (EOFError, ConnectionResetError, TimeoutError, BlockingIOError) as problem:
             if not left:
-                raise ConnectionAbortedError(f"it took no proof: {problem or 'it closed the connection'}") from None
+                raise ConnectionAbortedError(f"the proof was not accepted: {problem or 'it hung up'}") from None
             time.sleep(0.2)
     raise AssertionError
 
@@ -177,7 +177,7 @@ def own_address(connection: Connection) -> str:
 
 
 def tell(connection: Connection, **facts: Any) -> None:
-    """Say something.
+    """Send a message.
 
     Raises:
         OSError: the other side has ended.
@@ -186,7 +186,7 @@ def tell(connection: Connection, **facts: Any) -> None:
 
 
 def hear(connection: Connection) -> dict[str, Any] | None:
-    """Return what the other side says, None where it has ended."""
+    """Return the next message of the other side; None if that has ended."""
     try:
         heard: dict[str, Any] = json.loads(connection.recv_bytes())
     except (EOFError, OSError):
@@ -199,15 +199,15 @@ def _as_socket(connection: Connection) -> socket.socket:
 
 
 def _limit_reading(found: socket.socket, seconds: int) -> None:
-    """Make a read fail that waits longer; 0 for no limit. A timeout of Python's own would be lost with the object."""
+    """Make a read fail that waits longer; 0 for no limit. Python's own timeout would be lost with the socket object."""
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def _notice_loss(found: socket.socket) -> None:
-    """Have the system ask a silent other side whether it is there."""
+    """Let the system notice a lost host (TCP keepalive)."""
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", _LOST_S // 3), ("TCP_KEEPINTVL", _LOST_S // 6), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
             found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # what was said and is not acknowledged
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # for data that is sent and not acknowledged
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_S)

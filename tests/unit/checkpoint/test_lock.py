@@ -118,7 +118,7 @@ def test_a_dead_users_file_that_cannot_be_written_is_replaced(tmp_path, monkeypa
 def test_a_file_that_changes_all_the_time_is_given_up_with_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpoint_lock, "_is_at", lambda descriptor, path: False)
     acquire(tmp_path).release()
-    assert caplog.text.count("nothing keeps another run out of it") == 1
+    assert caplog.text.count("Make sure that no other run writes to it") == 1
 
 
 def test_a_later_versions_holder_may_say_more(tmp_path, other):
@@ -152,7 +152,7 @@ def test_a_filesystem_without_locks_is_said_and_no_obstacle(tmp_path, monkeypatc
 
     monkeypatch.setattr(fcntl, "flock", none)
     acquire(tmp_path).release()
-    assert caplog.text.count("no file locks (No locks available), so nothing keeps another run out of it") == 1
+    assert caplog.text.count("no file locks (No locks available). Make sure that no other run writes to it") == 1
 
 
 def test_a_folder_that_cannot_be_written_is_not_held_and_no_error_here(tmp_path):

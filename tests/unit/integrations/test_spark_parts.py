@@ -79,7 +79,7 @@ def test_who_has_another_key_is_refused_and_named_once(door: wire.Door, caplog: 
         assert isinstance(came[0], OSError)
     assert door.refused >= 2
     assert [record.getMessage() for record in caplog.records] == [
-        "refused a connection from 127.0.0.1, which has another key; the ranks are not concerned"
+        "refused a connection from 127.0.0.1, which has another key; the job is not affected"
     ]
 
 
