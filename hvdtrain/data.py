@@ -287,9 +287,9 @@ def _own_share(
     def iterate(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
         if after.batches and after.size != world.size:
             raise HvdTrainError(
-                "Data that is each rank's own share cannot be shared out anew in the middle of an epoch. Received: a "
+                "Data that is each rank's own share cannot be divided again in the middle of an epoch. Received: a "
                 f"checkpoint of {after.size} ranks, taken in epoch {epoch}, on {world.size} ranks. "
-                "Go on with as many ranks as before, or from a checkpoint of an epoch's end."
+                "Resume with as many ranks as before, or from a checkpoint of an epoch's end."
             )
         return islice(whole(epoch, shuffle), after.batches // after.size, None)
 

@@ -70,16 +70,16 @@ def steps_done(consumed: Consumed, facts: dict[str, Any], *, size: int, accumula
 
 
 def check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise CheckpointError where the rest of an epoch would not be the rest of the data that it began with.
+    """Raise CheckpointError if an epoch would resume with other data than it began with.
 
     Args:
         before: `Source.facts` of the run that wrote the checkpoint.
-        now: and of this one. The batch size may be another: samples are counted, not batches.
+        now: `Source.facts` of this run. The batch size may differ: samples are counted, not batches.
     """
     for name in before:
         if name not in ("batch_size", "steps") and before[name] != now.get(name):
             raise CheckpointError(
-                f"The epoch under way was begun with other data: {name} was {before[name]!r}. Received: "
-                f"{now.get(name)!r}. Samples would be seen twice or never: give the same data and seed, or go on from "
+                f"The checkpoint's epoch began with other data: {name} was {before[name]!r}. Received: "
+                f"{now.get(name)!r}. Samples would be seen twice or never: give the same data and seed, or resume from "
                 "a checkpoint of an epoch's end."
             )

@@ -71,4 +71,4 @@ def test_a_port_that_another_user_took_is_no_ray_of_this_users(
     monkeypatch.setattr(session.owners, "is_ours", lambda user: False)
     monkeypatch.setattr(session.owners, "who_can_change", lambda path, **_: "")
     assert session.running() == ""
-    assert f"at port {address.rpartition(':')[2]} of this host listens a process of user" in caplog.text
+    assert f"listens at port {address.rpartition(':')[2]} of this host" in caplog.text

@@ -1,7 +1,7 @@
-"""Which Ray a job uses: the one that is running, or one of its own, which ends with it.
+"""Choose the Ray that a job uses: one that is running, or a new one, which ends with the job.
 
-Ray itself connects to whatever /tmp/ray/ray_current_cluster names, and every user can write that file. It also lets
-every user read what ranks print, and change what is in its session's folder.
+Ray itself connects to the address in /tmp/ray/ray_current_cluster, a file that every user can write. Every user can
+also read what ranks print, and change files in the folder of a Ray session.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAST_LINES_S = 0.5  # Ray looks for what ranks print ten times a second
 
 
 class Session:
-    """This process's connection to a Ray, and that Ray where it is the job's own.
+    """This process's connection to a Ray, and that Ray itself if the job has started it.
 
     Args:
         ray: the module.
@@ -49,10 +49,10 @@ class Session:
         return str((_base() / "ray" if self._folder is None else self._folder / "r") / "session_latest" / "logs")
 
     def connect(self) -> None:
-        """Connect, unless that was done: to the Ray of RAY_ADDRESS or of this host, or to a new one here.
+        """Connect, if not connected yet: to the Ray of RAY_ADDRESS, to this host's, or to a new one here.
 
         Raises:
-            UsageError: RAY_ADDRESS wants the one of this host, and there is none.
+            UsageError: RAY_ADDRESS is auto, but no Ray of this user or the system runs here.
         """
         if self._ray.is_initialized():
             return
@@ -66,7 +66,9 @@ class Session:
             with _naming(address):
                 self._ray.init()
         elif named == "auto":
-            raise UsageError("RAY_ADDRESS is auto, and no Ray of this user's runs here. Set RAY_ADDRESS to its address")
+            raise UsageError(
+                "RAY_ADDRESS is auto, but neither this user nor the system runs a Ray here. Set an address, or unset it"
+            )
         else:
             base = str(_base())
             where = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -90,7 +92,7 @@ def running() -> str:
     """Return the address of the Ray that runs here, if this user or the system has started it; "" if none has."""
     path = _base() / "ray" / "ray_current_cluster"
     try:
-        # Not through a link of another user's, and without waiting for a pipe.
+        # Follow no link, which may be another user's, and do not wait for a pipe.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), errors="replace") as file:
             found, text = os.fstat(file.fileno()), ""
             why = owners.who_can_change(path, found=found)
@@ -101,19 +103,19 @@ def running() -> str:
     except OSError as problem:
         why, text = str(problem), ""
     match = _ADDRESS.fullmatch(text)
-    why = why or ("" if match else f"{path} holds no address")
+    why = why or ("" if match else f"{path} has no address")
     why = why or (_other_listener(match[1], int(match[2])) if match else "")
     if why:
-        log.warning("%s: a new Ray is started here. To use one that runs, set RAY_ADDRESS to its address", why)
+        log.warning("%s: a new Ray is started here. To use a running one, set RAY_ADDRESS to its address", why)
         return ""
     return text
 
 
 @contextlib.contextmanager
 def _naming(address: str) -> Iterator[None]:
-    """Let Ray look where this address stands in a file that nobody else can change meanwhile.
+    """Give Ray the address in a file that nobody else can change.
 
-    Given the address itself, Ray would not show its token.
+    With the address as an argument, Ray would not send its token.
     """
     before = os.environ.get("RAY_TMPDIR")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
@@ -131,12 +133,12 @@ def _naming(address: str) -> Iterator[None]:
 
 
 def _base() -> Path:
-    """Return the folder below which Ray has its own, by default."""
+    """Return the folder in which Ray makes its own by default."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 
 
 def _other_listener(host: str, port: int) -> str:
-    """Return why a port is not to be trusted: it is of this host, and another user listens there. Else ""."""
+    """Return a reason not to trust a port: it is on this host, and another user listens there. Else ""."""
     if not loopback.is_here([host]):
         return ""
     for name in ("tcp", "tcp6"):
@@ -145,7 +147,7 @@ def _other_listener(host: str, port: int) -> str:
                 fields = line.split()
                 here = fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port
                 if here and not owners.is_ours(int(fields[7])):
-                    return f"at port {port} of this host listens a process of user {owners.user(int(fields[7]))}"
+                    return f"a process of user {owners.user(int(fields[7]))} listens at port {port} of this host"
     return ""
 
 
