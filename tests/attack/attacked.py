@@ -13,6 +13,8 @@ from typing import Any
 
 from hvdtrain import start
 
+UID = 60_417  # of the other user, who owns nothing
+
 # Each rank stops at a file, "rank-0" and so on, and the job ends with a sum that says who took part.
 TRAIN = """
 import os, sys, time

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-UID = 60_417  # nobody's
+sys.path.insert(0, str(Path(__file__).parent))
+from attacked import UID
+
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "LANG": "C.UTF-8"}
 
 
@@ -21,7 +23,10 @@ class Stranger:
 
     Attributes:
         folder: the one folder in which that user may write, besides /tmp and /dev/shm.
+        uid: his.
     """
+
+    uid = UID
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

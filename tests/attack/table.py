@@ -34,7 +34,7 @@ ROWS = (
     Row(
         "Send an elastic job's driver and its ranks' notification services code to unpickle",
         "it was run, as the owner",
-        "refused before anything is parsed, counted, and told once",
+        "refused before its body is read; counted, and the first one reported",
         _of("test_elastic", "a_stranger_gets_no_code_run"),
     ),
     Row(
@@ -50,12 +50,12 @@ ROWS = (
     Row(
         "Connect 300 times to each port of a one-host job, begin a request, and say no more",
         "the job's ranks did not find each other",
-        "the oldest of the silent give way to the job's own",
+        "the oldest silent connections are closed; the job's own get through",
         _of("test_rendezvous", "a_stranger_who_holds_connections_holds_up_nobody"),
     ),
     Row(
         "Look for a job's key, and for values of its environment, on all command lines of its hosts",
-        "the services' key and the whole environment stood there",
+        "the services' key and the whole environment were there",
         "neither does, over Gloo and MPI, on one host and on several",
         _of("test_rendezvous", "the_key_is_in_the_environment_of_the_job_and_nowhere_else")
         + _of("test_several_hosts", "no_key_and_no_value_stands_on_a_command_line_of_any_host"),
@@ -73,7 +73,7 @@ ROWS = (
     Row(
         "Connect, from a network that was not chosen, to mpirun, its daemons and the ranks of a job over MPI",
         "all of them listened on every interface",
-        "their ports are closed there; who comes by it to another network's address is sent away",
+        "their ports are closed there; a connection through it to another network's address is closed unread",
         _of(
             "test_several_networks",
             "over_mpi_no_port_is_open_on_a_network_that_was_not_chosen",
@@ -82,9 +82,21 @@ ROWS = (
         ),
     ),
     Row(
+        "Connect, as another user of a job's host, to Open MPI's ports of a job of two hosts",
+        "Open MPI took every connection and read what came",
+        "connections of other users are closed unread; the first one is reported",
+        _of("test_several_networks", "over_mpi_other_users_of_a_jobs_hosts_get_no_connection"),
+    ),
+    Row(
+        "Connect to mpirun of a one-host job over MPI, on loopback; send it something, and leave before it looks",
+        "mpirun took every connection and read what came",
+        "connections of other users are closed unread; the first one is reported",
+        _of("test_open_mpi", "nobody_else_of_this_host_gets_a_connection_to_mpirun"),
+    ),
+    Row(
         "Have a job of two hosts start in a folder whose name holds a space or a command",
         "ranks elsewhere started in the home folder, and the command was run there",
-        "all start in that folder; one that is missing there is told in a line",
+        "all start in that folder; one line says so where it is missing",
         _of(
             "test_several_hosts",
             "ranks_elsewhere_start_in_the_same_folder_whatever_its_name",
@@ -118,7 +130,7 @@ ROWS = (
     Row(
         "Name a Ray of his own in the file by which Ray finds one; read and change what a local Ray keeps in /tmp",
         "the job connected to that Ray; ranks' output could be read, and the session's folder be changed",
-        "that Ray is not used, and who named it is told; no other user may enter the folder",
+        "that Ray is not used, and one line names who made the file; no other user may enter the folder",
         _of("test_ray", "a_job_goes_to_no_ray_that_a_stranger_names_and_lets_nobody_into_its_own"),
     ),
     Row(
@@ -151,7 +163,7 @@ ROWS = (
     Row(
         "Connect to a rank before the rank that it waits for: silent, with garbage, with another key, 1,500 times",
         "it was taken for that rank: the job failed or hung",
-        "the job runs as if nobody were there; the first one is named",
+        "the job is not affected; the first one is reported",
         _of(
             "test_gloo_connections",
             "a_stranger_who_connects_first_is_not_taken_for_a_rank",
@@ -175,7 +187,7 @@ ROWS = (
         _of("test_sockets", "a_script_that_no_launcher_started_opens_no_socket"),
     ),
     Row(
-        "Make anew the folder under /tmp in which a built library looks for others, and put a library there",
+        "Create the deleted folder under /tmp in which a built library looks for others, and put a library there",
         "it was loaded, with GPU wheels: code as the owner",
         "such a wheel is neither kept nor installed",
         _of(
@@ -224,7 +236,7 @@ ROWS = (
     Row(
         "Connect 300 times to the port of a Spark job's caller, and say nothing",
         "no rank was started within 60 s",
-        "the job runs as if nobody were there",
+        "the job is not affected",
         _of("test_spark", "silent_strangers_do_not_keep_a_spark_jobs_ranks_from_starting"),
     ),
 )

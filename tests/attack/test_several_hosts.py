@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.timeout(200),
     pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing() or "-"),
 ]
-UID = 60_417
 TOKEN = "hunter2-0123456789"
 # All command lines that ever were, until somebody says that it is enough.
 WATCH = r"""
@@ -94,7 +93,7 @@ class Run(attacked.Command):
 
 def stranger(network: hosts.Hosts, host: str, code: str, *arguments: str) -> subprocess.Popen[str]:
     """Start Python as another user of a host."""
-    who = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
+    who = ["setpriv", f"--reuid={attacked.UID}", f"--regid={attacked.UID}", "--clear-groups"]
     line = network._line(host, [*who, "/usr/bin/python3", "-I", "-S", "-c", code, *arguments], Path("/"))
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)
 
@@ -245,7 +244,7 @@ def test_a_host_with_another_key_than_before_gets_nothing(network: hosts.Hosts, 
         ):
             run = Run(network, folder, *launcher, "-np", "2", "-H", "hosta:1,hostb:1", *program)
             assert run.process.wait(60) != 0
-            said = re.findall(r"[Hh]ost hostb has another ssh host key than it had.*ssh-keygen.* -R ", run.output())
+            said = re.findall(r"[Hh]ost hostb has a changed ssh host key.*ssh-keygen.* -R ", run.output())
             assert len(said) == 1, run.output()
     finally:
         known.write_text(was)

@@ -181,3 +181,20 @@ def test_over_mpi_who_sends_to_the_chosen_address_by_another_network_is_sent_awa
     assert sorted(found.values()).count("closed") == 4, found
     assert set(found.values()) == {"refused", "closed"}
     assert run.end().count(f"of 2: {attacked.total(2)}") == 2
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_over_mpi_other_users_of_a_jobs_hosts_get_no_connection(
+    launcher: str, networks: hosts.Hosts, start: Callable[..., Run]
+) -> None:
+    run = start(*LAUNCHERS[launcher], "eth1")
+    for i, (host, ports) in enumerate(run.ports().items()):
+        there = [(address, port) for address in ("127.0.0.1", f"10.78.0.{i + 1}") for port in sorted(ports)]
+        who = ["setpriv", f"--reuid={attacked.UID}", f"--regid={attacked.UID}", "--clear-groups"]
+        done = networks.run(host, *who, "/usr/bin/python3", "-I", "-S", "-c", KNOCK, json.dumps(there), cwd=Path("/"))
+        found = list(json.loads(done.stdout).values())
+        assert set(found) == {"refused", "closed"}, done.stdout
+        assert found.count("closed") >= 2, "at loopback for ranks, and at the job's interface for the other host"
+    output = run.end()
+    assert output.count(f"of 2: {attacked.total(2)}") == 2
+    assert f"refused a connection to Open MPI by user {attacked.UID} of this host" in output

@@ -2,6 +2,9 @@
 // hosts, into its daemons and its ranks: Open MPI binds to every interface, whatever oob_tcp_if_include,
 // btl_tcp_if_include or, in 5, prte_if_include says.
 //
+// It also refuses connections of this host's other users: Open MPI would do what its mpirun is asked by anybody who
+// connects, without a look at who that is.
+//
 // HVDTRAIN_LISTEN_ON holds the interfaces: names, or networks as 10.1.2.0/24, with commas between them. Without it
 // mpirun alone is kept, to loopback.
 //
@@ -122,6 +125,95 @@ bool IsFromElsewhere(const in6_addr& peer) {
   return is_elsewhere && !is_near;
 }
 
+bool IsHere(const in6_addr& address) {
+  ifaddrs* all = nullptr;
+  bool is_here = IsLoopback(address);
+  if (is_here || getifaddrs(&all) != 0) {
+    return is_here;
+  }
+  for (ifaddrs* each = all; each != nullptr && !is_here; each = each->ifa_next) {
+    if (each->ifa_addr != nullptr) {
+      in6_addr own = InIpv6(each->ifa_addr);
+      is_here = !IN6_IS_ADDR_UNSPECIFIED(&own) && IN6_ARE_ADDR_EQUAL(&own, &address);
+    }
+  }
+  freeifaddrs(all);
+  return is_here;
+}
+
+in_port_t Port(const sockaddr* address) {
+  // At the same place in both forms of an address.
+  return ntohs(reinterpret_cast<const sockaddr_in*>(address)->sin_port);
+}
+
+// What the kernel's tables of connections write for an address: its words as this host's processor reads them.
+void InTable(const in6_addr& address, bool is_v4, char (&text)[33]) {
+  for (int i = is_v4 ? 3 : 0, at = 0; i < 4; ++i, at += 8) {
+    uint32_t word;
+    memcpy(&word, address.s6_addr + 4 * i, sizeof word);
+    snprintf(text + at, 9, "%08X", word);
+  }
+}
+
+constexpr long NOBODY = -1, UNKNOWN = -2;
+
+// Return which user of this host has the socket at the other end of a connection: NOBODY where it was closed already,
+// UNKNOWN where the kernel's tables cannot be read.
+long Owner(const sockaddr* peer, const sockaddr* local) {
+  static const char* const tables[] = {"/proc/self/net/tcp", "/proc/self/net/tcp6"};
+  long found = UNKNOWN;
+  for (const char* name : tables) {
+    bool is_v4 = name == tables[0];
+    FILE* table = fopen(name, "re");
+    if (table == nullptr) {
+      continue;
+    }
+    found = found == UNKNOWN ? NOBODY : found;
+    char theirs[33], ours[33], from[33], to[33], line[512];
+    InTable(InIpv6(peer), is_v4, theirs);
+    InTable(InIpv6(local), is_v4, ours);
+    while (found == NOBODY && fgets(line, sizeof line, table) != nullptr) {
+      unsigned from_port, to_port;
+      long user;
+      unsigned long inode; // 0 for a socket that its process has closed; its user is then said to be root
+      if (sscanf(line, " %*d: %32[0-9A-F]:%x %32[0-9A-F]:%x %*x %*x:%*x %*x:%*x %*x %ld %*d %lu", from, &from_port, to,
+                 &to_port, &user, &inode) == 6 &&
+          from_port == Port(peer) && to_port == Port(local) && strcmp(from, theirs) == 0 && strcmp(to, ours) == 0 &&
+          inode != 0) {
+        found = user;
+      }
+    }
+    fclose(table);
+  }
+  return found;
+}
+
+// Whether another user of this host has connected; says so of the first.
+bool IsOfOtherUser(const sockaddr* peer, const sockaddr* local) {
+  static bool has_told = false;
+  if (!IsHere(InIpv6(peer))) {
+    return false;
+  }
+  long user = Owner(peer, local);
+  for (int tries = 1; user == NOBODY && tries < 3; ++tries) {
+    user = Owner(peer, local); // the tables change while they are read
+  }
+  if (user == UNKNOWN || user == static_cast<long>(geteuid())) {
+    return false;
+  }
+  if (!has_told) {
+    has_told = true;
+    if (user == NOBODY) {
+      fprintf(stderr, "hvdtrain: refused a connection to Open MPI by a program of this host that has closed it; the job "
+                      "is not affected\n");
+    } else {
+      fprintf(stderr, "hvdtrain: refused a connection to Open MPI by user %ld of this host; the job is not affected\n",
+              user);
+    }
+  }
+  return true;
+}
+
 // Whether the code at `address` is Open MPI's: a rank's own servers, such as TensorBoard's, are its user's concern.
 bool IsOpenMpis(void* address) {
   static const char* const own[] = {"libopen-rte", "libopen-pal", "libmpi",   "libpmix", "libprrte", "mca_",
@@ -204,24 +296,30 @@ extern "C" int bind(int fd, const struct sockaddr* address, socklen_t length) no
   return next(fd, address, length);
 }
 
-// Where several interfaces are chosen, one socket listens on all. Whoever comes by another one is sent away.
+// Whether a connection is by an interface that was not chosen: where several are, one socket listens on all.
+bool IsByOtherInterface(const sockaddr* peer, const sockaddr* local) {
+  in6_addr at = InIpv6(local);
+  if (IsOneHost() || IsLoopback(at)) {
+    return false;
+  }
+  Own own(at);
+  return own.count != 0 && (!own.has_asked || IsFromElsewhere(InIpv6(peer)));
+}
+
 extern "C" int accept(int fd, struct sockaddr* address, socklen_t* length) {
   using Accept = int (*)(int, struct sockaddr*, socklen_t*);
   static Accept next = reinterpret_cast<Accept>(dlsym(RTLD_NEXT, "accept"));
   int connection = next(fd, address, length);
-  if (connection < 0 || IsOneHost() || !IsOpenMpis(__builtin_return_address(0))) {
+  if (connection < 0 || !IsOpenMpis(__builtin_return_address(0))) {
     return connection;
   }
   sockaddr_storage ends[2] = {};
   socklen_t room[2] = {sizeof ends[0], sizeof ends[1]};
   auto local = reinterpret_cast<sockaddr*>(&ends[0]), peer = reinterpret_cast<sockaddr*>(&ends[1]);
-  if (getsockname(connection, local, &room[0]) != 0 || getpeername(connection, peer, &room[1]) != 0 ||
-      (local->sa_family != AF_INET && local->sa_family != AF_INET6)) {
-    return connection;
-  }
-  in6_addr at = InIpv6(local);
-  Own own(at);
-  if (own.count == 0 || IsLoopback(at) || (own.has_asked && !IsFromElsewhere(InIpv6(peer)))) {
+  bool is_known = getsockname(connection, local, &room[0]) == 0 && getpeername(connection, peer, &room[1]) == 0;
+  bool is_internet = local->sa_family == AF_INET || local->sa_family == AF_INET6;
+  // One that was broken off has no peer any more, and may have sent something.
+  if (is_known && (!is_internet || (!IsByOtherInterface(peer, local) && !IsOfOtherUser(peer, local)))) {
     return connection;
   }
   close(connection);
