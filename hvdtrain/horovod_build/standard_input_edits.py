@@ -64,7 +64,7 @@ STANDARD_INPUT: tuple[Edit, ...] = (
         "_SHELLS_OWN = {'PWD', 'OLDPWD', '_', 'UID', 'EUID', 'PPID', 'BASHOPTS', 'SHELLOPTS', 'BASH_VERSINFO'}\n"
         "OTHER_HOST_KEY = 'REMOTE HOST IDENTIFICATION HAS CHANGED'  # what ssh says then\n\n\n"
         "def other_host_key(host):\n"
-        "    return (f'Host {host} has another ssh host key than it had. If it was set up anew, type: '\n"
+        "    return (f'Host {host} has a changed ssh host key. If the host was reinstalled, type: '\n"
         "            f'ssh-keygen -R {host}')\n",
         "for the edits after",
     ),

@@ -17,7 +17,7 @@ _LIMIT_S = 15.0  # ssh's own limit is for the connection alone
 _BETWEEN_S = 2.0
 _SSH_FAILED = 255
 _NOT_THERE = "does not run"
-_OTHER_KEY = "has another ssh host key than it had"
+_OTHER_KEY = "has a changed ssh host key"
 _CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"  # a page of text follows
 # Waiting does not help.
 _HOPELESS = (
@@ -89,7 +89,7 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
     said = next((line for line in reversed(lines) if line), f"status {probe.returncode}").removeprefix("ssh: ")
     if any(_CHANGED in line for line in lines):
         forget = next((line for line in lines if line.startswith("ssh-keygen ")), f"ssh-keygen -R {host}")
-        return f"{_OTHER_KEY}. If it was set up anew, type: {forget}"
+        return f"{_OTHER_KEY}. If the host was reinstalled, type: {forget}"
     what = "cannot be reached by ssh" if probe.returncode == _SSH_FAILED else f"{_NOT_THERE} {sys.executable}"
     return f"{what}: {said}"
 

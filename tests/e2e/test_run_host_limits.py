@@ -95,8 +95,8 @@ def test_a_limit_of_open_files_is_named_with_what_to_type(command: str, tmp_path
     status, output = run(command, tmp_path, before="ulimit -n 20")
     assert status != 0
     (line,) = lines_of(output)
-    assert "the limit is 20 (ulimit -n)" in line
-    assert "ulimit -n 1024" in line
+    assert "the hard limit is 20 (ulimit -Hn)" in line
+    assert "nofile=1024" in line
     status, output = run(command, tmp_path, before="ulimit -S -n 20")
     assert status == 0, output
     assert output.count("sum 2.0") == 2, "a limit that may be raised is raised"

@@ -97,7 +97,7 @@ def test_a_host_with_another_key_is_told_in_one_line(forget: str, tmp_path: Path
     (tmp_path / "page").write_text(page)
     changed = Way(("a",), ("sh", "-c", f"cat {tmp_path / 'page'} >&2; exit 255"))
     problem = reach.wait_for_hosts(changed, tmp_path, limit_s=1e9, wait=reach._sleep, say=print)
-    said = f"host a has another ssh host key than it had. If it was set up anew, type: {forget or 'ssh-keygen -R a'}"
+    said = f"host a has a changed ssh host key. If the host was reinstalled, type: {forget or 'ssh-keygen -R a'}"
     assert problem.startswith(f"{said}. Try: ")
 
 

@@ -12,7 +12,7 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 # =============================================================================
-# Changed by hvdtrain: every request proves by the job's key that it is the job's, before anything of it is parsed.
+# Changed by hvdtrain: every request proves by the job's key that it is the job's, before its body is read.
 """The servers through which ranks find each other, and through which a function reaches them."""
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         """Say nothing yet: http.server calls this for what it cannot parse, and `handle` refuses it."""
 
     def _read_head(self) -> bytes | None:
-        """Return the lines of a head, b"" for what is none, None for a connection on which nothing was said."""
+        """Return the lines of a head, b"" for what is none, None for a connection closed without data."""
         head = b""
         try:
             while not head.endswith((b"\n\r\n", b"\n\n")):
@@ -154,7 +154,7 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         self.server.refuse(self.client_address)
         try:
             self.wfile.write(b"HTTP/1.0 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
-        except OSError:  # it has hung up
+        except OSError:  # it has closed the connection
             pass
 
     def _get_value(self, scope: str, key: str) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What mpirun prints, passed on for as long as anybody reads it."""
+"""Pass mpirun's output on while somebody reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""What shows that a request comes from the job: a key that only its processes have, and HMAC-SHA256.
+r"""Proof that a request comes from the job: a key that only its processes have, and HMAC-SHA256.
 
 The launcher draws the key and hands it down: in the environment on this host, by ssh's standard input elsewhere. It
 never stands on a command line, which every user of a host can read. C++ has the same rules in hvdtrain_proof.h.
@@ -14,7 +14,7 @@ and an answer, so that nobody can take the server's place:
     X-Horovod-Proof: hmac(key, "answer\n" NONCE "\n" STATUS "\n" sha256 of the body), in hex
 
 Hex digits are in lower case. Who can read the network can read what is sent: the proof keeps strangers from taking
-part, not from listening.
+part, not from reading.
 """
 
 from __future__ import annotations

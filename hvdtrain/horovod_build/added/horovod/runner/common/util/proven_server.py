@@ -1,7 +1,7 @@
-"""A TCP server for those who prove that they belong to the job, in front of which strangers may stand.
+"""A TCP server for those who prove that they belong to the job, to which strangers may connect.
 
 A stranger costs a thread and a file descriptor for a short while: a connection must be proven within HEAD_LIMIT_S in
-all, however slowly its bytes come, and only so many may be unproven at once. The oldest of them gives way, not the
+all, however slowly its bytes come, and only so many may be unproven at once. The oldest of them is closed, not the
 newest: one of the job's own is proven at once.
 """
 
@@ -24,7 +24,7 @@ _MOST_NONCES = 100_000
 
 
 class Nonces:
-    """Nonces of requests that were heard: a request that somebody has listened to and repeats is not heard again.
+    """Nonces of requests that were received: a request that somebody has recorded and sends again is refused.
 
     So many are known, some 12 MB at most; then the oldest are forgotten.
     """
@@ -34,7 +34,7 @@ class Nonces:
         self._known: dict[bytes, None] = {}
 
     def is_new(self, nonce: bytes) -> bool:
-        """Return whether this nonce was not heard before, and note it."""
+        """Return whether this nonce is received for the first time, and note it."""
         with self._lock:
             if nonce in self._known:
                 return False
@@ -79,7 +79,7 @@ class ProvenServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._proven.add(threading.current_thread())
 
     def refuse(self, client: Any) -> None:
-        """Count a request that was not proven, and tell of the first."""
+        """Count a request that was not proven, and report the first."""
         with self._guard:
             self.refused += 1
             is_first = self.refused == 1
@@ -143,7 +143,7 @@ class ProvenServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         _hang_up(late)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of one that has hung up."""
+        """Ignore a connection that the other side has closed."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 

@@ -1,4 +1,4 @@
-"""What a launcher needs of its host, looked at before it starts anything: open files, and shared memory."""
+"""What a launcher needs of its host, checked before it starts anything: open files, and shared memory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def check_open_files(ranks: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
+        enough = max(1024, 1 << needed.bit_length())
         raise CannotStartError(
-            f"{ranks} rank{'s' * (ranks > 1)} need about {needed} open files, and the limit is {hard} (ulimit -n). "
-            "Raise it: ulimit -n 1024. In a container: docker run --ulimit nofile=1024"
+            f"{ranks} rank{'s' * (ranks > 1)} need about {needed} open files, and the hard limit is {hard} "
+            f"(ulimit -Hn). As root: ulimit -n {enough}, or a line '* hard nofile {enough}' in "
+            f"/etc/security/limits.conf and a new login. In a container: docker run --ulimit nofile={enough}"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -50,12 +52,12 @@ def check_semaphores() -> None:
     except OSError as problem:
         raise CannotStartError(
             f"horovodrun needs semaphores, and none can be made: {os.strerror(problem.errno or 0)} "
-            f"({in_words(free_bytes())}). Make room in {SHARED_MEMORY}. {_MORE_MEMORY}"
+            f"({in_words(free_bytes())}). Delete files in {SHARED_MEMORY}. {_MORE_MEMORY}"
         ) from None
 
 
 def check_shared_memory(environment: Mapping[str, str]) -> None:
-    """Look at where Open MPI's ranks of one host will meet, unless the user has chosen another place.
+    """Check the folder of the memory that Open MPI's ranks of one host share, unless the user has chosen another one.
 
     Raises:
         CannotStartError: there is too little room.
@@ -63,7 +65,7 @@ def check_shared_memory(environment: Mapping[str, str]) -> None:
     if not any(name in environment for name in _BACKING) and free_bytes() < _LEAST_BYTES:
         raise CannotStartError(
             f"Open MPI's ranks of one host share memory, for which they need {_LEAST_BYTES // 2**20} MiB or more "
-            f"({in_words(free_bytes())}). Make room in {SHARED_MEMORY}, or take --gloo. {_MORE_MEMORY}"
+            f"({in_words(free_bytes())}). Delete files in {SHARED_MEMORY}, or use --gloo. {_MORE_MEMORY}"
         )
 
 
@@ -80,7 +82,7 @@ def free_bytes() -> int:
 
 
 def in_words(free: int) -> str:
-    """Return what is said of /dev/shm's free memory."""
+    """Return /dev/shm's free memory in words."""
     if not os.path.isdir(SHARED_MEMORY):
         return f"{SHARED_MEMORY} does not exist"
     if os.statvfs(SHARED_MEMORY).f_flag & os.ST_RDONLY or not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):

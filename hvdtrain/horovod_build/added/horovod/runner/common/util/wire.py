@@ -51,7 +51,7 @@ class Wire:
 
         Raises:
             NotProvenError: it is not one.
-            EOFError: nothing was said.
+            EOFError: the connection was closed without data.
         """
         nonce = rfile.read(_NONCE_BYTES)
         if not nonce:
@@ -66,7 +66,7 @@ class Wire:
         """Return the answer to a request.
 
         Raises:
-            NotProvenError: what was said is not the answer.
+            NotProvenError: what was received is not the answer.
         """
         return self.read_body(self._read_head(b"wire answer", nonce, rfile), rfile)
 
@@ -82,7 +82,7 @@ class Wire:
             raise NotProvenError(f"a message of {length} bytes is too long")
         body = rfile.read(length)
         if len(body) < length:
-            raise EOFError("the other side has ended in the midst of a message")
+            raise EOFError("the other side closed the connection in the middle of a message")
         if not hmac.compare_digest(hashlib.sha256(body).digest(), head[_LENGTH.size :][: secret.DIGEST_LENGTH]):
             raise NotProvenError("the body of a message is not that of its head")
         return cloudpickle.loads(body)
@@ -103,7 +103,7 @@ class Wire:
     def _read_head(self, kind: bytes, nonce: bytes, rfile: Any) -> bytes:
         said = rfile.read(_HEAD_BYTES)
         if len(said) < _HEAD_BYTES:
-            raise NotProvenError("the other side hung up: it has another key, or has ended")
+            raise NotProvenError("the other side closed the connection: it has another key, or has ended")
         head: bytes = said[: -secret.DIGEST_LENGTH]
         if not hmac.compare_digest(self._proof(kind, nonce, head), said[-secret.DIGEST_LENGTH :]):
             raise NotProvenError("a message was not made with this job's key")

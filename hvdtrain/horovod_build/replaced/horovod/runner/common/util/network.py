@@ -31,7 +31,7 @@ from horovod.runner.common.util.wire import NotProvenError, Wire
 from horovod.runner.util.network import addresses_of, find_port, listen_address
 from horovod.runner.util.threads import in_thread
 
-_BODY_SILENCE_S = 60.0  # one of the job's own that stops in the midst of a body has died
+_BODY_SILENCE_S = 60.0  # one of the job's own that stops in the middle of a body has died
 _CONNECT_S = 20.0
 
 
