@@ -77,6 +77,7 @@ ROWS = (
         _of(
             "test_several_networks",
             "over_mpi_no_port_is_open_on_a_network_that_was_not_chosen",
+            "over_mpi_hosts_without_an_address_of_ipv6_are_held_as_others_are",
             "over_mpi_on_several_networks_who_comes_by_another_one_is_sent_away",
             "over_mpi_who_sends_to_the_chosen_address_by_another_network_is_sent_away",
         ),

@@ -198,3 +198,17 @@ def test_over_mpi_other_users_of_a_jobs_hosts_get_no_connection(
     output = run.end()
     assert output.count(f"of 2: {attacked.total(2)}") == 2
     assert f"refused a connection to Open MPI by user {attacked.UID} of this host" in output
+
+
+def test_over_mpi_hosts_without_an_address_of_ipv6_are_held_as_others_are(
+    networks: hosts.Hosts, start: Callable[..., Run]
+) -> None:
+    for host in ("hosta", "hostb"):  # as most containers are
+        networks.run(host, "sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=1")
+    try:
+        run = start(*LAUNCHERS["horovodrun"], "eth1")
+        assert set(run.knock(0).values()) == {"refused"}
+        assert run.end().count(f"of 2: {attacked.total(2)}") == 2
+    finally:
+        for host in ("hosta", "hostb"):
+            networks.run(host, "sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=0")

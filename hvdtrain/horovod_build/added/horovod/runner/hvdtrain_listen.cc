@@ -288,10 +288,21 @@ extern "C" int bind(int fd, const struct sockaddr* address, socklen_t length) no
     sockaddr_in6 local;
     memcpy(&local, address, sizeof local);
     Own own;
-    if (IN6_IS_ADDR_UNSPECIFIED(&local.sin6_addr) && (IsOneHost() || own.count == 1)) {
+    bool is_moved = IN6_IS_ADDR_UNSPECIFIED(&local.sin6_addr) && (IsOneHost() || own.count == 1);
+    if (is_moved) {
       local.sin6_addr = IsOneHost() ? in6addr_loopback : own.v6;
     }
-    return next(fd, reinterpret_cast<sockaddr*>(&local), sizeof local);
+    int status = next(fd, reinterpret_cast<sockaddr*>(&local), sizeof local);
+    if (status != 0 && is_moved && errno == EADDRNOTAVAIL) {
+      // Most containers have IPv6 without an address of it, and Open MPI gives up its ranks' transport where it cannot
+      // bind. IPv6 alone, so that this socket does not listen for IPv4 everywhere; `accept` looks at who comes.
+      int on = 1;
+      if (setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof on) == 0) {
+        return next(fd, address, length);
+      }
+      errno = EADDRNOTAVAIL;
+    }
+    return status;
   }
   return next(fd, address, length);
 }
@@ -300,7 +311,7 @@ extern "C" int bind(int fd, const struct sockaddr* address, socklen_t length) no
 bool IsByOtherInterface(const sockaddr* peer, const sockaddr* local) {
   in6_addr at = InIpv6(local);
   if (IsOneHost() || IsLoopback(at)) {
-    return false;
+    return !IsLoopback(at);
   }
   Own own(at);
   return own.count != 0 && (!own.has_asked || IsFromElsewhere(InIpv6(peer)));
