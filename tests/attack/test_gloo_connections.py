@@ -112,12 +112,14 @@ def listening(rank: subprocess.Popen[str]) -> set[int]:
 
 def wait_for_ports(ranks: list[subprocess.Popen[str]]) -> list[int]:
     """Return where these ranks listen when they wait for the last one alone: one port each."""
-    ends = time.monotonic() + 20
+    # Ranks that still connect to each other have one for a moment, too, and one may get a number that another one had.
+    ends, before = time.monotonic() + 20, []
     while time.monotonic() < ends:
         ports = [listening(rank) for rank in ranks]
-        if all(len(each) == 1 for each in ports):
+        if ports == before and all(len(each) == 1 for each in ports):
             return [port for each in ports for port in each]
-        time.sleep(0.02)
+        before = ports
+        time.sleep(0.2)
     raise AssertionError(f"ranks listen at {ports}")
 
 
