@@ -14,6 +14,10 @@ from typing import Any
 from hvdtrain import start
 
 UID = 60_417  # of the other user, who owns nothing
+# Begins that user's command on a host that is a namespace: Python with the standard library alone.
+AS_STRANGER = (
+    "setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "/usr/bin/python3", "-I", "-S", "-c",
+)  # fmt: skip
 
 # Each rank stops at a file, "rank-0" and so on, and the job ends with a sum that says who took part.
 TRAIN = """

@@ -93,8 +93,7 @@ class Run(attacked.Command):
 
 def stranger(network: hosts.Hosts, host: str, code: str, *arguments: str) -> subprocess.Popen[str]:
     """Start Python as another user of a host."""
-    who = ["setpriv", f"--reuid={attacked.UID}", f"--regid={attacked.UID}", "--clear-groups"]
-    line = network._line(host, [*who, "/usr/bin/python3", "-I", "-S", "-c", code, *arguments], Path("/"))
+    line = network._line(host, [*attacked.AS_STRANGER, code, *arguments], Path("/"))
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)
 
 
