@@ -21,10 +21,11 @@ ARG EXTRAS=torch,tensorflow,jax,keras,examples
 # asks for. bootstrap.py finds torch's CPU build, which the usual index lacks; uv, its helper in that, and its logs are
 # not for the image.
 COPY pyproject.toml README.md LICENSE ./
-COPY hvdtrain/bootstrap.py hvdtrain/
+COPY scripts/bootstrap.py scripts/
+COPY hvdtrain/system/toolchain.py hvdtrain/system/
 RUN --mount=type=cache,target=/root/.cache/pip \
     echo '__version__ = "0"' > hvdtrain/__init__.py \
-    && { HVDTRAIN_GPU=0 python -I hvdtrain/bootstrap.py --venv /opt/hvdtrain --extras "${EXTRAS}" \
+    && { HVDTRAIN_GPU=0 python -I scripts/bootstrap.py --venv /opt/hvdtrain --extras "${EXTRAS}" \
         || { cat /opt/hvdtrain/set-up-logs/*.log; exit 1; }; } \
     && pip uninstall --yes uv \
     && rm -r /opt/hvdtrain/set-up-logs
@@ -39,7 +40,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
 COPY --from=cpu-builder /opt/hvdtrain /opt/hvdtrain
-COPY hvdtrain/hvdtrain-sshd /usr/local/bin/
+COPY docker/hvdtrain-sshd /usr/local/bin/
 COPY examples /home/hvdtrain/examples
 # Docker's default seccomp profile forbids the single-copy system call that Open MPI uses between local ranks: by 4's
 # name and by 5's, which is Debian 13's.
@@ -68,10 +69,11 @@ WORKDIR /src
 ARG EXTRAS=torch,jax-cuda,keras,examples,gpu-build
 ARG CUDA_ARCH=80,90
 COPY pyproject.toml README.md LICENSE ./
-COPY hvdtrain/bootstrap.py hvdtrain/
+COPY scripts/bootstrap.py scripts/
+COPY hvdtrain/system/toolchain.py hvdtrain/system/
 RUN --mount=type=cache,target=/root/.cache/pip \
     echo '__version__ = "0"' > hvdtrain/__init__.py \
-    && { HVDTRAIN_GPU=1 python -I hvdtrain/bootstrap.py --venv /opt/hvdtrain --extras "${EXTRAS}" \
+    && { HVDTRAIN_GPU=1 python -I scripts/bootstrap.py --venv /opt/hvdtrain --extras "${EXTRAS}" \
         || { cat /opt/hvdtrain/set-up-logs/*.log; exit 1; }; } \
     && rm -r /opt/hvdtrain/set-up-logs
 COPY hvdtrain hvdtrain
@@ -86,7 +88,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
 COPY --from=gpu-builder /opt/hvdtrain /opt/hvdtrain
-COPY hvdtrain/hvdtrain-sshd /usr/local/bin/
+COPY docker/hvdtrain-sshd /usr/local/bin/
 COPY examples /home/hvdtrain/examples
 # What NVIDIA's container toolkit shows the container: all GPUs, the driver's CUDA library and nvidia-smi.
 ENV PATH=/opt/hvdtrain/bin:$PATH \

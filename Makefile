@@ -39,13 +39,13 @@ help: ## Say what there is
 
 setup: $(STAMP) ## Make .venv: pinned frameworks, hvdtrain, and Horovod built for them
 
-$(STAMP): pyproject.toml hvdtrain/bootstrap.py $(wildcard hvdtrain/horovod_build/*.py)
+$(STAMP): pyproject.toml scripts/bootstrap.py hvdtrain/system/toolchain.py $(wildcard hvdtrain/horovod_build/*.py)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python >= 3.10 is needed. $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
-	@$(PYTHON) -I hvdtrain/bootstrap.py --venv $(VENV)
+	@$(PYTHON) -I scripts/bootstrap.py --venv $(VENV)
 	@touch $@
 
 setup-tensorflow-gpu: ## Make .venv-tensorflow: TensorFlow for GPUs, whose CUDA 12 cannot share an environment, and Horovod
-	HVDTRAIN_GPU=1 $(PYTHON) -I hvdtrain/bootstrap.py --venv .venv-tensorflow --extras tensorflow-gpu,keras
+	HVDTRAIN_GPU=1 $(PYTHON) -I scripts/bootstrap.py --venv .venv-tensorflow --extras tensorflow-gpu,keras
 	.venv-tensorflow/bin/hvdtrain build
 
 train: train-torch train-keras ## Train on two ranks, with PyTorch, then with Keras on TensorFlow (PyTorch on a GPU host)
@@ -79,11 +79,11 @@ e2e: $(STAMP) ## Commands as a person types them
 engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, several hosts: what this machine lacks is skipped
 	python -c "import ray, pyspark, pyarrow" 2>/dev/null || $(PIP) -e ".[ray,spark]"
 	-python -c "import mlflow, wandb" 2>/dev/null || $(PIP) -e ".[loggers]"
-	python -m pytest tests/engines tests/unit/loggers
+	python -m pytest tests/engines tests/unit/callbacks/loggers
 
 gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was built: needs no GPU
 	$(MAKE) VENV=.venv-gpu HVDTRAIN_GPU=1 setup
-	HVDTRAIN_TEST_NCCL=1 .venv-gpu/bin/python -m pytest tests/e2e/test_libraries.py
+	HVDTRAIN_TEST_NCCL=1 .venv-gpu/bin/python -m pytest tests/e2e/horovod_build/test_libraries.py
 
 attack: $(STAMP) ## Attacks on jobs by another user of this host, with a table (as root; ARGS=--page puts it into the page)
 	python tests/attack/run.py $(ARGS)
@@ -104,7 +104,7 @@ mpi5: $(STAMP) ## The package index's Open MPI 5 in an environment of its own: b
 	$(MPI5)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
 		"$$(sed -n 's/^mpi = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	export PATH="$(MPI5)/bin:$$PATH"; hvdtrain build && mpirun --version | grep 'Open MPI) 5' && \
-		python -m pytest tests/e2e/test_run*.py tests/e2e/test_tuning.py tests/e2e/test_horovod_edits.py \
+		python -m pytest tests/e2e/launch/test_run*.py tests/e2e/distributed/test_tuning.py tests/e2e/horovod_build/test_horovod_edits.py \
 			tests/engines/test_mpirun.py tests/engines/test_hosts.py && \
 		python tests/ranks/run.py --np 2 --only torch
 

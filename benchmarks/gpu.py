@@ -14,7 +14,7 @@ from benchmarks import steps
 from benchmarks.catalog import Peer
 from benchmarks.steps import Plan
 from benchmarks.workloads import Workload
-from hvdtrain import installed
+from hvdtrain.horovod_build import installed
 
 _REDUCED = {"HVDTRAIN_REDUCE_ALONE": "1"}
 _ASYNC = {**_REDUCED, "HVDTRAIN_GPU_ASYNC": "1"}

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks import workloads
 from benchmarks.turns import Turns
-from hvdtrain import sampling
+from hvdtrain.data import sharding
 
 CHECK_SAMPLES = 64
 
@@ -45,7 +45,7 @@ class Task:
     def fit(self, *, rank: int, size: int, callbacks: list[Any], batch_size: int | None = None) -> None:
         """Train the compiled model with Keras's own fit on this rank's share, until there are no more turns."""
         indices = np.asarray(
-            sampling.shard_indices(len(self.inputs), rank=rank, size=size, epoch=0, seed=workloads.SEED)
+            sharding.shard_indices(len(self.inputs), rank=rank, size=size, epoch=0, seed=workloads.SEED)
         )
         self.model.fit(
             self.inputs[indices],

@@ -11,7 +11,7 @@ from benchmarks.catalog import Peer
 from benchmarks.groups import GroupError
 from benchmarks.steps import Plan
 from benchmarks.workloads import TINY
-from hvdtrain.step_times import Spread
+from hvdtrain.telemetry.step_times import Spread
 
 _PEERS = (
     Peer("single", "bare loop", "plain", "python", environment=catalog.ONE_THREAD, ranks=1),

@@ -11,7 +11,7 @@ import matplotlib as mpl
 mpl.use("Agg")  # there may be no display
 import matplotlib.pyplot as plt
 
-from hvdtrain.step_times import Spread
+from hvdtrain.telemetry.step_times import Spread
 
 _COLOURS = {"trainer": "#0b6e4f", "hvdtrain": "#3aa17e", "ddp": "#c8553d"}
 _COLUMNS = 2

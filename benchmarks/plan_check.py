@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import asked, catalog, facts, report, steps
 from benchmarks.groups import Group, GroupError
 from benchmarks.workloads import WORKLOADS, Workload
-from hvdtrain.plan.model import Cluster, Step, forecast
+from hvdtrain.tools.plan.model import Cluster, Step, forecast
 
 RANKS = 2
 TOLERANCE = 0.15

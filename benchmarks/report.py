@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks import targets
 from benchmarks.stats import ratio
 from benchmarks.workloads import EVERY
-from hvdtrain.step_times import Spread
+from hvdtrain.telemetry.step_times import Spread
 
 _WIDTH = 160  # columns, where no terminal says
 # Against what the tables hold each peer.

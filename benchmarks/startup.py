@@ -10,7 +10,7 @@ from benchmarks.catalog import Peer
 from benchmarks.groups import Group
 from benchmarks.steps import Plan
 from benchmarks.workloads import WORKLOADS
-from hvdtrain.step_times import Spread
+from hvdtrain.telemetry.step_times import Spread
 
 PEERS = ("ddp", "horovod", "hvdtrain", "trainer")
 

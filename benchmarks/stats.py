@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.step_times import Spread
+from hvdtrain.telemetry.step_times import Spread
 
 
 def ratio(result: dict[str, Any], peer: str, against: str) -> Spread | None:

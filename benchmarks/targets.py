@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.stats import ratio
-from hvdtrain.step_times import Spread
+from hvdtrain.telemetry.step_times import Spread
 
 Results = dict[str, dict[str, Any]]
 RANKS = 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import sampling
+from hvdtrain.data import sharding
 
 SEED = 0
 LEARNING_RATE = 0.01
@@ -92,7 +92,7 @@ def batches(samples: int, *, batch_size: int, rank: int, size: int) -> Iterator[
     """
     epoch = 0
     while True:
-        indices = sampling.shard_indices(samples, rank=rank, size=size, epoch=epoch, seed=SEED)
+        indices = sharding.shard_indices(samples, rank=rank, size=size, epoch=epoch, seed=SEED)
         for start in range(0, len(indices) - batch_size + 1, batch_size):
             yield indices[start : start + batch_size]
         epoch += 1

@@ -8,32 +8,33 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import quiet
+from hvdtrain.system import log_filter, old_names
 
 if TYPE_CHECKING:
-    from hvdtrain.data import Sharded as Sharded
-    from hvdtrain.own_loop import prepare as prepare
-    from hvdtrain.parquet import read_parquet as read_parquet
-    from hvdtrain.runner.function import run as run
-    from hvdtrain.trainer import History as History
-    from hvdtrain.trainer import Trainer as Trainer
-    from hvdtrain.world import SoloWorld as SoloWorld
-    from hvdtrain.world import World as World
-    from hvdtrain.world import init as init
+    from hvdtrain.data.parquet import read_parquet as read_parquet
+    from hvdtrain.data.sources import Sharded as Sharded
+    from hvdtrain.distributed.world import SoloWorld as SoloWorld
+    from hvdtrain.distributed.world import World as World
+    from hvdtrain.distributed.world import init as init
+    from hvdtrain.launch.function import run as run
+    from hvdtrain.training.custom_loop import prepare as prepare
+    from hvdtrain.training.loop import History as History
+    from hvdtrain.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "History": "trainer",
+    "History": "training.loop",
     "Sharded": "data",
-    "SoloWorld": "world",
-    "Trainer": "trainer",
-    "World": "world",
-    "init": "world",
-    "prepare": "own_loop",
-    "read_parquet": "parquet",
-    "run": "runner.function",
+    "SoloWorld": "distributed.world",
+    "Trainer": "training.trainer",
+    "World": "distributed.world",
+    "init": "distributed.world",
+    "prepare": "training.custom_loop",
+    "read_parquet": "data.parquet",
+    "run": "launch.function",
 }
+# Of these, `system.old_names` finds what has moved.
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
 __all__ = [
@@ -49,7 +50,8 @@ __all__ = [
     "run",
 ]
 
-quiet.begin()
+log_filter.begin()
+old_names.install()
 
 
 def __getattr__(name: str) -> Any:

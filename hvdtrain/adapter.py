@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data import Batch
-from hvdtrain.world import World
+from hvdtrain.data.sources import Batch
+from hvdtrain.distributed.world import World
 
 Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 

@@ -19,14 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.bootstrap import Setup, SetupError, check_tools, install_mpi, make_venv, pins  # noqa: E402
+from bootstrap import Setup, SetupError, check_tools, install_mpi, make_venv, pins  # noqa: E402
 
 # TensorFlow and JAX for CPUs; the usual index has torch's newest build for CUDA alone, which works without a GPU too.
 FRAMEWORKS = ("torch", "tensorflow-cpu" if os.uname().machine == "x86_64" else "tensorflow", "keras", "jax")
 
 _FACTS = """
 import importlib.metadata, json, platform, sys
-from hvdtrain import installed
+from hvdtrain.horovod_build import installed
 print(json.dumps({
     "python": platform.python_version(),
     **{name: importlib.metadata.version(name) for name in sys.argv[1:]},

@@ -11,7 +11,7 @@ import torch
 import hvdtrain.torch as hvd
 from benchmarks.torch_tasks import Task
 from benchmarks.turns import report
-from hvdtrain.plan.model import Cluster
+from hvdtrain.tools.plan.model import Cluster
 
 SMALL, LARGE = 200, 30  # allreduces that are timed
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.interval import Interval
+from hvdtrain.telemetry.interval import Interval
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 Logs = dict[str, float]
 

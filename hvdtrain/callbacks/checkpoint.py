@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvdtrain import scratch
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.system import scratch
 
 if TYPE_CHECKING:
-    from hvdtrain.resume import Keeper
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.checkpointing import Keeper
+    from hvdtrain.training.trainer import Trainer
 
 
 class Checkpoint(Callback):
@@ -69,7 +69,7 @@ class Checkpoint(Callback):
 
     def open(self, trainer: Trainer) -> Keeper:
         """Return what writes and finds the checkpoints of this run; called by `fit` before it begins."""
-        from hvdtrain.resume import Keeper
+        from hvdtrain.training.checkpointing import Keeper
 
         self.keeper = Keeper(self._store, background=self._background, world=trainer.world)
         return self.keeper

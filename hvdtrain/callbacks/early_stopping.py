@@ -10,10 +10,10 @@ import numpy as np
 
 from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback, Logs
-from hvdtrain.improvement import Mode, improves, sign
+from hvdtrain.checkpoint.improvement import Mode, improves, sign
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hvdtrain.callbacks.base import Callback, Logs
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 
 class _Given(NamedTuple):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain import launcher
 from hvdtrain.callbacks.base import Callback, Logs
-from hvdtrain.interval import PARTS, Interval, RankTimes, lower_median
+from hvdtrain.distributed import launch_environment
+from hvdtrain.telemetry.interval import PARTS, Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
     from hvdtrain.callbacks.live import Display
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 
@@ -65,7 +65,9 @@ class Progress(Callback):
         if not trainer.world.is_root or self._style in ("off", "epochs"):
             return
         # mpirun gives each rank a terminal of its own, and prefixes what is written there.
-        if self._style == "live" or (self._style == "auto" and sys.stdout.isatty() and launcher.detect() is None):
+        if self._style == "live" or (
+            self._style == "auto" and sys.stdout.isatty() and launch_environment.detect() is None
+        ):
             self._open(trainer)
         else:
             self._lines = True

@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.callbacks.base import Logs
-from hvdtrain.interval import PARTS, Interval
+from hvdtrain.telemetry.interval import PARTS, Interval
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 Facts = dict[str, Any]
 

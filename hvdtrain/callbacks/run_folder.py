@@ -18,13 +18,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain import private, redact
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.records import Facts, Records
-from hvdtrain.interval import Interval
+from hvdtrain.system import private_files, redact
+from hvdtrain.telemetry.interval import Interval
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 
@@ -85,10 +85,10 @@ class RunFolder(Callback):
             return
         try:
             self.folder = make_folder() if self.folder is None else self.folder
-            private.make_folder(self.folder)
+            private_files.make_folder(self.folder)
             _write(self.folder / CONFIG, {**trainer.config, "options": self._options})
             _write(self.folder / ENVIRONMENT, describe_environment(trainer))
-            self._file = private.open_file(self.folder / METRICS, "a", encoding="utf-8")
+            self._file = private_files.open_file(self.folder / METRICS, "a", encoding="utf-8")
         except OSError as problem:
             log.warning("nothing of this run is kept in %s: %s", self.folder or "a folder of its own", problem)
 
@@ -131,13 +131,13 @@ def make_folder() -> Path:
         OSError: it cannot be made.
     """
     runs = Path(os.environ.get(RUNS, "runs"))
-    private.make_folder(runs)
+    private_files.make_folder(runs)
     if os.environ.get(NAME):
         return runs / _numbered(os.environ[NAME], next(_runs_here))
     for number in itertools.count(1):
         folder = runs / _numbered(default_name(), number)
         try:
-            private.make_folder(folder, exist_ok=False)
+            private_files.make_folder(folder, exist_ok=False)
         except FileExistsError:
             continue
         return folder
@@ -186,7 +186,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 def _write(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)  # of a start that was killed, with a mode of its own
-    private.write_text(temporary, json.dumps(redact.document(plain(value)), indent=2) + "\n")
+    private_files.write_text(temporary, json.dumps(redact.document(plain(value)), indent=2) + "\n")
     temporary.replace(path)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvdtrain.callbacks.base import Callback, Logs
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 
 class Schedule(Callback):

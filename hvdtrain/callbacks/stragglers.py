@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.interval import WORDS, Interval, RankTimes, lower_median
+from hvdtrain.telemetry.interval import WORDS, Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 

@@ -9,12 +9,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
-from hvdtrain import agreement, replicas
+from hvdtrain.callbacks import replicas
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.distributed import agreement
 from hvdtrain.errors import DesyncError
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 
@@ -39,10 +40,10 @@ _STOPPED = (
 class SyncCheck(Callback):
     """Compare weights and optimizer state over ranks after the first step, every so many steps, and at the end of fit.
 
-    A difference of one bit is found. Ranks exchange digests (see `hvdtrain.digest`), 56 bytes a check; the check's
-    cost is reading the state once. On a GPU it is copied to the host first, so checks there are further apart.
-    What each rank changes on its own within an epoch, such as BatchNorm's running statistics, is compared at the end
-    of fit only. The Trainer adds a SyncCheck to callbacks that hold none.
+    A difference of one bit is found. Ranks exchange digests (see `hvdtrain.distributed.checksums`), 56 bytes a check;
+    the check's cost is reading the state once. On a GPU it is copied to the host first, so checks there are further
+    apart. What each rank changes on its own within an epoch, such as BatchNorm's running statistics, is compared at the
+    end of fit only. The Trainer adds a SyncCheck to callbacks that hold none.
 
     Args:
         every: steps between checks; "auto" takes as many as keep checks within 0.5 % of the time of the steps between

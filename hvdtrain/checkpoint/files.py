@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import private
 from hvdtrain.checkpoint import finite, folders, manifest
 from hvdtrain.checkpoint.manifest import Entry, Manifest
 from hvdtrain.errors import CheckpointError
+from hvdtrain.system import private_files
 
 Arrays = dict[str, NDArray[Any]]
 Result = TypeVar("Result")
@@ -164,7 +164,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _write_bytes(path: Path, content: bytes) -> Entry:
-    with private.open_file(path, "wb") as file:
+    with private_files.open_file(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

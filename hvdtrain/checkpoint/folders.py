@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hvdtrain import private
+from hvdtrain.system import private_files
 
 log = logging.getLogger("hvdtrain")
 
@@ -46,7 +46,7 @@ def target_of(path: Path) -> Path:
 def temporary(target: Path) -> Iterator[Path]:
     """Make a locked, empty folder beside `target`, and remove what is left of it in the end."""
     path = _temporary_name(target)
-    private.make_folder(path, exist_ok=False)
+    private_files.make_folder(path, exist_ok=False)
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _try_lock(lock)
@@ -84,7 +84,7 @@ def remove(path: Path) -> None:
 def make(path: Path) -> None:
     """Make a folder and its missing parents, to last."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    private.make_folder(path)
+    private_files.make_folder(path)
     for each in missing:
         sync(each.parent)
 

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import private
 from hvdtrain.checkpoint import files, folders
 from hvdtrain.checkpoint.files import Contents
+from hvdtrain.checkpoint.improvement import Mode, improves, sign
 from hvdtrain.errors import CheckpointError
-from hvdtrain.improvement import Mode, improves, sign
+from hvdtrain.system import private_files
 
 log = logging.getLogger("hvdtrain")
 
@@ -165,7 +165,7 @@ class Store:
         while (aside := self.root / f"old-{number}").exists():
             number += 1
         try:
-            private.make_folder(aside, exist_ok=False)
+            private_files.make_folder(aside, exist_ok=False)
             for path in found:
                 os.rename(folders.locate(path), aside / path.name)
             folders.sync(self.root)

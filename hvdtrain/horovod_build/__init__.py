@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from hvdtrain.installed import built_for
+from hvdtrain.horovod_build.installed import built_for
 
 __all__ = ["built_for"]

@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain import installed
-from hvdtrain.horovod_build import cache, edits, frameworks, install, native, owners, sdist
+from hvdtrain.horovod_build import cache, edits, frameworks, install, installed, native, owners, sdist
 from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.progress import Progress
@@ -205,7 +204,7 @@ def prove(found: Found, *, progress: Progress) -> None:
     Raises:
         ProofError: at least one failed; all of them were tried.
     """
-    from hvdtrain import probe
+    from hvdtrain.horovod_build import probe
 
     failed: list[str] = []
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain import bootstrap, open_mpi
 from hvdtrain.horovod_build.errors import MissingToolError
 from hvdtrain.horovod_build.frameworks import Framework, find_cxx_standard, find_frameworks, is_tested
-from hvdtrain.installed import package_folders
+from hvdtrain.horovod_build.installed import package_folders
+from hvdtrain.system import open_mpi, toolchain
 
 Plane = Literal["mpi", "gloo", "nccl"]
 
 # The oldest NVIDIA driver that programs built for a major version of CUDA run on.
-_OLDEST_DRIVERS = {"12": 525, "13": bootstrap.OLDEST_DRIVER}
+_OLDEST_DRIVERS = {"12": 525, "13": toolchain.OLDEST_DRIVER}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def find_compiler() -> str:
     Raises:
         MissingToolError: no C++ compiler or no make.
     """
-    compiler = bootstrap.compiler_command()
+    compiler = toolchain.compiler_command()
     version = output_of([*compiler.split(), "--version"]) if compiler else None
     if version is None:
         named = f"CXX={compiler} does not run" if compiler else "no c++, g++ or clang++ on PATH"
@@ -122,10 +122,10 @@ def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
         MissingToolError: the compiler does not know the standard, or has no C++ library; or torch's headers lack
             Python's.
     """
-    if any(framework.name == "torch" for framework in frameworks) and (problem := bootstrap.missing_python_header()):
+    if any(framework.name == "torch" for framework in frameworks) and (problem := toolchain.missing_python_header()):
         raise MissingToolError(problem)
-    compiler = bootstrap.compiler_command() or "c++"
-    if said := bootstrap.lacks_standard(compiler, standard):
+    compiler = toolchain.compiler_command() or "c++"
+    if said := toolchain.lacks_standard(compiler, standard):
         asking = " and ".join(f"{framework.name} {framework.version}" for framework in frameworks)
         raise MissingToolError(
             f"{compiler} cannot compile C++{standard}, which the headers of {asking} ask for ({said}). gcc 11, "
@@ -285,7 +285,7 @@ def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) ->
 
 def _old_driver(frameworks: tuple[Framework, ...]) -> str:
     """Return why the NVIDIA driver is too old for what the frameworks were built for, "" where it is not."""
-    versions, _ = bootstrap.gpu_drivers()
+    versions, _ = toolchain.gpu_drivers()
     for framework in frameworks:
         oldest = _OLDEST_DRIVERS.get(framework.cuda.split(".")[0], 0)
         if versions and int(versions[0].split(".")[0]) < oldest:

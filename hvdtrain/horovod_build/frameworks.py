@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from hvdtrain.horovod_build.errors import NoFrameworkError, UntestedVersionError
-from hvdtrain.installed import package_folder
+from hvdtrain.horovod_build.installed import package_folder
 
 # [first, last): releases that the tests ran on. Widen after a test run, not before.
 TESTED = {"torch": ("2.11", "2.16"), "tensorflow": ("2.21", "2.22")}

@@ -10,11 +10,11 @@ import sysconfig
 import time
 from pathlib import Path
 
-from hvdtrain import open_mpi
 from hvdtrain.horovod_build import owners
 from hvdtrain.horovod_build.errors import CompileError, MissingToolError
 from hvdtrain.horovod_build.find import Cuda, Found, Nccl, output_of
 from hvdtrain.horovod_build.progress import Progress
+from hvdtrain.system import open_mpi
 
 _PERCENT = re.compile(r"^\[\s*(\d+)%\]")
 _ERROR = re.compile(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdtrain import open_mpi
 from hvdtrain.horovod_build.edit import Edit
+from hvdtrain.system import open_mpi
 
 _MPI = "horovod/runner/mpi_run.py"
 

@@ -129,6 +129,6 @@ def __getattr__(name: str) -> Any:
 
 if "HVDTRAIN_STEP_TIMES" in os.environ:  # `hvdtrain bench --script`
     from hvdtrain.keras import step_marks
-    from hvdtrain.step_times import from_environment
+    from hvdtrain.telemetry.step_times import from_environment
 
     step_marks.attach(from_environment())

@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hvdtrain.keras as hvd
-from hvdtrain import launcher
 from hvdtrain.adapter import Fault, Options, Reduce, State
-from hvdtrain.data import Batch, as_array, tree_map
+from hvdtrain.data.sources import Batch, as_array, tree_map
+from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed.world import World
 from hvdtrain.keras import losses, rank_state, training_state
 from hvdtrain.keras.finite import guard_for
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.saving import adopt_optimizer
 from hvdtrain.keras.variables import broadcast_model
-from hvdtrain.world import World
 
 _POLICIES = {"fp32": None, "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -84,8 +84,8 @@ class KerasAdapter:
         self._model = model
         self._options = options
         self._world = world
-        self._elastic = launcher.is_elastic()
-        self._weighted = world.size > 1 or options.accumulate > 1 or launcher.reduces_alone()
+        self._elastic = launch_environment.is_elastic()
+        self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = losses.is_sum(model, split=self._weighted)
         self.fault: Fault | None = None
         self._guard = guard_for(model, options)

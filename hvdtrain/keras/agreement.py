@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain import world
+from hvdtrain.distributed import world
 from hvdtrain.errors import DesyncError
-from hvdtrain.keras import host
+from hvdtrain.keras import host_collectives
 
 Entry = list[Any]  # [path, shape, dtype]
 
@@ -52,10 +52,12 @@ def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: A
     normal = [[without_counters(p), shape, dtype] for p, shape, dtype in mine]
     digest = hashlib.sha256(json.dumps(normal).encode()).digest()
     row = np.frombuffer(digest + int(offer).to_bytes(8, "little"), np.uint8).reshape(1, -1)
-    rows = host.call("allgather", row, name="hvdtrain.agree", process_set=process_set)
+    rows = host_collectives.call("allgather", row, name="hvdtrain.agree", process_set=process_set)
     if (rows[:, :32] == rows[0, :32]).all():
         return max(int.from_bytes(r[32:].tobytes(), "little") for r in rows)
-    gathered = host.allgather_bytes(json.dumps(mine).encode(), name="hvdtrain.disagree", process_set=process_set)
+    gathered = host_collectives.allgather_bytes(
+        json.dumps(mine).encode(), name="hvdtrain.disagree", process_set=process_set
+    )
     raise DesyncError(_difference([json.loads(g) for g in gathered], what))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from hvdtrain import launcher, world
+from hvdtrain.distributed import launch_environment, world
 from hvdtrain.errors import HvdTrainError
 
 # The values of Horovod's own constants, so that scripts that pass either kind agree, with Horovod installed or not.
@@ -19,7 +19,7 @@ Product = 5
 
 def name() -> world.Framework:
     """Return which Horovod library serves Keras's backend: "torch" or "tensorflow"."""
-    chosen = launcher.engine_for("keras")
+    chosen = launch_environment.engine_for("keras")
     if chosen is None:
         raise HvdTrainError("Keras's JAX backend needs torch or tensorflow installed for Horovod. Install one of them.")
     return chosen
@@ -52,7 +52,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     if not args and not kwargs:
         world.init("keras")
         return
-    world.use(world.make(name(), *args, on_jax=launcher.runs_on_jax("keras"), **kwargs))
+    world.use(world.make(name(), *args, on_jax=launch_environment.runs_on_jax("keras"), **kwargs))
 
 
 def shutdown() -> None:

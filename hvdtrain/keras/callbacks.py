@@ -9,9 +9,10 @@ from typing import Any
 
 import keras
 
-from hvdtrain import scratch, world
-from hvdtrain.keras import host
+from hvdtrain.distributed import world
+from hvdtrain.keras import host_collectives
 from hvdtrain.keras.variables import broadcast_model
+from hvdtrain.system import scratch
 
 Logs = dict[str, Any] | None
 
@@ -86,7 +87,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs = {} if logs is None else logs
         mine = {name: float(value) for name, value in sorted(logs.items()) if _is_number(value)}
         # Names and values in one message: ranks whose names differ would otherwise wait for each other for ever.
-        everybody = [json.loads(data) for data in host.allgather_bytes(json.dumps(mine).encode(), name="hvdtrain.logs")]
+        everybody = [
+            json.loads(data)
+            for data in host_collectives.allgather_bytes(json.dumps(mine).encode(), name="hvdtrain.logs")
+        ]
         for name in sorted({name for values in everybody for name in values}):
             values = [v[name] for v in everybody if name in v]
             logs[name] = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
@@ -167,7 +171,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = self._learning_rate()
 
     def _learning_rate(self) -> float:
-        return float(host.to_numpy(self.model.optimizer.learning_rate))
+        return float(host_collectives.to_numpy(self.model.optimizer.learning_rate))
 
     def _adjust(self, epoch: float) -> None:
         _sync_from_jax(self.model)

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvdtrain import devices
-from hvdtrain.world import Op, load_engine
+from hvdtrain.distributed import devices
+from hvdtrain.distributed.world import Op, load_engine
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 

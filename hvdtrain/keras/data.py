@@ -10,9 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain import rank_state, sampling
-from hvdtrain.data import Consumed, IteratedSource, Source, tree_map
-from hvdtrain.world import World
+from hvdtrain.data import sharding
+from hvdtrain.data.sources import Consumed, IteratedSource, Source, tree_map
+from hvdtrain.distributed import rank_state
+from hvdtrain.distributed.world import World
 
 log = logging.getLogger("hvdtrain")
 
@@ -39,7 +40,7 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
         )
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
-        order = sampling.shard(
+        order = sharding.shard(
             len(data),
             rank=world.rank,
             size=world.size,

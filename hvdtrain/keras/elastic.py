@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.elastic import ObjectState, State, run_fn
-from hvdtrain.keras import basics, host, ops
+from hvdtrain.distributed.elastic import ObjectState, State, run_fn
+from hvdtrain.keras import basics, host_collectives, ops
 from hvdtrain.keras.callbacks import Logs, _sync_from_jax
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.variables import broadcast_model
@@ -65,7 +65,7 @@ class KerasState(ObjectState):
 
     def _save_values(self) -> None:
         _sync_from_jax(self.model)
-        self._values = [np.array(host.to_numpy(v)) for v in self._variables()]
+        self._values = [np.array(host_collectives.to_numpy(v)) for v in self._variables()]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

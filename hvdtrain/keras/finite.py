@@ -9,7 +9,7 @@ import keras
 from hvdtrain.adapter import Fault, Options
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.watch import Watch
+from hvdtrain.keras.skipped_updates import Watch
 
 
 def guard_for(model: keras.Model, options: Options) -> Guard | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from hvdtrain import launcher
+from hvdtrain.distributed import launch_environment
 from hvdtrain.errors import HvdTrainError
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -26,7 +26,7 @@ def pick_device(local_rank: int) -> str:
         HvdTrainError: JAX already started on several GPUs.
         RuntimeError: there are GPUs, but fewer than local ranks.
     """
-    if launcher.is_alone():
+    if launch_environment.is_alone():
         return "cuda:0" if _count_gpus() else "cpu"
     if _started():
         taken = [device for device in jax.local_devices() if device.platform == "gpu"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.world import World
+from hvdtrain.distributed.world import World
 
 log = logging.getLogger("hvdtrain")
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.keras import basics, host
+from hvdtrain.keras import basics, host_collectives
 from hvdtrain.keras.compression import Compression, resolve
 
 # Horovod matches tensors by name. Every rank makes the same calls in the same order, so counting names them.
@@ -85,18 +85,18 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, process_se
     tensor = keras.ops.convert_to_tensor(value)
     if splits is None:
         return _run("alltoall", tensor, name=name, process_set=process_set)
-    lengths = np.asarray(host.to_numpy(splits), np.int32)
+    lengths = np.asarray(host_collectives.to_numpy(splits), np.int32)
     if basics.running() is None:
         return tensor, keras.ops.convert_to_tensor(lengths)
-    rows, received = host.alltoall(
-        host.to_numpy(tensor), lengths, name=_name(name, "alltoall"), process_set=process_set
+    rows, received = host_collectives.alltoall(
+        host_collectives.to_numpy(tensor), lengths, name=_name(name, "alltoall"), process_set=process_set
     )
     return keras.ops.convert_to_tensor(rows), keras.ops.convert_to_tensor(received)
 
 
 def barrier(process_set: Any | None = None) -> None:
     """Return once every rank has called it."""
-    host.call("allgather", np.zeros(1, np.uint8), name="hvdtrain.barrier", process_set=process_set)
+    host_collectives.call("allgather", np.zeros(1, np.uint8), name="hvdtrain.barrier", process_set=process_set)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any | None = None) -> Any:
@@ -134,8 +134,8 @@ def _run(kind: str, tensor: Any, *args: Any, name: str | None, **kwargs: Any) ->
         return getattr(module, kind)(tensor, *args, name=name.replace(".", "_"), **options)
     if keras.backend.backend() == "jax" and not isinstance(tensor, np.ndarray):
         _refuse_tracer(tensor, kind)
-    array = host.to_numpy(tensor)
-    return keras.ops.convert_to_tensor(host.call(kind, array, *args, name=name, **kwargs))
+    array = host_collectives.to_numpy(tensor)
+    return keras.ops.convert_to_tensor(host_collectives.call(kind, array, *args, name=name, **kwargs))
 
 
 def _refuse_tracer(tensor: Any, kind: str) -> None:

@@ -17,7 +17,7 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras.agreement import agree, path, without_counters
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.reduction import Reduction, same_variable
-from hvdtrain.keras.watch import Watch
+from hvdtrain.keras.skipped_updates import Watch
 
 _backend = backend_module()
 

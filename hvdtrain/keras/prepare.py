@@ -10,9 +10,9 @@ import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
-from hvdtrain.data import IndexedSource, as_source, num_rows, tree_map
+from hvdtrain.data.sources import IndexedSource, as_source, num_rows, tree_map
+from hvdtrain.distributed.world import World
 from hvdtrain.keras.variables import broadcast_model
-from hvdtrain.world import World
 
 
 def prepare(

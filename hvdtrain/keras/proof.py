@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.distributed.world import World
 from hvdtrain.keras.wrapping import DistributedOptimizer
-from hvdtrain.world import World
 
 
 def step_difference(world: World) -> float:

@@ -13,7 +13,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def capture(model: keras.Model, *, metrics: bool) -> Arrays:
-    """Return them under the names that `hvdtrain.rank_state` explains.
+    """Return them under the names that `hvdtrain.distributed.rank_state` explains.
 
     Args:
         model: a compiled model.

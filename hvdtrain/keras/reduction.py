@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain import launcher
+from hvdtrain.distributed import launch_environment
 from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compressor, NoneCompressor
 from hvdtrain.keras.process_sets import members
@@ -53,7 +53,7 @@ class Reduction:
     def active(self) -> bool:
         """True if there is anybody to reduce with. An elastic run may get company later, its graph stays."""
         size = self.size()
-        return size > 1 or (size == 1 and launcher.reduces_alone() and basics.running() is not None)
+        return size > 1 or (size == 1 and launch_environment.reduces_alone() and basics.running() is not None)
 
     @property
     def scales(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ import keras
 
 from hvdtrain.keras.compression import Compression
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.seams import without_xla
+from hvdtrain.keras.patches import without_xla
 from hvdtrain.keras.wrapping import DistributedOptimizer
 
 

@@ -1,4 +1,4 @@
-"""Where a Keras step begins, waits and ends: tells `hvdtrain.step_times`, attached from outside.
+"""Where a Keras step begins, waits and ends: tells `hvdtrain.telemetry.step_times`, attached from outside.
 
 A step is as many calls of the compiled train function as update the weights: several under accumulation. A call of
 several batches (steps_per_execution) may update more than once; samples and gradients are then those of all updates.
@@ -21,7 +21,7 @@ import keras
 
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.step_times import Recorder
+from hvdtrain.telemetry.step_times import Recorder
 
 
 def attach(recorder: Recorder) -> Callable[[], None]:

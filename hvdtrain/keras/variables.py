@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import world
-from hvdtrain.keras import basics, host
+from hvdtrain.distributed import world
+from hvdtrain.keras import basics, host_collectives
 from hvdtrain.keras.agreement import agree
 from hvdtrain.keras.process_sets import members
 from hvdtrain.keras.reduction import same_variable
@@ -104,10 +104,12 @@ def _chunks(variables: list[Any]) -> list[list[Any]]:
 
 
 def _broadcast_chunk(variables: list[Any], root_rank: int, process_set: Any | None) -> None:
-    values = [np.ascontiguousarray(host.to_numpy(v)).reshape(v.shape) for v in variables]
+    values = [np.ascontiguousarray(host_collectives.to_numpy(v)).reshape(v.shape) for v in variables]
     # As bytes, so that integers, booleans, bfloat16 and NaNs all arrive as they were.
     data = np.concatenate([v.reshape(-1).view(np.uint8) for v in values])
-    received = host.call("broadcast", data, root_rank, name="hvdtrain.broadcast_variables", process_set=process_set)
+    received = host_collectives.call(
+        "broadcast", data, root_rank, name="hvdtrain.broadcast_variables", process_set=process_set
+    )
     if world.current().rank == root_rank:
         return
     parts = np.split(received, np.cumsum([v.nbytes for v in values])[:-1])

@@ -11,8 +11,8 @@ import keras
 from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compression, check_op, resolve
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
+from hvdtrain.keras.patches import open_seams
 from hvdtrain.keras.reduction import Reduction
-from hvdtrain.keras.seams import open_seams
 
 log = logging.getLogger("hvdtrain")
 

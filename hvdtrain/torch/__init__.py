@@ -10,13 +10,8 @@ import os
 from typing import Any
 
 from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, shutdown
-from hvdtrain.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from hvdtrain.torch.engine import init, shutdown
+from hvdtrain.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from hvdtrain.torch.gather_ops import (
     allgather,
     allgather_async,
@@ -34,7 +29,9 @@ from hvdtrain.torch.gather_ops import (
     reducescatter_async,
 )
 from hvdtrain.torch.handles import poll, synchronize
+from hvdtrain.torch.objects import allgather_object, broadcast_object
 from hvdtrain.torch.optimizer import DistributedOptimizer
+from hvdtrain.torch.reduce_kinds import Adasum, Average, Max, Min, Product, Sum
 from hvdtrain.torch.reduce_ops import (
     allreduce,
     allreduce_,
@@ -148,7 +145,7 @@ def __dir__() -> list[str]:
 
 
 if "HVDTRAIN_STEP_TIMES" in os.environ:  # `hvdtrain bench --script`
-    from hvdtrain.step_times import from_environment
+    from hvdtrain.telemetry.step_times import from_environment
     from hvdtrain.torch import step_marks
 
     step_marks.attach(from_environment())

@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 import hvdtrain.torch as hvd
-from hvdtrain import launcher, tuning, waited
 from hvdtrain.adapter import Fault, Options, Reduce, State
-from hvdtrain.data import Batch, leaves, tree_map
+from hvdtrain.data.sources import Batch, leaves, tree_map
+from hvdtrain.distributed import launch_environment, tuning, wait_time
+from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import fused_update, training_state
 from hvdtrain.torch.finite import Guard, all_finite, first_non_finite
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
-from hvdtrain.world import Op, World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
@@ -67,7 +67,7 @@ class TorchAdapter:
         world: World,
     ) -> None:
         self._device = torch.device(world.device)
-        waited.device = GpuClock() if self._device.type == "cuda" and tuning.gpu_async() else None
+        wait_time.device = GpuClock() if self._device.type == "cuda" and tuning.gpu_async() else None
         self._model = model.to(self._device)
         training_state.move_optimizer(optimizer, self._device)
         self._loss = loss.to(self._device) if isinstance(loss, torch.nn.Module) else loss
@@ -79,7 +79,7 @@ class TorchAdapter:
         self._meets_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         self._weights = LossWeights(self._loss, world)
         self._totals = Totals(metrics, self._device)
-        self._reduced = world.size > 1 or launcher.reduces_alone()
+        self._reduced = world.size > 1 or launch_environment.reduces_alone()
         self._optimizer: Any = optimizer
         self._fuses = fused_update.applies_to(type(optimizer))
         if self._reduced:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.torch import engine
-from hvdtrain.torch.engine import Adasum
+from hvdtrain.torch.reduce_kinds import Adasum
 from hvdtrain.torch.reduce_ops import Reduction, submit
 
 

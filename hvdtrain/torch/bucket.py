@@ -13,10 +13,10 @@ from torch.nn import Parameter
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine, wire
 from hvdtrain.torch.compression import FP16Compressor, NoneCompressor
-from hvdtrain.torch.units import Unit, dense_gradient, drain, store_gradient
+from hvdtrain.torch.reduction_unit import Unit, dense_gradient, drain, store_gradient
 
 if TYPE_CHECKING:
-    from hvdtrain.torch.reducer import ReducerOptions
+    from hvdtrain.torch.reducer_options import ReducerOptions
 
 # A gradient below the first is cheaper to copy than to send alone: 20 us of Python and a negotiation against two passes
 # through the cache. A bucket is sent when it is full.
@@ -57,7 +57,7 @@ def _split_end(params: list[Parameter]) -> list[list[Parameter]]:
 
 
 def can_pack(options: ReducerOptions) -> bool:
-    """Return whether gradients may travel in buckets; under bf16 compression they do so anyhow: `units.partition`."""
+    """Return whether gradients may travel in buckets; under bf16 compression they always do."""
     return options.groups in (None, 0) and options.compression in (NoneCompressor, FP16Compressor)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hvdtrain.distributed.world import Op, load_engine
 from hvdtrain.torch import compiler_on_demand
-from hvdtrain.world import Op, load_engine
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 

@@ -7,15 +7,7 @@ from collections import defaultdict
 from types import ModuleType
 from typing import Any
 
-from hvdtrain import world
-
-# Horovod's own numbers for its reduction operations.
-Average = 0
-Sum = 1
-Adasum = 2
-Min = 3
-Max = 4
-Product = 5
+from hvdtrain.distributed import world
 
 _module: ModuleType | None = None
 _generation = 0
@@ -26,7 +18,7 @@ def native() -> Any:
     """Return horovod.torch, or `hvdtrain.torch.solo` in one process without Horovod.
 
     Raises:
-        HorovodMissingError, HorovodMismatchError, EngineConflictError: see `hvdtrain.world.load_engine`.
+        HorovodMissingError, HorovodMismatchError, EngineConflictError: see `hvdtrain.distributed.world.load_engine`.
     """
     global _module
     if _module is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain import tuning
+from hvdtrain.distributed import tuning
 
 FUSED = "HVDTRAIN_FUSED_UPDATE"
 

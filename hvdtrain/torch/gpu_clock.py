@@ -27,7 +27,7 @@ def seconds(began: Mark, ended: Mark) -> float:
 
 
 class GpuClock:
-    """How long the GPU has trained, and how much of that it stood still for other ranks; see `hvdtrain.waited`."""
+    """How long the GPU has trained, and how much of that it stood still for other ranks; see `wait_time`."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[str, Mark, Mark]] = deque()

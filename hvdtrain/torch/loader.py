@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from hvdtrain import sampling
-from hvdtrain.data import NOTHING, Batch, Consumed, IteratedSource, Source, unpack
+from hvdtrain.data import sharding
+from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, Source, unpack
+from hvdtrain.distributed.world import World, current
 from hvdtrain.torch.worker_seeds import SeededBatches
-from hvdtrain.world import World, current
 
 
 class ShardSampler(Sampler[int]):
@@ -72,10 +72,10 @@ class ShardSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(self.shard())
 
-    def shard(self) -> sampling.Shard:
+    def shard(self) -> sharding.Shard:
         """Return the indices that the next iteration gives."""
         # What drop_last leaves out stands at the end of the order of all samples.
-        return sampling.Shard(self._order(self._epoch), self._positions())
+        return sharding.Shard(self._order(self._epoch), self._positions())
 
     def __len__(self) -> int:
         return len(self._positions())
@@ -86,7 +86,7 @@ class ShardSampler(Sampler[int]):
 
     def _order(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         """Return the function from positions to samples."""
-        return sampling.EpochOrder(self._total, epoch=epoch, seed=self.seed, shuffle=self.shuffle).at
+        return sharding.EpochOrder(self._total, epoch=epoch, seed=self.seed, shuffle=self.shuffle).at
 
 
 class _SharedOrder(ShardSampler):
@@ -176,7 +176,7 @@ class LoaderSource:
                 f"drop_last leaves no samples. Received: {len(loader.dataset)} samples, batch_size={self._batch_size} "  # type: ignore[arg-type]
                 f"and {world.size} ranks"
             )
-        self.steps: int | None = sampling.steps_per_epoch(num_samples, batch_size=self._batch_size, size=world.size)
+        self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=self._batch_size, size=world.size)
         self.facts: dict[str, Any] = {
             "number of samples": num_samples,
             "batch_size": self._batch_size,
@@ -194,7 +194,7 @@ class LoaderSource:
         return next(self.epoch(epoch, shuffle=True), None)
 
     def _as_batches(
-        self, items: Iterator[tuple[Any, int, int]], mine: sampling.Shard, after: Consumed
+        self, items: Iterator[tuple[Any, int, int]], mine: sharding.Shard, after: Consumed
     ) -> Iterator[Batch]:
         filler: tuple[Any, Any, Any] = (None, None, None)
         if after.samples and not len(mine):  # the batch before, as if the epoch had not been interrupted
@@ -220,14 +220,14 @@ class LoaderSource:
 
     def _counted(self, batches: Iterator[Any], left: int) -> Iterator[tuple[Any, int, int]]:
         rank, size, batch_size = self._world.rank, self._world.size, self._batch_size
-        for step in range(sampling.steps_per_epoch(left, batch_size=batch_size, size=size)):
-            held = sampling.samples_in_step(step, left, batch_size=batch_size, size=size)
+        for step in range(sharding.steps_per_epoch(left, batch_size=batch_size, size=size)):
+            held = sharding.samples_in_step(step, left, batch_size=batch_size, size=size)
             local = len(range(rank, left, size)[step * batch_size : (step + 1) * batch_size])
             yield (next(batches) if local else None), local, held
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:
-    """Return the source for torch's own kinds of data; None for a map-style dataset, which `hvdtrain.data` reads."""
+    """Return the source for torch's own kinds of data; None for a map-style dataset, which `data.sources` reads."""
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=batch_size)
     if not isinstance(data, DataLoader):

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.data import Batch
-from hvdtrain.world import World
+from hvdtrain.data.sources import Batch
+from hvdtrain.distributed.world import World
 
 _ELEMENTWISE = (
     torch.nn.MSELoss,

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from hvdtrain import watch
+from hvdtrain.distributed import watchdog
 from hvdtrain.torch import engine, fused_update
 from hvdtrain.torch.adasum import AdasumMixin
 from hvdtrain.torch.agreement import check_agreement
 from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.engine import Adasum, Average
+from hvdtrain.torch.reduce_kinds import Adasum, Average
 from hvdtrain.torch.reduce_ops import Reduction, check_adasum, submit
-from hvdtrain.torch.reducer import Reducer, ReducerOptions
+from hvdtrain.torch.reducer import Reducer
+from hvdtrain.torch.reducer_options import ReducerOptions
 
 _OURS = ("_hvd_reducer", "_hvd_names", "_hvd_should_synchronize")
 
@@ -57,7 +58,7 @@ class DistributedMixin(torch.optim.Optimizer):
         fuses = self._hvd_fuses and not torch.compiler.is_compiling()
         with fused_update.chosen(self) if fuses else nullcontext():
             result = super().step(*args, **kwargs)
-        watch.step_done()
+        watchdog.step_done()
         return result
 
     # torch times and hooks a class's step; this one only passes on to one that already is.

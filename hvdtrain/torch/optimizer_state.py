@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hvdtrain.torch import engine
 from hvdtrain.torch.gather_ops import broadcast_async_
+from hvdtrain.torch.objects import allgather_object, broadcast_object
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,6 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     Raises:
         ValueError: on every rank, if one has other parameter groups than the root.
     """
-    from hvdtrain.torch.functions import allgather_object, broadcast_object
-
     if engine.native().size() == 1:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]

@@ -9,12 +9,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import hvdtrain.torch as hvd
-from hvdtrain.data import as_source, tree_map
+from hvdtrain.data.sources import as_source, tree_map
+from hvdtrain.distributed.world import World
 from hvdtrain.torch import training_state
 from hvdtrain.torch.adapter import check_parameters
 from hvdtrain.torch.loader import LoaderSource
 from hvdtrain.torch.losses import as_tensor
-from hvdtrain.world import World
 
 
 def prepare(

@@ -6,8 +6,8 @@ import copy
 
 import torch
 
+from hvdtrain.distributed.world import World
 from hvdtrain.torch.optimizer import DistributedOptimizer
-from hvdtrain.world import World
 
 
 def step_difference(world: World) -> float:

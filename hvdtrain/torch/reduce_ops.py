@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hvdtrain.torch import bf16, engine, wire
 from hvdtrain.torch.compression import BF16Compressor, Compression
-from hvdtrain.torch.engine import Adasum, Average, Sum
 from hvdtrain.torch.handles import Handle, synchronize
+from hvdtrain.torch.reduce_kinds import Adasum, Average, Sum
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain import launcher, tuning, waited, watch
+from hvdtrain.distributed import launch_environment, tuning, wait_time, watchdog
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import bucket, engine, presence, units
-from hvdtrain.torch.compression import BF16Compressor, Compression
-from hvdtrain.torch.engine import Average
+from hvdtrain.torch import bucket, engine, gradient_flags, reduction_unit
+from hvdtrain.torch.compression import BF16Compressor
 from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.reduce_kinds import Average
 from hvdtrain.torch.reduce_ops import Reduction, active_ranks_async
-from hvdtrain.torch.units import Unit
-
-
-@dataclass(frozen=True)
-class ReducerOptions:
-    """What `DistributedOptimizer` was asked for; see there."""
-
-    compression: Any = Compression.none
-    op: int = Average
-    gradient_predivide_factor: float = 1.0
-    groups: Any = None
-    sparse_as_dense: bool = False
-    process_set: Any = None
-    average_aggregated_gradients: bool = False
+from hvdtrain.torch.reducer_options import ReducerOptions
+from hvdtrain.torch.reduction_unit import Unit
 
 
 @dataclass
@@ -85,7 +73,7 @@ class Reducer:
         self._dense: list[Parameter] | None = None  # whose gradients are, on all ranks, once that is known
         self._closing: bucket.Bucket | None = None  # the bucket that waits for what ranks tell each other
         included = options.process_set.included() is not False
-        company = options.process_set.size() > 1 or launcher.reduces_alone()
+        company = options.process_set.size() > 1 or launch_environment.reduces_alone()
         self.is_distributed = bool(hooked and included and company)
         self.extend(named)
 
@@ -98,7 +86,7 @@ class Reducer:
             self._names[param] = name
             self._passes[param] = 0
         if self.is_distributed:
-            for members in units.partition([p for _, p in named], self._names, self.options):
+            for members in reduction_unit.partition([p for _, p in named], self._names, self.options):
                 self._add_unit(self._unit(members))
             self._watch()
 
@@ -131,7 +119,7 @@ class Reducer:
             self._unpack()
             self._pack([param for param, flag in zip(self._names, flags, strict=True) if flag])
 
-    def _pack_what_is_dense(self, counts: presence.Counts | None) -> None:
+    def _pack_what_is_dense(self, counts: gradient_flags.Counts | None) -> None:
         """Put small gradients that are dense on all ranks into buckets, from the next step on."""
         size = self.options.process_set.size()
         dense = []
@@ -271,7 +259,7 @@ class Reducer:
 
     def _active(self) -> Handle:
         if self._step.active is None:
-            units.drain(self._abandoned_active)
+            reduction_unit.drain(self._abandoned_active)
             self._abandoned_active = None
             self._step.active = active_ranks_async("gradients")
         return self._step.active
@@ -299,7 +287,7 @@ class Reducer:
         self._renew()
         self._watch()
         try:
-            with waited.counted():
+            with wait_time.counted():
                 total = self._synchronize(weight, expected)
         except BaseException:
             self._abandon()
@@ -310,7 +298,7 @@ class Reducer:
         if self._on_gpu and tuning.gpu_async():  # no host waits: the watch looks whether the device ever comes by
             behind = torch.cuda.Event()
             behind.record()
-            watch.note_device(behind.query)
+            watchdog.note_device(behind.query)
         return total
 
     def _synchronize(self, weight: float | None, expected: float) -> float | None:
@@ -343,7 +331,7 @@ class Reducer:
             self._pack_what_is_dense(found.counts)
         return found.weight
 
-    def _start_what_others_have(self, counts: presence.Counts) -> None:
+    def _start_what_others_have(self, counts: gradient_flags.Counts) -> None:
         """Take part in the reductions of gradients that this rank lacks."""
         for unit, (dense, sparse) in zip(self._units, counts, strict=True):
             if unit.takes_sparse and dense[0] and sparse[0]:
@@ -356,14 +344,14 @@ class Reducer:
             if not unit.is_started and (any(dense) or any(sparse)):
                 unit.start(self._all_active, sparse=bool(sparse[0]))
 
-    def _tell_each_other(self, weight: float | None, size: int) -> presence.Everywhere:
+    def _tell_each_other(self, weight: float | None, size: int) -> gradient_flags.Everywhere:
         """Exchange which gradients ranks have, how many ranks are left, and what they weigh.
 
         The numbers travel with the last bucket where there is one, and so are reduced as gradients are.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
         how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
-        told = presence.Told(received, how, size, self._counts_ranks)
+        told = gradient_flags.Told(received, how, size, self._counts_ranks)
         return told.compared_with(flags, [len(unit.params) for unit in self._units], weighted=weight is not None)
 
     def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
@@ -371,9 +359,9 @@ class Reducer:
         if self._closing is not None:
             self._step.started.append(self._closing)
             return self._closing.how, self._closing.exchange(numbers, self._all_active)
-        units.drain(self._abandoned_numbers)
+        reduction_unit.drain(self._abandoned_numbers)
         self._abandoned_numbers = None
-        how = units.reduction(self.options, self.scale)
+        how = reduction_unit.reduction(self.options, self.scale)
         vector = torch.tensor(numbers)
         part = engine.native().allreduce_async_(
             vector,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain import world
+from hvdtrain.distributed import world
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum
+from hvdtrain.torch.reduce_kinds import Adasum, Average, Max, Min, Product, Sum
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum"]
 

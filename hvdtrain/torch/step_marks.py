@@ -1,4 +1,4 @@
-"""Where a PyTorch step begins, waits and ends: tells `hvdtrain.step_times`, attached from outside.
+"""Where a PyTorch step begins, waits and ends: tells `hvdtrain.telemetry.step_times`, attached from outside.
 
 A step ends when an optimizer has stepped. Data wait is the time from there, and from each backward pass of an
 accumulated step, to the next forward pass of any module; the backward pass is `loss.backward()`, and exposed
@@ -16,8 +16,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvdtrain import tuning
-from hvdtrain.step_times import Recorder
+from hvdtrain.distributed import tuning
+from hvdtrain.telemetry.step_times import Recorder
 from hvdtrain.torch import gpu_clock
 from hvdtrain.torch.reducer import Reducer
 

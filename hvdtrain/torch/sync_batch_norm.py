@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain import launcher
+from hvdtrain.distributed import launch_environment
 from hvdtrain.torch import engine
-from hvdtrain.torch.engine import Sum
 from hvdtrain.torch.gather_ops import allgather_async
+from hvdtrain.torch.reduce_kinds import Sum
 from hvdtrain.torch.reduce_ops import Reduction, submit
 
 
@@ -30,7 +30,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize `input`: (local_batch, channels, ...)."""
         self._check_input_dim(input)
         by_batch = self.training or self.running_mean is None
-        if not by_batch or (engine.native().size() == 1 and not launcher.reduces_alone()):
+        if not by_batch or (engine.native().size() == 1 and not launch_environment.reduces_alone()):
             return super().forward(input)
         output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
         if self.training and self.track_running_stats:

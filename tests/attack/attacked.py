@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import start
+from hvdtrain.system import start_ranks
 
 UID = 60_417  # of the other user, who owns nothing
 # Begins that user's command on a host that is a namespace: Python with the standard library alone.
@@ -116,7 +116,7 @@ class Job(Command):
         line = [str(bin_ / command[0]), *command[1:], sys.executable, str(folder / "train.py"), str(folder)]
         with (folder / "output").open("w") as output:
             process = subprocess.Popen(
-                line, cwd=folder, env={**start.rank_environment({"OMP_NUM_THREADS": "1"}), **variables},
+                line, cwd=folder, env={**start_ranks.rank_environment({"OMP_NUM_THREADS": "1"}), **variables},
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         super().__init__(folder, process)
@@ -124,7 +124,7 @@ class Job(Command):
     def kill(self) -> None:
         """End it at once with all that it started, unless it has ended."""
         if self.process.poll() is None:
-            start.end_family(self.process)
+            start_ranks.end_family(self.process)
 
 
 def total(ranks: int) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import installed
-from hvdtrain.horovod_build import cache, elf, library_paths, owners, sdist
+from hvdtrain.horovod_build import cache, elf, installed, library_paths, owners, sdist
 from hvdtrain.horovod_build.errors import CacheError, LibraryPathError
 
 LIBRARY = "horovod/torch/mpi_lib_v2.so"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from hvdtrain import installed
+from hvdtrain.horovod_build import installed
 
 pytest.importorskip("horovod.torch", exc_type=ImportError)
 sys.path.insert(0, str(Path(__file__).parent))

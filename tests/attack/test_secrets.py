@@ -43,7 +43,7 @@ pathlib.Path(os.environ["PLANTED"], f"key-{os.getpid()}").write_text(key)
 data = numpy.ones((64, 4), "float32"), numpy.zeros(64, "int64")
 trainer.fit(data, epochs=2, batch_size=8, checkpoint_dir="checkpoints", callbacks=callbacks)
 """
-HVDTRAIN = "import sys; from hvdtrain.cli import main; sys.argv[0] = 'hvdtrain'; main()"
+HVDTRAIN = "import sys; from hvdtrain.cli.program import main; sys.argv[0] = 'hvdtrain'; main()"
 
 READS = """
 import os, sys

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import attacked
 import hosts
 
-from hvdtrain import installed
+from hvdtrain.horovod_build import installed
 
 pytestmark = [
     pytest.mark.timeout(200),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import installed
+from hvdtrain.horovod_build import installed
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sockets
@@ -25,7 +25,7 @@ hvd.init()
 pathlib.Path(sys.argv[1], f"rank-{hvd.rank()}").touch()
 time.sleep(100)
 """
-HVDTRAIN = "import sys; from hvdtrain.cli import main; sys.argv[0] = 'hvdtrain'; main()"
+HVDTRAIN = "import sys; from hvdtrain.cli.program import main; sys.argv[0] = 'hvdtrain'; main()"
 COMMANDS = {
     "horovodrun": ["-m", "horovod.runner.launch", "-np", "2", "--mpi"],
     "hvdtrain run": ["-c", HVDTRAIN, "run", "-np", "2", "--mpi"],

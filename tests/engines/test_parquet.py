@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain import parquet
+from hvdtrain.data import parquet
 from hvdtrain.errors import HvdTrainError
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'hvdtrain[parquet]'")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain import world
+from hvdtrain.distributed import world
 from hvdtrain.errors import RankFailedError, UsageError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'hvdtrain[ray]'")

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain import start
-from hvdtrain.runner import loopback
+from hvdtrain.launch import loopback
+from hvdtrain.system import start_ranks
 
 HERE = Path(__file__).parent
 HOSTS = ("localhost", "127.0.0.1")
@@ -52,7 +52,7 @@ class Job:
 
 
 def environment(backend: str) -> dict[str, str]:
-    return start.rank_environment({
+    return start_ranks.rank_environment({
         "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
     })  # fmt: skip
 
@@ -68,7 +68,7 @@ def run(
     found = ["--host-discovery-script", str(discovery)]
     size = ["-np", str(len(hosts) * slots), "--min-np", "1", "--max-np", str(2 * slots)]
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    launcher = [*start.horovodrun(Path(sys.executable)), *size, *given, *found, *loopback.elastic_flags(found)]
+    launcher = [*start_ranks.horovodrun(Path(sys.executable)), *size, *given, *found, *loopback.elastic_flags(found)]
     command = [*launcher, sys.executable, str(HERE / script), str(folder), scenario, *more]
     # A file: a pipe would keep us waiting for whoever still holds it.
     with (folder / "output").open("w+") as output:
@@ -79,7 +79,7 @@ def run(
             status = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             status = None
-            start.end_family(process)
+            start_ranks.end_family(process)
     job = Job(folder, (folder / "output").read_text())
     assert status == 0, f"status {status} (None: no end within {LIMIT_S} s)\n{job.output[-6000:]}\n{job.facts}"
     return job

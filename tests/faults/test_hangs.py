@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain import start, watch
+from hvdtrain.distributed import watchdog
+from hvdtrain.system import start_ranks
 
 SCRIPT = Path(__file__).with_name("hanging.py")
 STALL_S = 5.0  # on a busy machine ranks that are well wait for each other for a second or two
@@ -64,11 +65,12 @@ class Job:
 
 def run(fault: str, victim: int, size: int, framework: str, plane: str) -> Job:
     token = uuid.uuid4().hex
-    environment = start.rank_environment({
-        watch.LIMIT: str(STALL_S), "KERAS_BACKEND": "tensorflow", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
+    environment = start_ranks.rank_environment({
+        watchdog.LIMIT: str(STALL_S), "KERAS_BACKEND": "tensorflow", "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
         "HVDTRAIN_TEST_TOKEN": token, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     })  # fmt: skip
-    launcher = [*start.horovodrun(Path(sys.executable)), "-np", str(size), "-H", f"localhost:{size}", plane]
+    launcher = [*start_ranks.horovodrun(Path(sys.executable)), "-np", str(size), "-H", f"localhost:{size}", plane]
     command = [*launcher, sys.executable, "-u", str(SCRIPT), framework, fault, str(victim)]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

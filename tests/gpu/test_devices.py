@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import hvdtrain.torch as hvd
-from hvdtrain import devices, step_times, tuning
+from hvdtrain.distributed import devices, tuning
+from hvdtrain.telemetry import step_times
 from hvdtrain.torch import collectives, engine, step_marks, training_state
 from hvdtrain.torch.gpu_clock import GpuClock
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hvdtrain
-from hvdtrain import sampling
 from hvdtrain.callbacks import Callback
+from hvdtrain.data import sharding
 
 SAMPLES, BATCH, EPOCHS, SEED = 40, 8, 2, 3
 CLOSE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
@@ -45,7 +45,7 @@ def plain(net, device, *, kind, precision="fp32", accumulate=1, clip_norm=None):
     scaler = torch.amp.GradScaler(where, enabled=precision == "fp16")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     for epoch in range(EPOCHS):
-        indices = sampling.shard_indices(SAMPLES, rank=0, size=1, epoch=epoch, seed=SEED)
+        indices = sharding.shard_indices(SAMPLES, rank=0, size=1, epoch=epoch, seed=SEED)
         parts = [indices[start : start + BATCH] for start in range(0, SAMPLES, BATCH)]
         for start in range(0, len(parts), accumulate):
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.start import end_family, rank_environment
+from hvdtrain.system.start_ranks import end_family, rank_environment
 
 HERE = Path(__file__).parent
 

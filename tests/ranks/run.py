@@ -4,9 +4,9 @@
     python tests/ranks/run.py --np 2 --only keras-jax -- -k accumulation
     python tests/ranks/run.py --core                            # what a framework's new version would break first
 
-What this promises, each proven in tests/e2e/test_harness.py: a rank that fails a test fails the run and shows that
-rank's own traceback once; the other ranks are ended and the tests that are left go on in fresh ranks; a hang ends at
-the test's limit with every rank's stacks; ranks that would run different tests, or no test at all, are failures.
+What this promises, each proven in tests/e2e/project/test_harness.py: a rank that fails a test fails the run and shows
+that rank's own traceback once; the other ranks are ended and the tests that are left go on in fresh ranks; a hang ends
+at the test's limit with every rank's stacks; ranks that would run different tests, or no test at all, are failures.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ GROUPS = (
     Group("torch", "torch", "torch"),
     Group("torch-gloo", "torch", "torch", launcher_options=("--gloo",), sizes=(2,)),
     *(Group(f"keras-{backend}", "keras", "keras", backend) for backend in ("tensorflow", "torch", "jax")),
-    Group("trainer-torch", "trainer", "torch"),
-    *(Group(f"trainer-keras-{backend}", "trainer", "keras", backend) for backend in ("tensorflow", "torch")),
+    Group("trainer-torch", "training", "torch"),
+    *(Group(f"trainer-keras-{backend}", "training", "keras", backend) for backend in ("tensorflow", "torch")),
     # JAX compiles for minutes here. keras-jax has three ranks of its collectives, the groups above of the Trainer.
-    Group("trainer-keras-jax", "trainer", "keras", "jax", sizes=(2,)),
+    Group("trainer-keras-jax", "training", "keras", "jax", sizes=(2,)),
 )
 
 # `--core`, by folder: that ranks train as one process does, through each framework's optimizers, steps and state.
 CORE = {
     "torch": ("test_optimizer.py", "test_equal_to_others.py", "test_trainer_torch.py"),
     "keras": ("test_optimizer.py", "test_updates.py", "test_precision.py"),
-    "trainer": ("test_trainer.py", "test_same_bits.py"),
+    "training": ("test_trainer.py", "test_same_bits.py"),
 }
 
 

@@ -8,7 +8,7 @@ import importlib
 import hypothesis
 import pytest
 
-from hvdtrain import world
+from hvdtrain.distributed import world
 
 # A busy machine is no failure of an example.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

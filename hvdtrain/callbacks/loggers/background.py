@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from hvdtrain import redact
+from hvdtrain.system import redact
 
 log = logging.getLogger("hvdtrain")
 

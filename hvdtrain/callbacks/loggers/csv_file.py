@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain import private
 from hvdtrain.callbacks.loggers.logger import Logger, Record, Run
+from hvdtrain.system import private_files
 
 log = logging.getLogger("hvdtrain")
 
@@ -40,7 +40,7 @@ class _CSVFile:
         self._file: IO[str] | None = None
 
     def open(self, run: Run) -> None:
-        private.make_folder(self._path.parent)
+        private_files.make_folder(self._path.parent)
         self._columns = []
         if self._path.is_file():
             if run.global_step:
@@ -80,7 +80,7 @@ class _CSVFile:
 
     def _append(self) -> None:
         self.close(finished=False)
-        self._file = private.open_file(self._path, "a", newline="", encoding="utf-8")
+        self._file = private_files.open_file(self._path, "a", newline="", encoding="utf-8")
 
     def _read(self) -> list[_Row]:
         """Return the file's rows, without a last one that was cut short, and take on its columns."""
@@ -96,7 +96,7 @@ class _CSVFile:
     def _rewrite(self, rows: list[_Row]) -> None:
         temporary = self._path.with_name(f".{self._path.name}.new")
         temporary.unlink(missing_ok=True)
-        with private.open_file(temporary, "w", newline="", encoding="utf-8") as file:
+        with private_files.open_file(temporary, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hvdtrain import redact
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.loggers.background import Background, give_up
 from hvdtrain.callbacks.records import Facts, Records
 from hvdtrain.callbacks.run_folder import describe_environment, plain
 from hvdtrain.errors import PackageMissingError
-from hvdtrain.interval import Interval
+from hvdtrain.system import redact
+from hvdtrain.telemetry.interval import Interval
 
 if TYPE_CHECKING:
-    from hvdtrain.trainer import Trainer
+    from hvdtrain.training.trainer import Trainer
 
 CLOSE_LIMIT_S = 10.0  # of the 30 that a rank has when it is asked to stop
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import private
 from hvdtrain.callbacks.loggers.logger import Logger, Package, Record, Run
+from hvdtrain.system import private_files
 
 _RUN = "hvdtrain.run"  # the tag that holds a run's id
 _MOST_AT_ONCE = 100  # parameters or tags that MLflow takes in a call
@@ -69,7 +69,7 @@ class _Run:
     def open(self, run: Run) -> None:
         self._id, self._logged = "", {}
         if self._folder is not None:
-            private.make_folder(self._folder)  # MLflow's own files in it have the umask's mode
+            private_files.make_folder(self._folder)  # MLflow's own files in it have the umask's mode
         with _file_store_allowed(self._uri.startswith("file:")):
             self._client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=self._uri)
         found = self._client.get_experiment_by_name(self._experiment)

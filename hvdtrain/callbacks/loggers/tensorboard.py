@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import private
 from hvdtrain.callbacks.loggers.logger import Logger, Package, Record, Run
+from hvdtrain.system import private_files
 
 _PACKAGE = Package("tensorboard", "tensorboard.summary.writer.record_writer")
 _files_here = itertools.count()  # of this process: names differ even within a second
@@ -55,9 +55,9 @@ class _EventFile:
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         text: Any = importlib.import_module("tensorboard.plugins.text.summary_v2")
         writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
-        private.make_folder(self._folder)
+        private_files.make_folder(self._folder)
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files_here)}"
-        self._file = private.open_file(self._folder / name, "xb")
+        self._file = private_files.open_file(self._folder / name, "xb")
         self._records = writer.RecordWriter(self._file)
         self._event(file_version="brain.Event:2")
         # Where it begins: what other files of this folder hold from there on is no part of the run.

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import private
 from hvdtrain.callbacks.loggers.logger import Logger, Package, Record, Run
+from hvdtrain.system import private_files
 
 _PACKAGE = Package("wandb", "wandb", {"WANDB_ERROR_REPORTING": "false"})  # which would want a network
 
@@ -53,10 +53,10 @@ class _OfflineRun:
 
     def open(self, run: Run) -> None:
         wandb: Any = importlib.import_module("wandb")
-        private.make_folder(self._folder)
+        private_files.make_folder(self._folder)
         if not os.access(self._folder, os.W_OK):  # W&B would take the system's temporary folder
             raise PermissionError(f"{self._folder} cannot be written to")
-        private.make_folder(self._folder / "wandb")  # W&B's own files in it have the umask's mode
+        private_files.make_folder(self._folder / "wandb")  # W&B's own files in it have the umask's mode
         self._run = wandb.init(
             project=self._project,
             dir=str(self._folder),

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.runner import loopback
-from hvdtrain.runner.exchange import Message
+from hvdtrain.launch import loopback
+from hvdtrain.launch.exchange import Message
 
 
 class Rank:
@@ -45,7 +45,7 @@ class Rank:
         os.environ.update(environment)
         # What the caller can import can be imported here; this node's own packages come first.
         sys.path += [path for path in facts["path"] if path not in sys.path]
-        from hvdtrain.runner import rank  # with a Horovod of this node
+        from hvdtrain.launch import rank  # with a Horovod of this node
 
         answer, _ = rank.perform(rank.load(Message(dict(facts), pickled)))
         for stream in (sys.stdout, sys.stderr):

@@ -14,8 +14,8 @@ from typing import Any
 from hvdtrain.errors import HvdTrainError, PackageMissingError, UsageError
 from hvdtrain.integrations.ray import actor
 from hvdtrain.integrations.ray.session import Session
-from hvdtrain.runner.causes import Cause
-from hvdtrain.runner.exchange import Message
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.exit_cause import Cause
 
 POLL_S = 0.2
 _LEAVING_S = 10.0  # for a rank's exit handlers, such as a logger that writes its last lines

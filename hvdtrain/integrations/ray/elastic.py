@@ -17,7 +17,7 @@ from typing import Any
 from hvdtrain.errors import HvdTrainError, RankFailedError
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker
 from hvdtrain.integrations.ray.fixed import Follow, Outcome, rendezvous_server, serving, settings
-from hvdtrain.runner.exchange import Message
+from hvdtrain.launch.exchange import Message
 
 log = logging.getLogger("hvdtrain")
 

@@ -13,8 +13,8 @@ from typing import Any
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker, placement_group
-from hvdtrain.runner.causes import STOPPED, Cause
-from hvdtrain.runner.exchange import Message
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.exit_cause import STOPPED, Cause
 
 Follow = Callable[[Callable[[], bool], Callable[[], Sequence[Worker]]], None]
 
@@ -24,7 +24,7 @@ _CAUSE_S = 10.0  # for the answer of the rank that failed, if a peer answered fi
 
 @dataclass
 class Outcome:
-    """How a job ended; see `hvdtrain.runner.outcome.Ended`."""
+    """How a job ended; see `hvdtrain.launch.outcome.Ended`."""
 
     size: int
     answers: dict[int, Message] = field(default_factory=dict)

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hvdtrain import start, tuning
+from hvdtrain.distributed import tuning
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.ray import elastic, fixed
 from hvdtrain.integrations.ray.cluster import Cluster, Request, Worker
-from hvdtrain.runner import outcome, surroundings
-from hvdtrain.runner.function import GRACE_S, check_call, make_task, name_of
+from hvdtrain.launch import job_environment, outcome
+from hvdtrain.launch.function import GRACE_S, check_call, make_task, name_of
+from hvdtrain.system import start_ranks
 
 log = logging.getLogger("hvdtrain")
 
@@ -82,7 +83,7 @@ def run(
     """
     check_call(fn, args, np)
     limits = _check(np, cpus_per_rank, gpus_per_rank, min_np, max_np, reset_limit, start_timeout_s)
-    surroundings.check_place("hvdtrain.integrations.ray.run")
+    job_environment.check_place("hvdtrain.integrations.ray.run")
     task = make_task(fn, args, kwargs)
     with Cluster() as cluster:
         chosen = _environment(name_of(fn), cpus_per_rank, environment or {})
@@ -127,13 +128,13 @@ def _check(
 
 def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that is the same for all ranks."""
-    ours = tuning.without_ours(start.rank_environment({}, without=_NOT_PASSED))
+    ours = tuning.without_ours(start_ranks.rank_environment({}, without=_NOT_PASSED))
     passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED)}
     threads = str(max(1, int(cpus)))  # not this process's: in a job's script they are Ray's, not the user's
     return {
         "OMP_NUM_THREADS": threads,
         "TF_NUM_INTRAOP_THREADS": threads,
-        **surroundings.as_new_run(passed, name, secrets.token_hex(2)),
+        **job_environment.as_new_run(passed, name, secrets.token_hex(2)),
         **{variable: str(value) for variable, value in given.items()},
     }
 

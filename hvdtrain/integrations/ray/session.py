@@ -20,7 +20,7 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build import owners
-from hvdtrain.runner import loopback
+from hvdtrain.launch import loopback
 
 log = logging.getLogger("hvdtrain")
 

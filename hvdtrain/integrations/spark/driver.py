@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
-from hvdtrain import start, tuning
+from hvdtrain.distributed import tuning
 from hvdtrain.errors import PackageMissingError, UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.spark.job import slots
 from hvdtrain.integrations.spark.ranks import Ranks
-from hvdtrain.runner import function, outcome, surroundings
+from hvdtrain.launch import function, job_environment, outcome
+from hvdtrain.system import start_ranks
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ def run(
     if not start_timeout_s > 0:
         raise ValueError(f"start_timeout_s must be > 0. Received: start_timeout_s={start_timeout_s!r}")
     context = _context()
-    surroundings.check_place("hvdtrain.integrations.spark.run")
+    job_environment.check_place("hvdtrain.integrations.spark.run")
     deadline = time.monotonic() + start_timeout_s
     _wait_for_slots(context, np, deadline, start_timeout_s)
     task = function.make_task(fn, args, kwargs)
@@ -116,9 +117,9 @@ def _wait_for_slots(context: Any, np: int, deadline: float, limit_s: float) -> N
 
 
 def _environment(name: str, given: Mapping[str, str]) -> dict[str, str]:
-    ours = tuning.without_ours(start.rank_environment({}))
+    ours = tuning.without_ours(start_ranks.rank_environment({}))
     passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED_ON)}
-    named = surroundings.as_new_run(passed, name, secrets.token_hex(2))
+    named = job_environment.as_new_run(passed, name, secrets.token_hex(2))
     return {**named, **{variable: str(value) for variable, value in given.items()}}
 
 

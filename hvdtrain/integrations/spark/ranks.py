@@ -13,10 +13,10 @@ from hvdtrain.errors import RankFailedError, UsageError
 from hvdtrain.integrations.spark import wire
 from hvdtrain.integrations.spark.job import SparkJob
 from hvdtrain.integrations.spark.task import Plan
-from hvdtrain.runner.causes import STOPPED, Cause
-from hvdtrain.runner.exchange import Message
-from hvdtrain.runner.function import GRACE_S
-from hvdtrain.runner.lines import Line
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.exit_cause import STOPPED, Cause
+from hvdtrain.launch.function import GRACE_S
+from hvdtrain.launch.rank_output import Line
 
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
 _END_S = 30.0  # how long to wait for an end that was requested

@@ -17,17 +17,17 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hvdtrain import start
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.spark import wire
-from hvdtrain.runner import job_folder, loopback, surroundings
-from hvdtrain.runner.call import Call
-from hvdtrain.runner.causes import Cause
-from hvdtrain.runner.exchange import Message
-from hvdtrain.runner.lines import Line
+from hvdtrain.launch import job_environment, job_folder, loopback
+from hvdtrain.launch.call import Call
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.launch.rank_output import Line
+from hvdtrain.system import start_ranks
 
-_WORKER = ["-m", "hvdtrain.runner.rank"]
+_WORKER = ["-m", "hvdtrain.launch.rank"]
 _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # address and secret of a worker's executor: not for ranks
 
 
@@ -37,7 +37,7 @@ class Plan:
 
     Attributes:
         address: the caller's.
-        task: the function, for `hvdtrain.runner.rank`.
+        task: the function, for `hvdtrain.launch.rank`.
         environment: variables for ranks, on top of the executor's own; they include the job's key. Spark sends
             the key with the function, so it is as safe as Spark's own traffic is (spark.authenticate). It is logged
             nowhere.
@@ -97,7 +97,7 @@ def run_rank(plan: Plan, partition: int, _: object) -> Iterator[Came]:
 
 
 def _run_rank(plan: Plan, partition: int, connection: Connection) -> Came:
-    surroundings.check_place("hvdtrain.integrations.spark.run")
+    job_environment.check_place("hvdtrain.integrations.spark.run")
     context = importlib.import_module("pyspark").BarrierTaskContext.get()
     gpus = [list(found.addresses) for name, found in context.resources().items() if name == "gpu"]
     mine = Place(socket.gethostname(), wire.own_address(connection), gpus[0] if gpus else [])
@@ -171,7 +171,7 @@ class _CallerGoneError(Exception):
 
 def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> Came:
     """Run the rank's process; see `run_rank`."""
-    environment = {**start.rank_environment(plan.environment, without=_SPARKS), **found, "PYTHONUNBUFFERED": "1"}
+    environment = {**start_ranks.rank_environment(plan.environment, without=_SPARKS), **found, "PYTHONUNBUFFERED": "1"}
     # The executor's own paths come first: its packages may be in other folders than the caller's.
     path = [*sys.path, *(each for each in plan.task.facts["path"] if each not in sys.path)]
     task = Message({**plan.task.facts, "path": path}, plan.task.pickled)

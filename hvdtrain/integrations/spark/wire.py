@@ -19,7 +19,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from hvdtrain.runner import exchange
+from hvdtrain.launch import exchange
 
 log = logging.getLogger("hvdtrain")
 

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
 
-from hvdtrain import waited
-from hvdtrain.keras import basics, host
+from hvdtrain.distributed import wait_time
+from hvdtrain.keras import basics, host_collectives
 from hvdtrain.keras.reduction import Reduction, small_together
 
 Tensor = Any
@@ -110,7 +110,9 @@ def everywhere(flag: Tensor, name: str, how: Reduction) -> Tensor:
 
     def on_host(mine: Any) -> Any:
         mine = np.asarray(mine).astype(np.int32).reshape(1)
-        result = host.call("allreduce", mine, name=name, op=_native(basics.Min), process_set=how.process_set)
+        result = host_collectives.call(
+            "allreduce", mine, name=name, op=_native(basics.Min), process_set=how.process_set
+        )
         return np.bool_(result[0])
 
     return io_callback(on_host, jax.ShapeDtypeStruct((), jnp.bool_), flag, ordered=True)
@@ -148,7 +150,7 @@ def _native(op: int) -> Any:
     return getattr(basics.running(), names[op])
 
 
-@waited.counted()
+@wait_time.counted()
 def _reduce_on_host(names: list[str], buckets: list[list[int]], how: Reduction, *wires: Any) -> list[Any]:
     arrays = [np.asarray(w) for w in wires]
     sent: list[tuple[list[int], Callable[[], Any]]] = []
@@ -169,7 +171,7 @@ def _reduce_on_host(names: list[str], buckets: list[list[int]], how: Reduction, 
 
 def _allreduce(flat: Any, name: str, how: Reduction) -> Callable[[], Any]:
     """Send `flat`, which is this function's from now on; return what waits for the result."""
-    return host.allreduce_in_place(
+    return host_collectives.allreduce_in_place(
         flat, name=f"{name}.{flat.dtype}", op=_native(how.op), process_set=how.process_set, **how.scales
     )
 
@@ -179,9 +181,11 @@ def _reduce_bf16(flat: Any, name: str, how: Reduction) -> Callable[[], Any]:
     size = how.size()
     total = flat.size
     padded = np.concatenate([flat, np.zeros(-total % size, flat.dtype)])
-    received = host.call("alltoall", padded.view(np.uint8), name=f"{name}.bf16_shards", process_set=how.process_set)
+    received = host_collectives.call(
+        "alltoall", padded.view(np.uint8), name=f"{name}.bf16_shards", process_set=how.process_set
+    )
     shards = received.view(flat.dtype).astype(np.float32).reshape(size, -1)  # (ranks, shard)
     shard = shards.sum(axis=0) * np.float32(how.factor / (size if how.average else 1))
     bits = shard.astype(flat.dtype).view(np.uint8)
-    gathered = host.call("allgather", bits, name=f"{name}.bf16_sums", process_set=how.process_set)
+    gathered = host_collectives.call("allgather", bits, name=f"{name}.bf16_sums", process_set=how.process_set)
     return lambda: gathered.view(flat.dtype)[:total]

@@ -1,6 +1,7 @@
 """Marks around a step's reductions in a TensorFlow graph.
 
-By two counters `hvdtrain.watch` sees a rank wait there; a sum of seconds tells `hvdtrain.waited` for how long.
+By two counters `hvdtrain.distributed.watchdog` sees a rank wait there; a sum of seconds tells
+`hvdtrain.distributed.wait_time` for how long.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain import waited
-from hvdtrain.watch import waits
+from hvdtrain.distributed import wait_time
+from hvdtrain.distributed.watchdog import waits
 
 _variables: dict[str, tuple[Any, Any, Any]] = {}
 
@@ -46,7 +47,7 @@ def _variables_of(names: Sequence[str]) -> tuple[Any, Any, Any]:
             seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         _variables[names[0]] = began, ended, seconds
         waits.note_graph(names, lambda: (int(began.numpy()), int(ended.numpy())))
-        waited.note_graph(lambda: float(seconds.numpy()))
+        wait_time.note_graph(lambda: float(seconds.numpy()))
     return _variables[names[0]]
 
 

@@ -9,7 +9,7 @@ import keras
 import torch
 from packaging.version import Version
 
-from hvdtrain import tuning, waited, watch
+from hvdtrain.distributed import tuning, wait_time, watchdog
 from hvdtrain.keras import basics
 from hvdtrain.keras.reduction import Reduction, small_together
 
@@ -150,7 +150,7 @@ def everywhere(flag: Any, name: str, how: Reduction) -> Tensor:
 
 
 @torch.no_grad()
-@waited.counted()
+@wait_time.counted()
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: Reduction
 ) -> list[Tensor]:
@@ -197,7 +197,7 @@ def reduce_gradients(
     if tuning.gpu_async() and any(g.is_cuda for g in gradients):  # no host waits: see hvdtrain.torch.reducer
         behind = torch.cuda.Event()
         behind.record()
-        watch.note_device(behind.query)
+        watchdog.note_device(behind.query)
     return outputs
 
 

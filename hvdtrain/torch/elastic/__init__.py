@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.elastic import ObjectState, State, run_fn
+from hvdtrain.distributed.elastic import ObjectState, State, run_fn
 from hvdtrain.torch.elastic.sampler import ElasticSampler
 from hvdtrain.torch.elastic.state import TorchState
 from hvdtrain.torch.engine import init, shutdown

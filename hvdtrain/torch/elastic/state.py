@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from hvdtrain.elastic import ObjectState
+from hvdtrain.distributed.elastic import ObjectState
 from hvdtrain.torch import engine
 from hvdtrain.torch.elastic.sampler import ElasticSampler
-from hvdtrain.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hvdtrain.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from hvdtrain.torch.objects import broadcast_object
 
 
 def _rank() -> int:

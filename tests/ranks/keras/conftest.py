@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.host import to_numpy
+from hvdtrain.keras.host_collectives import to_numpy
 
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # lets a test start one
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # lets a test add one

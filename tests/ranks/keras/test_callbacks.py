@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.host import to_numpy
+from hvdtrain.keras.host_collectives import to_numpy
 
 pytestmark = pytest.mark.world_size(2, 3)
 

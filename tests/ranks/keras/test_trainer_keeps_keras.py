@@ -8,7 +8,7 @@ import pytest
 
 import hvdtrain
 import hvdtrain.keras as hvd
-from hvdtrain import world
+from hvdtrain.distributed import world
 
 SIZES = pytest.mark.world_size(2, 3)
 

@@ -201,9 +201,9 @@ def test_weights_of_ranks_correct_a_mean_that_was_scaled_for_another_sum(hvd, ra
 
 @pytest.mark.parametrize("kind", ["bf16", "groups", "none"])
 def test_a_run_that_starts_over_lists_its_units_as_a_new_rank_would(hvd, kind, monkeypatch):
-    from hvdtrain.torch import engine, units
+    from hvdtrain.torch import engine, reduction_unit
 
-    monkeypatch.setattr(units, "_BUCKET_BYTES", 64)  # several buckets under bf16
+    monkeypatch.setattr(reduction_unit, "_BUCKET_BYTES", 64)  # several buckets under bf16
     model = Many()
     options = {
         "bf16": {"compression": hvd.Compression.bf16},

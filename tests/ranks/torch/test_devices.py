@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import devices, world
+from hvdtrain.distributed import devices, world
 from hvdtrain.errors import LaunchError
 from hvdtrain.torch import collectives, engine
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import targets
 from benchmarks.stats import ratio
-from hvdtrain.step_times import Spread
+from hvdtrain.telemetry.step_times import Spread
 
 
 def steps(**block_ms: list[float]) -> dict[str, Any]:

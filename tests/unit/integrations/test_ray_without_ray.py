@@ -10,9 +10,9 @@ import pytest
 
 from hvdtrain.errors import PackageMissingError, UsageError
 from hvdtrain.integrations.ray import cluster, fixed, job, run
-from hvdtrain.runner import loopback
-from hvdtrain.runner.causes import Cause
-from hvdtrain.runner.exchange import Message
+from hvdtrain.launch import loopback
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.exit_cause import Cause
 
 
 def nothing() -> None:
@@ -21,7 +21,7 @@ def nothing() -> None:
 
 def test_the_module_is_there_without_ray_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr("hvdtrain.runner.surroundings.check_place", lambda who: None)
+    monkeypatch.setattr("hvdtrain.launch.job_environment.check_place", lambda who: None)
     with pytest.raises(PackageMissingError, match=r"pip install 'hvdtrain\[ray\]'"):
         run(nothing, np=2)
 

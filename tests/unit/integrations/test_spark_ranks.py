@@ -15,8 +15,8 @@ import pytest
 from hvdtrain.errors import RankFailedError, UsageError
 from hvdtrain.integrations.spark import ranks, wire
 from hvdtrain.integrations.spark.task import Came
-from hvdtrain.runner import outcome
-from hvdtrain.runner.exchange import Message
+from hvdtrain.launch import outcome
+from hvdtrain.launch.exchange import Message
 
 Task = Callable[[Any, int], "Came | None"]
 CONTEXT = SimpleNamespace(

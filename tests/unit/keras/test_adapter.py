@@ -12,7 +12,8 @@ import numpy as np  # noqa: E402
 
 import hvdtrain  # noqa: E402
 import hvdtrain.keras as hvd  # noqa: E402
-from hvdtrain import sampling, world  # noqa: E402
+from hvdtrain.data import sharding  # noqa: E402
+from hvdtrain.distributed import world  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
@@ -169,7 +170,7 @@ def test_counts_that_the_user_left_in_metrics_are_not_reported():
 
 def test_a_rank_without_samples_counts_nothing_and_has_every_metric():
     from hvdtrain.adapter import Options
-    from hvdtrain.data import Batch
+    from hvdtrain.data.sources import Batch
     from hvdtrain.keras.adapter import make_adapter
 
     def run(step):
@@ -202,7 +203,7 @@ def test_a_bad_step_of_one_process_is_left_out_with_all_that_it_changed(accumula
     x, y = np.concatenate([X, -X]), np.concatenate([Y, Y])
     with_bad = x.copy()
     with_bad[5] = np.nan
-    out = sampling.epoch_order(16).tolist().index(5) // (4 * accumulate)
+    out = sharding.epoch_order(16).tolist().index(5) // (4 * accumulate)
     results = []
     for given in (with_bad, x):
         net = keras.Sequential([keras.Input((4,)), *(make() for make in (_dense, keras.layers.BatchNormalization))])

@@ -9,7 +9,7 @@ keras = pytest.importorskip("keras")
 import numpy as np  # noqa: E402
 
 import hvdtrain.keras as hvd  # noqa: E402
-from hvdtrain import world  # noqa: E402
+from hvdtrain.distributed import world  # noqa: E402
 from hvdtrain.keras.agreement import without_counters  # noqa: E402
 from hvdtrain.keras.reduction import Reduction  # noqa: E402
 

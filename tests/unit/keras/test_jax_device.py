@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("keras")
 jax = pytest.importorskip("jax")
 
-from hvdtrain import launcher, world  # noqa: E402
+from hvdtrain.distributed import launch_environment, world  # noqa: E402
 from hvdtrain.errors import HvdTrainError  # noqa: E402
 from hvdtrain.keras import basics, jax_device  # noqa: E402
 
@@ -84,7 +84,7 @@ def test_init_binds_jax_where_keras_runs_on_it(monkeypatch, backend, arguments):
 
     monkeypatch.setattr(world, "_world", None)
     monkeypatch.setitem(world._loaded, "torch", Horovod)
-    monkeypatch.setattr(launcher, "keras_backend", lambda: backend)
+    monkeypatch.setattr(launch_environment, "keras_backend", lambda: backend)
     monkeypatch.setattr(jax_device, "pick_device", lambda local_rank: f"cuda:{local_rank}")
     basics.init(**arguments)
     assert bound == [arguments]

@@ -13,7 +13,7 @@ BACKENDS = ("tensorflow", "torch", "jax")
 SCRIPT = """
 import keras, numpy as np
 import hvdtrain.keras as hvd
-from hvdtrain.keras.host import to_numpy
+from hvdtrain.keras.host_collectives import to_numpy
 
 hvd.init()
 assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size()) == (0, 1, 0, 1, 1)

@@ -7,10 +7,10 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("keras")
 
-from hvdtrain.data import Consumed  # noqa: E402
+from hvdtrain.data.sources import Consumed  # noqa: E402
+from hvdtrain.distributed.world import SoloWorld  # noqa: E402
 from hvdtrain.keras.data import as_source  # noqa: E402
-from hvdtrain.position import check_data  # noqa: E402
-from hvdtrain.world import SoloWorld  # noqa: E402
+from hvdtrain.training.progress import check_data  # noqa: E402
 
 
 class OfTwo(SoloWorld):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hvdtrain.torch as hvdtrain_torch
-from hvdtrain import world
+from hvdtrain.distributed import world
 from hvdtrain.torch import engine
 
 

@@ -18,8 +18,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hvdtrain.data import Consumed, as_source
-from hvdtrain.world import SoloWorld
+from hvdtrain.data.sources import Consumed, as_source
+from hvdtrain.distributed.world import SoloWorld
 
 
 class FakeWorld(SoloWorld):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain import pulse, step_times, tuning, waited
+from hvdtrain.distributed import tuning, wait_time
+from hvdtrain.distributed.world import SoloWorld
+from hvdtrain.telemetry import heartbeat, step_times
 from hvdtrain.torch import step_marks
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.reducer import Reducer
-from hvdtrain.world import SoloWorld
 
 
 class Gpu:
@@ -58,8 +59,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", made.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=made.wait))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waits for reductions on other streams too"))
-    monkeypatch.setattr(pulse, "time", SimpleNamespace(perf_counter=lambda: made.now))
-    monkeypatch.setattr(waited, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(perf_counter=lambda: made.now))
     return made
 
 
@@ -71,13 +72,13 @@ class TwoRanks(SoloWorld):
 
 
 def test_an_interval_holds_what_the_gpu_took_and_not_what_launching_did(gpu, monkeypatch):
-    monkeypatch.setattr(waited, "device", GpuClock())
-    beats = pulse.Pulse(TwoRanks())
+    monkeypatch.setattr(wait_time, "device", GpuClock())
+    beats = heartbeat.Pulse(TwoRanks())
     found = []
     for _ in range(40):
         with beats.training():
             gpu.work(0.10)  # forward and backward
-            with waited.counted():
+            with wait_time.counted():
                 gpu.work(0.05)  # the stream stands still for the others
             gpu.work(0.02)  # update
         found.append(beats.beat(asked=False))
@@ -89,8 +90,8 @@ def test_an_interval_holds_what_the_gpu_took_and_not_what_launching_did(gpu, mon
 
 
 def test_data_that_is_loaded_while_the_gpu_computes_is_not_waited_for(gpu, monkeypatch):
-    monkeypatch.setattr(waited, "device", GpuClock())
-    beats = pulse.Pulse(TwoRanks())
+    monkeypatch.setattr(wait_time, "device", GpuClock())
+    beats = heartbeat.Pulse(TwoRanks())
 
     def batches():
         for _ in range(40):
@@ -109,8 +110,8 @@ def test_data_that_is_loaded_while_the_gpu_computes_is_not_waited_for(gpu, monke
 
 def test_a_wait_within_another_one_is_counted_once(gpu, monkeypatch):
     clock = GpuClock()
-    monkeypatch.setattr(waited, "device", clock)
-    with clock.training(), waited.counted(), waited.counted():
+    monkeypatch.setattr(wait_time, "device", clock)
+    with clock.training(), wait_time.counted(), wait_time.counted():
         assert not clock.takes_waits
         gpu.work(0.05)
     assert clock.read() == pytest.approx((0.05, 0.05), abs=0.002)
@@ -118,11 +119,11 @@ def test_a_wait_within_another_one_is_counted_once(gpu, monkeypatch):
 
 
 def test_collectives_outside_of_steps_are_waited_for_by_the_host(gpu, monkeypatch):
-    monkeypatch.setattr(waited, "device", GpuClock())
-    before = waited.outside_graphs()
-    with waited.counted():
+    monkeypatch.setattr(wait_time, "device", GpuClock())
+    before = wait_time.outside_graphs()
+    with wait_time.counted():
         gpu.now += 0.5
-    assert waited.outside_graphs() - before == pytest.approx(0.5)
+    assert wait_time.outside_graphs() - before == pytest.approx(0.5)
 
 
 def train(gpu, monkeypatch, *, steps):

@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hvdtrain
-from hvdtrain.data import as_source
+from hvdtrain.data.sources import as_source
+from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.torch.loader import ShardSampler
-from hvdtrain.world import SoloWorld
 
 
 class FakeWorld(SoloWorld):
@@ -65,7 +65,7 @@ def test_dropping_everything_is_an_error():
 
 
 def test_leaving_a_prepared_loop_leaves_no_hooks_behind():
-    from hvdtrain import world as worlds
+    from hvdtrain.distributed import world as worlds
 
     model = torch.nn.Linear(1, 1)
     worlds.use(FakeWorld(0, 2))

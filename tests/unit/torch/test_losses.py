@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.data import Batch
+from hvdtrain.data.sources import Batch
+from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.torch.losses import LossWeights, denominator
 from hvdtrain.torch.metrics import Accuracy, Totals
-from hvdtrain.world import SoloWorld
 
 LABELS = np.array([0, 2, -100, 1, -100])
 

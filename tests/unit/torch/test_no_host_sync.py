@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from hvdtrain.adapter import Options
-from hvdtrain.data import Batch
+from hvdtrain.data.sources import Batch
+from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.torch import adapter as adapters
 from hvdtrain.torch.adapter import TorchAdapter, make_adapter
 from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
-from hvdtrain.world import SoloWorld
 
 ROWS = 6
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvdtrain
-from hvdtrain import world
+from hvdtrain.distributed import world
 
 
 def test_a_loop_that_clips_between_synchronize_and_step_runs_alone_as_on_many_ranks(hvd, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hvdtrain import rank_state
+from hvdtrain.distributed import rank_state
 from hvdtrain.torch import training_state
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hvdtrain
-from hvdtrain import world
 from hvdtrain.callbacks import Schedule
+from hvdtrain.distributed import world
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3

@@ -1,0 +1,3 @@
+"""The command line: options only."""
+
+from hvdtrain.cli.program import main as main

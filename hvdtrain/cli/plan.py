@@ -1,0 +1,189 @@
+"""The command line of `hvdtrain plan`."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hvdtrain.cli.shared import Debug, file, number, one_of, quantity, whole_number
+from hvdtrain.errors import UsageError
+from hvdtrain.tools.plan.measured import read_measured
+from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast
+from hvdtrain.tools.quantities import format_time, parse_rate, parse_size, parse_time
+
+_TIME, _SIZE, _RATE = quantity(parse_time, "TIME"), quantity(parse_size, "SIZE"), quantity(parse_rate, "RATE")
+
+
+def plan(
+    step: Annotated[
+        float | None, typer.Option(help="T_comp: a rank's step without communication, e.g. 200ms.", **_TIME)
+    ] = None,
+    gradients: Annotated[
+        float | None, typer.Option(help="What a rank reduces in a step, e.g. 80MB: 4 bytes a weight in fp32.", **_SIZE)
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples that one rank takes in a step.", **whole_number())
+    ] = None,
+    backward_share: Annotated[
+        float | None,
+        typer.Option(help=f"Backward's share of the step, up to 1.  [default: {Step.backward_share:.2f}]", **number()),
+    ] = None,
+    spread: Annotated[
+        float | None, typer.Option(help="Standard deviation of the step's time.  [default: 0s]", **_TIME)
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="Take what is not given from a file of: hvdtrain bench --script X --json", **file()),
+    ] = None,
+    link: Annotated[
+        float | None, typer.Option(help="Link between hosts, each direction, e.g. 25Gb/s or 3.1GB/s.", **_RATE)
+    ] = None,
+    link_efficiency: Annotated[
+        float | None,
+        typer.Option(
+            help=f"What headers leave of it; 1 if measured.  [default: {Cluster.link_efficiency}]", **number()
+        ),
+    ] = None,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.", **whole_number())] = 1,
+    intra: Annotated[
+        float | None, typer.Option(help="What an allreduce reaches within a host, e.g. 10GB/s.", **_RATE)
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(help=f"A hop between hosts.  [default: {format_time(Cluster.latency_s)}]", **_TIME)
+    ] = None,
+    intra_latency: Annotated[
+        float | None,
+        typer.Option(help=f"A hop within a host.  [default: {format_time(Cluster.intra_latency_s)}]", **_TIME),
+    ] = None,
+    overhead: Annotated[
+        float | None,
+        typer.Option(help=f"Starting an allreduce.  [default: {format_time(Cluster.overhead_s)}]", **_TIME),
+    ] = None,
+    bucket: Annotated[
+        float | None,
+        typer.Option(help=f"Gradients reduced together.  [default: {Cluster.bucket_bytes / 2**20:g}MiB]", **_SIZE),
+    ] = None,
+    overlap: Annotated[
+        float, typer.Option(help="1: allreduce runs beside backward; 0: it takes the cores that compute.", **number())
+    ] = Cluster.overlap,
+    algorithm: Annotated[
+        str, typer.Option(help="How an allreduce travels.", **one_of(*(each.value for each in Algorithm)))
+    ] = Cluster.algorithm.value,
+    max_ranks: Annotated[int, typer.Option(help="Forecast for 1, 2, 4, ... up to this.", **whole_number())] = 4096,
+    samples: Annotated[
+        int, typer.Option(help="Samples of the run whose time and cost are shown.", **whole_number())
+    ] = 1_000_000,
+    price: Annotated[
+        float | None, typer.Option(help="Of one rank for one hour.  [default: show rank-hours]", **number())
+    ] = None,
+    worth: Annotated[
+        float, typer.Option(help="What an added rank must bring, of a lone rank's work.", **number())
+    ] = 0.5,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Forecast speed and cost on 1 to 4096 ranks from one measured step.
+
+    T_comp is a rank's step without communication; it stays, since the batch of a rank stays. T_sync is the time to
+    allreduce its gradients: bytes sent / bandwidth + hops * latency + what starting each allreduce takes. Overlap:
+    T_sync runs beside backward, bucket by bucket, as gradients become ready; what is left when backward ends is
+    exposed, the last bucket always. A step lasts T_comp + exposed + waiting for the slowest rank (from --spread).
+    Efficiency is T_comp / step.
+
+    Adding ranks stops paying where no larger number of ranks brings --worth of a lone rank's work for each rank added.
+
+    Quantities need a unit: 200ms, 80MB, 64MiB, 25Gb/s (bits), 3.9GB/s (bytes).
+
+    Example: hvdtrain plan --step 200ms --gradients 80MB --batch-size 64 --link 25Gb/s
+    """
+    from hvdtrain.tools.plan.report import Plan, as_json, show
+
+    step_given: dict[str, Any] = {
+        "compute_s": step,
+        "gradient_bytes": gradients,
+        "samples": batch_size,
+        "backward_share": backward_share,
+        "spread_s": spread,
+    }
+    cluster_given: dict[str, Any] = {
+        "link_bytes_per_s": link,
+        "link_efficiency": link_efficiency,
+        "ranks_per_host": ranks_per_host,
+        "intra_bytes_per_s": intra,
+        "latency_s": latency,
+        "intra_latency_s": intra_latency,
+        "overhead_s": overhead,
+        "bucket_bytes": bucket,
+        "overlap": overlap,
+        "algorithm": Algorithm(algorithm),
+    }
+    try:
+        if measured is not None:
+            from_file = read_measured(measured)
+            _complete(step_given, from_file)
+            _complete(cluster_given, from_file)
+        the_step, the_cluster = _step(step_given), _cluster(cluster_given, max_ranks=max_ranks)
+        result = Plan(
+            step=the_step,
+            cluster=the_cluster,
+            forecasts=[forecast(the_step, the_cluster, ranks) for ranks in rank_counts(max_ranks)],
+            run_samples=samples,
+            price=price,
+            worth=worth,
+        )
+        text = json_format.dumps(as_json(result), indent=2) if json else None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if text is not None:
+        print(text)
+        return
+    from rich.console import Console
+
+    show(result, Console(highlight=False, width=None if sys.stdout.isatty() else 100))
+
+
+def rank_counts(largest: int) -> list[int]:
+    """Return 1, 2, 4, ... up to `largest`, and `largest` itself.
+
+    Raises:
+        ValueError: if largest is not from 1 to 2^20, beyond which no model of ours was looked at.
+    """
+    if not 1 <= largest <= 2**20:
+        raise ValueError(f"the largest number of ranks must be from 1 to {2**20}. Received: {largest}")
+    counts = [2**power for power in range(largest.bit_length())]
+    return counts if counts[-1] == largest else [*counts, largest]
+
+
+def _complete(given: dict[str, Any], from_file: dict[str, float]) -> None:
+    """Fill in from the file what the command line left open."""
+    for name, value in given.items():
+        if value is None:
+            given[name] = from_file.get(name)
+
+
+def _step(given: dict[str, Any]) -> Step:
+    options = {"compute_s": "--step", "gradient_bytes": "--gradients", "samples": "--batch-size"}
+    missing = [option for name, option in options.items() if given[name] is None]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'}, or a --measured file"
+        )
+    return Step(**_without_none(given))
+
+
+def _cluster(given: dict[str, Any], *, max_ranks: int) -> Cluster:
+    cluster = Cluster(**_without_none(given))
+    if cluster.link_bytes_per_s is None and max_ranks > cluster.ranks_per_host:
+        raise ValueError("--link missing: give the speed between hosts, or a --max-ranks that --ranks-per-host covers")
+    if cluster.intra_bytes_per_s is None and cluster.ranks_per_host > 1:
+        raise ValueError("--intra missing: several ranks share a host, so give the speed between them")
+    return cluster
+
+
+def _without_none(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what was given; the dataclasses know the rest."""
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,222 @@
+"""The command line: `hvdtrain build`, `doctor`, `bench`, `plan`, `report` and `run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from hvdtrain.cli.bench import bench
+from hvdtrain.cli.plan import plan
+from hvdtrain.cli.report import report
+from hvdtrain.cli.run import RunCommand, run
+from hvdtrain.cli.shared import (
+    DEBUG,
+    Command,
+    Debug,
+    Group,
+    TyperUsageError,
+    check_page,
+    file,
+    folder,
+    matching,
+    one_of,
+    whole_number,
+)
+from hvdtrain.errors import HvdTrainError, UsageError
+from hvdtrain.system import redact
+
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+
+# The one place where exit statuses are written down for users. \b keeps the lines.
+_EXIT_STATUSES = """\b
+Exit status:
+  0      it worked
+  1      it did not; one line says why (doctor: training would not work here)
+  2      the command line or the config is wrong; one line says what to type
+  75     run: stopped on request, the same command goes on from the checkpoint
+  76     run: a rank waited too long for others
+  130    Ctrl-C
+  other  run: that of the rank that failed first, 128 + n for signal n
+"""
+
+app = typer.Typer(
+    cls=Group,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from hvdtrain import __version__
+
+        print(f"hvdtrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=_EXIT_STATUSES)
+def hvdtrain(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Distributed training with Horovod for PyTorch and Keras 3.
+
+    Example: hvdtrain run -np 4 train.py
+
+    `hvdtrain COMMAND --help` says what a command takes.
+    """
+
+
+@app.command(cls=Command)
+def build(
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave this out; may be repeated.", **one_of("torch", "tensorflow", "mpi", "nccl")),
+    ] = None,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even where the cache has the wheel.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be built, and stop.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Take framework versions older than tested ones, and keep untested ones whose proof failed.",
+        ),
+    ] = False,
+    wheel_dir: Annotated[Path | None, typer.Option(help="Put a copy of the wheel there.", **folder())] = None,
+    sdist: Annotated[
+        Path | None, typer.Option(help="Horovod's sdist as a file, for machines without a network.", **file())
+    ] = None,
+    through_host: Annotated[
+        bool,
+        typer.Option(
+            "--through-host", help="Let GPU tensors travel through host memory: NCCL refuses two ranks on one GPU."
+        ),
+    ] = False,
+    cuda_arch: Annotated[
+        str | None,
+        typer.Option(
+            help='GPU architectures, e.g. "80,90"; default: the GPUs that are here.',
+            **matching(r"\d+\.?\d(,\d+\.?\d)*", "architectures such as 80,90", "LIST"),
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Compiler processes at once; default: one a core.", **whole_number(least=1))
+    ] = None,
+    install: Annotated[bool, typer.Option(help="Install the wheel into this environment and prove it.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Build Horovod for the frameworks installed here, and prove it.
+
+    The wheel is installed and proven by an allreduce and a training step of two processes, for each framework and
+    data plane. A version that no test has seen stays installed only if that succeeds.
+
+    Example: hvdtrain build --without mpi
+    """
+    from hvdtrain.horovod_build.build import Options
+    from hvdtrain.horovod_build.build import build as run_build
+
+    left_out = set(without or ())
+    # For set-ups that run this command for the user, who then has no command line to write --without on.
+    if os.environ.get("HVDTRAIN_MPI") == "0":
+        left_out.add("mpi")
+    run_build(
+        Options(
+            without=frozenset(left_out),
+            rebuild=rebuild,
+            dry_run=dry_run,
+            force=force,
+            wheel_dir=wheel_dir,
+            sdist=sdist,
+            through_host=through_host,
+            cuda_arch=cuda_arch,
+            jobs=jobs,
+            install=install,
+        )
+    )
+
+
+@app.command(cls=Command)
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Print Markdown to paste into an issue: no addresses, names or secrets.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report there instead of printing it.", readable=False)
+    ] = None,
+    no_allreduce: Annotated[
+        bool, typer.Option("--no-allreduce", help="Start no processes: only check that what is installed fits.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what is installed and whether training would work.
+
+    The exit status is 1 where it would not; what to type next is said last.
+
+    Example: hvdtrain doctor --report --out report.md
+    """
+    if json and report:
+        raise UsageError("--json and --report are two forms of one answer. Give one of them")
+    if report and no_allreduce:
+        raise UsageError("--report holds the live allreduces. Leave out --no-allreduce")
+    if out is not None and not report:
+        raise UsageError(f"--out is for --report. Type: hvdtrain doctor --report --out {out}")
+    if out is not None:
+        check_page(out)
+    from hvdtrain.tools.doctor import run as run_doctor
+
+    raise typer.Exit(run_doctor(as_json=json, report=report, out=out, allreduce=not no_allreduce))
+
+
+app.command(cls=Command)(bench)
+app.command(cls=Command)(plan)
+app.command(cls=Command)(report)
+app.command(cls=RunCommand)(run)
+
+
+def main() -> NoReturn:
+    """Entry point: whatever goes wrong is one line and an exit status, with a traceback only where it is asked for."""
+    try:
+        status = app(prog_name="hvdtrain", standalone_mode=False)
+    except UsageError as error:
+        _end(error, _USAGE)
+    except TyperUsageError:  # of the program itself; a command's own are UsageErrors
+        _end(UsageError("say which command. Type: hvdtrain --help"), _USAGE)
+    except (HvdTrainError, OSError) as error:
+        # Of an OSError the system's own words, e.g. "[Errno 28] No space left on device: '/tmp/x'".
+        _end(error, _FAILED)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(_INTERRUPTED)
+    except Exception as error:  # noqa: BLE001  a traceback is for those who ask for it
+        _end(error, _FAILED, bug=True)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _end(error: Exception, status: int, *, bug: bool = False) -> NoReturn:
+    """Say what is wrong in one line, and end."""
+    if os.environ.get(DEBUG) == "1" and error.__traceback__ is not None:
+        traceback.print_exception(error)
+    text = str(error)
+    if status == _USAGE:
+        text = " ".join(text.splitlines())  # what was typed may hold more than one line
+    if bug:
+        text = (
+            f"{type(error).__name__}: {text}. This is a bug of hvdtrain. {DEBUG}=1 before the command shows where; "
+            "please report that with what `hvdtrain doctor --report` prints"
+        )
+    typer.echo(f"{_typed(sys.argv[1:])}: {redact.text(text)}", err=True)
+    sys.exit(status)
+
+
+def _typed(words: list[str]) -> str:
+    """Return "hvdtrain" and the command that was typed, if there is such a command."""
+    named: Any = next((word for word in words if not word.startswith("-")), None)
+    known = {each.name or (each.callback.__name__ if each.callback else "") for each in app.registered_commands}
+    return f"hvdtrain {named}" if named in known else "hvdtrain"

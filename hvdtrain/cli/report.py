@@ -1,0 +1,125 @@
+"""The command line of `hvdtrain report`: options only, so that `hvdtrain --help` imports nothing heavy."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hvdtrain.cli.shared import Debug, check_page, file
+from hvdtrain.errors import UsageError
+from hvdtrain.system import private_files
+from hvdtrain.tools.plan.measured import read_measured
+from hvdtrain.tools.quantities import parse_rate
+
+if TYPE_CHECKING:
+    from hvdtrain.tools.report.numbers import Summary
+
+
+def report(
+    runs: Annotated[
+        list[Path] | None,
+        # Whether it can be read shows when it is read.
+        typer.Argument(metavar="RUN [RUN]", help="A run's folder, or two to compare.", readable=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The page; default: report.html in RUN, for two runs in this folder.", readable=False
+        ),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="Show the allreduce floor, from a file of: hvdtrain bench --script X --json", **file()),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Speed between ranks, for the floor: 25Gb/s of a link, 9GB/s through memory."
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers as one JSON object; a page only with --out.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Make a page of a run, or of two compared, that opens offline.
+
+    It shows curves, speed, stragglers and settings.
+
+    Example: hvdtrain report runs/train-20261121-100000
+    """
+    try:
+        path = _report(runs or [], out=out, measured=measured, link=link, as_json=json)
+    except ValueError as error:  # of a file or a rate that cannot be read
+        raise UsageError(str(error)) from None
+    if not json:
+        print(f"wrote {path}: open it in a browser")
+
+
+def _report(folders: list[Path], *, out: Path | None, measured: Path | None, link: str | None, as_json: bool) -> Path:
+    """Read, print and write what was asked for; return where the page is."""
+    from dataclasses import replace
+
+    from hvdtrain.tools.report.numbers import summarize
+    from hvdtrain.tools.report.reading import ReportError, read_run
+
+    if not folders:
+        raise ReportError("name a run, or two to compare. Type: hvdtrain report runs/NAME (to see them: ls runs)")
+    if len(folders) > 2:
+        raise ReportError(f"one run or two can be shown. Received: {len(folders)}. Type: hvdtrain report A B")
+    if measured is not None and len(folders) == 2:
+        raise ReportError("--measured is for one run. Leave it out, or name one run")
+    if link is not None and measured is None:
+        raise ReportError("--link needs --measured, which tells how many bytes of gradients there are")
+    path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    found = [read_run(folder) for folder in folders]
+    if out is not None or not as_json:
+        check_page(path)
+    summaries = [summarize(run) for run in found]
+    if measured is not None:
+        floor_s = _floor(summaries[0], measured, link)
+        summaries = [replace(summaries[0], allreduce_floor_s=floor_s)]
+    if as_json:
+        shown = [summary.as_json() for summary in summaries]
+        print(json_format.dumps(shown[0] if len(shown) == 1 else _pair(summaries), indent=2, allow_nan=False))
+    if out is not None or not as_json:
+        from hvdtrain.tools.report.page import page
+        from hvdtrain.tools.report.plots import draw
+
+        drawn = draw(found, floor_s=summaries[0].allreduce_floor_s)
+        private_files.write_text(path, page(found, summaries, drawn))
+    return path
+
+
+def _pair(summaries: list[Summary]) -> dict[str, object]:
+    from hvdtrain.tools.report.numbers import ratios
+
+    rows = {name: other / mine for name, mine, other, _ in ratios(*summaries) if mine}
+    return {"a": summaries[0].as_json(), "b": summaries[1].as_json(), "b_over_a": rows}
+
+
+def _floor(summary: Summary, measured: Path, link: str | None) -> float:
+    """Return the allreduce floor of a run from what bench measured; nothing is guessed where that is not enough."""
+    from hvdtrain.tools.report.numbers import floor_of
+    from hvdtrain.tools.report.reading import ReportError
+
+    known = read_measured(measured)
+    if "gradient_bytes" not in known:
+        raise ReportError(f"{measured} does not tell gradient_bytes: write it with hvdtrain bench --script X --json")
+    if link is not None:
+        speed = parse_rate(link)
+    elif summary.hosts == 1 and "intra_bytes_per_s" in known:
+        speed = known["intra_bytes_per_s"]
+    elif summary.hosts == 1:
+        raise ReportError(
+            f"the floor needs the speed between ranks, which {measured} does not tell. `hvdtrain bench` without "
+            "--script measures it; then type, say: --link 9GB/s"
+        )
+    else:
+        raise ReportError("the floor needs the speed between ranks. Give the link's between hosts: --link 25Gb/s")
+    if not speed > 0:
+        raise ReportError(f"the speed between ranks must be above zero. Received: {speed} bytes a second")
+    return floor_of(summary, gradient_bytes=known["gradient_bytes"], bytes_per_s=speed)

@@ -1,0 +1,198 @@
+"""What the commands share: kinds of values, options, and one line for whatever was typed wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from hvdtrain.errors import UsageError
+from hvdtrain.system.suggestions import did_you_mean
+
+# The same variable makes every rank print its whole traceback.
+DEBUG = "HVDTRAIN_DEBUG"
+# Typer exports BadParameter alone, and newer versions carry a copy of click of their own: its base is theirs.
+TyperUsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def _kind(parse: Callable[[str], Any], metavar: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return typer's options for a value that `parse` reads; its ValueError is what the value must be."""
+
+    def checked(value: Any) -> Any:
+        try:
+            return parse(str(value))  # a default comes through here too
+        except ValueError as problem:
+            raise typer.BadParameter(str(problem)) from None
+
+    # Typer calls this with as many of (context, arguments so far, beginning) as it has parameters.
+    complete = {"autocompletion": lambda incomplete: [name for name in names if name.startswith(incomplete)]}
+    return {"parser": checked, "metavar": metavar, **(complete if names else {})}
+
+
+def whole_number(*, least: int | None = None, metavar: str = "N") -> dict[str, Any]:
+    """Return the options of a whole number, of at least `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:  # also for more digits than Python takes
+            number = None
+        if number is None or (least is not None and number < least):
+            bound = "" if least is None else f", at least {least}"
+            raise ValueError(f"must be a whole number{bound}. Received: {text}")
+        return number
+
+    return _kind(parse, metavar)
+
+
+def number(metavar: str = "X") -> dict[str, Any]:
+    """Return the options of a number."""
+
+    def parse(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"must be a number. Received: {text}") from None
+
+    return _kind(parse, metavar)
+
+
+def quantity(parse: Callable[[str], float], metavar: str) -> dict[str, Any]:
+    """Return the options of a number with its unit, which `parse` reads or refuses with a ValueError."""
+    return _kind(parse, metavar)
+
+
+def one_of(*names: str) -> dict[str, Any]:
+    """Return the options of a value that is one of `names`."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            choices = f"{', '.join(names[:-1])} or {names[-1]}"
+            raise ValueError(f"must be {choices}. Received: {text}{did_you_mean(text, names, '').rstrip('. ')}")
+        return text
+
+    return _kind(parse, "|".join(names), names)
+
+
+def file(metavar: str = "FILE") -> dict[str, Any]:
+    """Return the options of a file that is there and can be read."""
+
+    def parse(text: str) -> Path:
+        if not Path(text).is_file():
+            raise ValueError(f"must be a file. There is none at {text}")
+        if not os.access(text, os.R_OK):
+            raise ValueError(f"must be a file that can be read. {text} cannot")
+        return Path(text)
+
+    return _kind(parse, metavar)
+
+
+def check_page(path: Path, option: str = "--out") -> None:
+    """Raise a UsageError where no file can be written at `path`, before the work for it is done."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{option}: there is no folder {path.parent}. Type: mkdir -p {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{option} must be a file. {path} is a folder. Type: {option} {path / 'report'}{path.suffix}")
+    if not os.access(path if path.exists() else parent, os.W_OK):
+        raise UsageError(f"{path} cannot be written: permission denied. Name a file elsewhere: {option} FILE")
+
+
+def folder(metavar: str = "DIR") -> dict[str, Any]:
+    """Return the options of a folder that is there, or can be made."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            raise ValueError(f"must be a folder. {there} is a file")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"must be a folder that can be written. {there} cannot")
+        return path
+
+    return _kind(parse, metavar)
+
+
+def matching(pattern: str, must_be: str, metavar: str) -> dict[str, Any]:
+    """Return the options of a text of a certain form."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {must_be}. Received: {text}")
+        return text
+
+    return _kind(parse, metavar)
+
+
+def _debug(asked: bool) -> None:
+    if asked:
+        os.environ[DEBUG] = "1"
+
+
+# Commands take it as a parameter that they do not read: it is told to the whole process, and to ranks.
+Debug = Annotated[
+    bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show the traceback of whatever goes wrong.")
+]
+
+
+class Command(TyperCommand):
+    """A command whose errors are one line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line, and say in a UsageError what is wrong with it."""
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except TyperUsageError as error:
+            raise in_our_words(error, ctx, typed) from error
+
+
+class Group(TyperGroup):
+    """The program itself, whose errors are one line too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read what comes before the command; without anything the help is the answer."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), err=True)
+            raise typer.Exit(2)
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except TyperUsageError as error:
+            raise in_our_words(error, ctx, typed) from error
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command, or name the nearest."""
+        names = list(self.commands)
+        if args and args[0] not in names and not ctx.resilient_parsing:
+            raise UsageError(
+                f"there is no command {args[0]}" + did_you_mean(args[0], names, f"There are {', '.join(names)}")
+            )
+        return super().resolve_command(ctx, args)
+
+
+def in_our_words(error: Exception, ctx: Any, typed: Sequence[str]) -> UsageError:
+    """Return what typer found wrong as one line that says what to type instead."""
+    options = [name for each in ctx.command.get_params(ctx) for name in (*each.opts, *each.secondary_opts)]
+    options = [name for name in options if name.startswith("-")]
+    see_help = f"Type: {ctx.command_path} --help"
+    parameter, option = getattr(error, "param", None), getattr(error, "option_name", None)
+    message = str(getattr(error, "message", error))
+    if parameter is not None:
+        names = [name for name in parameter.opts if name.startswith("-")] or [parameter.name]
+        name = next((each for each in names if any(w == each or w.startswith(f"{each}=") for w in typed)), names[-1])
+        return UsageError(f"{name}{' ' if message.startswith('must ') else ': '}{message}")
+    if option is not None and hasattr(error, "possibilities"):
+        return UsageError(f"there is no option {option}" + did_you_mean(option, options, see_help))
+    if option is not None and "requires" in message:
+        return UsageError(f"{option} needs a value. {see_help}")
+    if "unexpected extra argument" in message:
+        extra = message.partition("(")[2].rpartition("(")[2].rstrip(").")
+        first = extra.split()[0] if extra.split() else extra
+        return UsageError(f"it takes no argument. Received: {extra}" + did_you_mean(f"--{first}", options, see_help))
+    return UsageError(f"{message[:1].lower()}{message[1:].rstrip('.')}. {see_help}")

@@ -1,0 +1,69 @@
+"""What must be equal on all ranks, checked and named: a difference that goes unnoticed is a wrong number or a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.distributed.world import World
+from hvdtrain.errors import DesyncError, HvdTrainError
+
+
+def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
+    """Raise DesyncError on every rank unless `values` (JSON values by name) are equal on all of them."""
+    if world.size == 1:
+        return
+    gathered = world.allgather_object(values, name="agreement")
+    for name in dict.fromkeys(key for value in gathered for key in value):
+        seen = [value.get(name) for value in gathered]
+        others = [rank for rank, value in enumerate(seen) if value != seen[0]]
+        if others:
+            raise DesyncError(
+                f"Ranks disagree on {what}: {name} is {seen[0]!r} on rank 0 but {seen[others[0]]!r} on rank "
+                f"{others[0]} ({len(others)} of {world.size} ranks differ). Start every rank with the same."
+            )
+
+
+def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
+    """Run `action` on the root and return its JSON result on every rank; if it fails, every rank raises.
+
+    The action does I/O only; the exchange of its outcome is the collective, outside `if is_root`.
+
+    Raises:
+        Exception: the root's own error, on the root; a HvdTrainError that quotes it, on the others.
+    """
+    outcome: dict[str, Any] = {}
+    error: Exception | None = None
+    if world.is_root:
+        try:
+            outcome["result"] = action()
+        except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait for it
+            error = caught
+            outcome["error"] = f"{type(caught).__name__}: {caught}"
+    received = world.broadcast_object(outcome, name=name)
+    if error is not None:
+        raise error
+    if "error" in received:
+        raise HvdTrainError(f"On rank 0: {received['error']}")
+    return received["result"]
+
+
+def everywhere(action: Callable[[], Any], *, world: World, name: str) -> Any:
+    """Run `action` on every rank and return its result there; if it fails on one, every rank raises.
+
+    Raises:
+        Exception: this rank's own error; a HvdTrainError that quotes the first, on ranks where it went well.
+    """
+    if world.size == 1:
+        return action()
+    result, error, text = None, None, None
+    try:
+        result = action()
+    except Exception as caught:  # noqa: BLE001 - likewise
+        error, text = caught, f"{type(caught).__name__}: {caught}"
+    failures = [(rank, each) for rank, each in enumerate(world.allgather_object(text, name=name)) if each]
+    if error is not None:
+        raise error
+    if failures:
+        raise HvdTrainError(f"On rank {failures[0][0]}: {failures[0][1]}")
+    return result

@@ -1,0 +1,226 @@
+"""Go on when ranks come and go: what an elastic `horovodrun` asks of a training run, for every framework alike.
+
+Horovod's driver starts ranks on new hosts, drops hosts whose ranks died, and tells rank 0. A run keeps a state that it
+commits from time to time: when a rank dies, the others meet anew, go back to their last commit and go on from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import importlib
+import logging
+import queue
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hvdtrain.distributed.watchdog.rank_exit import is_caused_by_others
+
+log = logging.getLogger("hvdtrain")
+
+Reset = Callable[[], Any]
+
+_TRIES = 20
+_NOT_MET = "Horovod initialization failed"
+
+# An error of the user's own, which would come again however often ranks meet anew.
+_NOT_A_FAILURE = "Mismatched"
+
+
+class SoloState:
+    """State that can be committed and restored, without Horovod: nobody comes or goes.
+
+    Args:
+        bcast_object: not needed alone; taken since Horovod's State has it.
+        get_rank: likewise.
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Add functions to be called after ranks came or went; alone, that never happens."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call the callbacks."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: Any) -> None:
+        """Do nothing: there are no other hosts."""
+
+    def commit(self) -> None:
+        """Save."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: there are no other hosts."""
+
+    def save(self) -> None:
+        """Keep a copy of the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the copy."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give every rank the root's state."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Prepare for other ranks, before `sync`."""
+
+
+# Horovod's listens to its driver for hosts that come and go, which only Horovod's run-time knows how to do.
+_horovod: Any = None
+try:
+    _horovod = importlib.import_module("horovod.common.elastic")
+except ImportError:
+    pass
+_State: Any = _horovod.State if _horovod else SoloState
+
+
+class State(_State):
+    """State that can be committed and restored, and hears of hosts that come and go; see `run_fn`."""
+
+    def on_reset(self) -> None:
+        """Call the callbacks. Horovod's also forgets the hosts that it heard of while ranks met."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+
+class ObjectState(State):
+    """State of Python objects, each an attribute, of which a commit keeps copies.
+
+    Unlike Horovod's, it also goes back where an object was changed in place, such as a list that grew, and `sync` sends
+    what the attributes are, not what they were at the last commit.
+
+    Args:
+        bcast_object: sends an object of rank 0's to all ranks.
+        get_rank: returns this process's rank.
+        kwargs: the attributes.
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        self._names = tuple(kwargs)
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+        self._set(kwargs)
+        self._saved_state = copy.deepcopy(kwargs)
+
+    def save(self) -> None:
+        """Keep copies of the attributes."""
+        self._saved_state = copy.deepcopy(self._attributes())
+
+    def restore(self) -> None:
+        """Go back to the copies."""
+        self._set(copy.deepcopy(self._saved_state))
+
+    def sync(self) -> None:
+        """Take the root's attributes, and keep copies of them."""
+        if self._names:
+            self._set(self._bcast_object(self._attributes()))
+            self._saved_state = copy.deepcopy(self._attributes())
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
+    """Return `func(state, ...)`, which begins again whenever ranks come, go or die.
+
+    Before each beginning the state is synchronized from rank 0; after a failure it goes back to the last commit first.
+
+    Args:
+        func: what to run; its first argument is a `State`.
+        reset: lets this process leave the ranks there were and meet those there are.
+    """
+
+    @functools.wraps(func)
+    def alone(state: Any, *args: Any, **kwargs: Any) -> Any:
+        state.sync()
+        return func(state, *args, **kwargs)
+
+    @functools.wraps(func)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = _horovod.notification_manager
+        manager.init()
+        manager.register_listener(state)
+        in_sync = False
+        try:
+            while True:
+                try:
+                    if not in_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except Exception as error:
+                    if type(error).__name__ == "HostsUpdatedInterrupt":
+                        in_sync = bool(getattr(error, "skip_sync", False))
+                        log.info("hosts have changed: ranks meet anew")
+                    elif is_failure_of_others(error):
+                        state.restore()
+                        in_sync = False
+                        log.warning("a rank failed (%s): the others go back to their last commit", _first_line(error))
+                    else:
+                        raise
+                # Before they meet: of a host that comes meanwhile this is all that ranks hear, and perhaps too late.
+                state._host_messages = queue.Queue()
+                _meet(reset)
+                state.on_reset()
+        finally:
+            manager.remove_listener(state)
+
+    return wrapper if _horovod else alone
+
+
+def _meet(reset: Reset) -> None:
+    """Meet the ranks there are, again and again while some of them die before all have met.
+
+    Raises:
+        SystemExit: this host is no longer part of the job.
+        Exception: the last try's, where none went well; Horovod's driver is gone, for example.
+    """
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            reset()
+        except Exception as error:
+            if _is_removed():
+                log.warning("this host was removed from the job: its rank ends")
+                raise SystemExit(0) from None
+            if not tries_left or not (is_failure_of_others(error) or _NOT_MET in str(error)):
+                raise
+            log.warning("ranks did not meet (%s): they try again", _first_line(error))
+        else:
+            return
+
+
+def _is_removed() -> bool:
+    getenv = ctypes.CDLL(None).getenv  # where Horovod has set it, which Python's own environment does not see
+    getenv.restype = ctypes.c_char_p
+    return bool(getenv(b"HOROVOD_RANK") == b"-1")
+
+
+def is_failure_of_others(error: BaseException) -> bool:
+    """Return whether an exception says that ranks can no longer reach each other.
+
+    Inside a compiled step, TensorFlow and JAX turn Horovod's error into one of their own.
+    """
+    if is_caused_by_others(error):
+        return True
+    return type(error).__name__ == "HorovodInternalError" and _NOT_A_FAILURE not in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "Horovod" in line), lines[0])[:200]

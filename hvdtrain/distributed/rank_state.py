@@ -1,0 +1,131 @@
+"""What each rank holds of its own in the middle of a run: random states, running metrics, statistics not yet settled.
+
+A checkpoint keeps it for every rank, so that a resumed run goes on as if it had never stopped. Names say what becomes
+of a value where the number of ranks has changed: "random.x" stays with the rank of its number, "sum.x" counts as what
+all ranks held together, "mean.x" and "max.x" become the mean and the largest on all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.distributed import checksums
+from hvdtrain.distributed.world import World
+
+Arrays = dict[str, NDArray[Any]]
+
+_MT_WORDS = 624  # the state of a Mersenne Twister, which Python and numpy.random both use
+
+
+def random_states() -> Arrays:
+    """Return the states of Python's and NumPy's global random generators; of NumPy's only where it is in use."""
+    version, words, gauss = random.getstate()
+    states = {
+        "random.python": np.array(words, np.uint64),
+        "random.python_gauss": np.array([version, gauss is not None, gauss or 0.0], np.float64),
+    }
+    if "numpy.random" in sys.modules:
+        # The global one, which users and their libraries draw from; hvdtrain does not.
+        _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+        states["random.numpy"] = np.append(keys, position).astype(np.uint64)
+        states["random.numpy_gauss"] = np.array([has_gauss, cached], np.float64)
+    return states
+
+
+def set_random_states(states: Arrays) -> None:
+    """Take on what `random_states` returned; generators that are not in it are left alone."""
+    if "random.python" in states:
+        version, has_gauss, gauss = states["random.python_gauss"].tolist()
+        random.setstate((int(version), tuple(states["random.python"].tolist()), gauss if has_gauss else None))
+    if "random.numpy" in states:
+        words, (has_gauss, cached) = states["random.numpy"], states["random.numpy_gauss"].tolist()
+        keys, position = words[:_MT_WORDS].astype(np.uint32), int(words[_MT_WORDS])
+        np.random.set_state(("MT19937", keys, position, int(has_gauss), float(cached)))  # noqa: NPY002
+
+
+def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
+    """Return all ranks' values as {"<rank>/<name>": array} on the root, and nothing on the others; a collective.
+
+    With `everywhere`, all ranks get them.
+
+    "mean.x" and "max.x" that are equal on all ranks are there once, as rank 0's: models keep masks and tables, too, as
+    buffers.
+    """
+    equal = _equal_on_all(mine, world=world)
+    if not world.is_root:
+        mine = {name: array for name, array in mine.items() if name not in equal}
+    parts = _exchange(_pack(mine), world=world)
+    if not (world.is_root or everywhere):
+        return {}
+    return {f"{rank}/{name}": array for rank, part in enumerate(parts) for name, array in _unpack(part).items()}
+
+
+def _equal_on_all(mine: Arrays, *, world: World) -> set[str]:
+    names = sorted(name for name in mine if name.startswith(("mean.", "max.")))
+    hashes = np.frombuffer(b"".join(checksums.of_array(mine[name]) for name in names), np.int64)
+    low, high = (world.allreduce(hashes, op, name="rank_state.hashes") for op in ("min", "max"))
+    same = (low == high).reshape(-1, checksums.SIZE // 8).all(axis=1)
+    return {name for name, equal in zip(names, same, strict=True) if equal}
+
+
+def deal(kept: Arrays, *, world: World) -> Arrays:
+    """Return this rank's values of what `gather` returned on the root; a collective.
+
+    Args:
+        kept: on the root; the others' is not looked at.
+        world: the ranks there are now, perhaps not as many as then.
+    """
+    packed = _exchange(_pack(kept) if world.is_root else b"", world=world)[0]
+    ranks: dict[int, Arrays] = {}
+    for name, array in _unpack(packed).items():
+        number, _, rest = name.partition("/")
+        ranks.setdefault(int(number), {})[rest] = array
+    if not ranks:
+        return {}
+    everywhere = {name: array for name, array in ranks[0].items() if name.startswith(("mean.", "max."))}
+    return combine([{**everywhere, **ranks[number]} for number in sorted(ranks)], rank=world.rank, size=world.size)
+
+
+def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
+    """Return what rank `rank` of `size` goes on with, after the ranks that held `before`."""
+    if len(before) == size:
+        return before[rank]
+    rules: dict[str, Callable[[list[NDArray[Any]]], NDArray[Any]]] = {
+        "sum": lambda values: np.sum(values, axis=0) if rank == 0 else np.zeros_like(values[0]),
+        "mean": lambda values: np.mean(values, axis=0, dtype=np.float64).astype(values[0].dtype),
+        "max": lambda values: np.max(values, axis=0),
+    }
+    mine = {}
+    for name in before[0]:
+        rule = rules.get(name.partition(".")[0])
+        if rule is not None:
+            mine[name] = np.asarray(rule([each[name] for each in before]))  # NumPy makes scalars of 0-d arrays
+        elif rank < len(before):
+            mine[name] = before[rank][name]
+    return mine
+
+
+def _exchange(data: bytes, *, world: World) -> list[bytes]:
+    """Return every rank's bytes, in rank order."""
+    lengths = world.allgather(np.array([len(data)], np.int64), name="rank_state.length")
+    gathered = world.allgather(np.frombuffer(data, np.uint8), name="rank_state.bytes").tobytes()
+    ends = np.cumsum(lengths)
+    return [gathered[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
+def _pack(arrays: Arrays) -> bytes:
+    from safetensors.numpy import save
+
+    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+
+
+def _unpack(data: bytes) -> Arrays:
+    from safetensors.numpy import load
+
+    return dict(load(data)) if data else {}

@@ -1,0 +1,338 @@
+"""What `init` decides so that nobody has to tune: how ranks talk and wait, their threads, the memory they keep.
+
+Horovod and Open MPI read their settings from the environment when they start. Whatever the user has set there stays;
+the rest is set here. What each choice is worth was measured: benchmarks/README.md has the record.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.distributed import devices, launch_environment, watchdog
+from hvdtrain.errors import HorovodMismatchError
+from hvdtrain.horovod_build import installed
+from hvdtrain.system import bridges, open_mpi
+
+log = logging.getLogger("hvdtrain")
+
+Bytes = NDArray[np.uint8]
+
+PIECES = "HVDTRAIN_MPI_PIECE_BYTES"
+FUSION = "HOROVOD_FUSION_THRESHOLD"
+CYCLE = "HOROVOD_CYCLE_TIME"
+KEEP_MEMORY = "HVDTRAIN_KEEP_MEMORY"
+GPU_ASYNC = "HVDTRAIN_GPU_ASYNC"
+ASYNC_COMPLETION = "HOROVOD_ENABLE_ASYNC_COMPLETION"
+
+# mallopt's parameters, from glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+# Blocks below are taken from the heap, which keeps them; larger ones are mapped, and given back when they are freed.
+_SMALL_BLOCKS, _NEARLY_ALL_BLOCKS = 2**25, 2**30
+_CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
+_MOST_CORES = 4096
+
+# What ranks of one host without GPUs have no use for: transports to other hosts, which listen on every interface, and
+# hwloc's plugins that ask an X server and OpenCL for GPUs, or read XML with a library where it has a reader of its own.
+# Loaded, they cost each rank 5 MiB.
+_NO_NETWORKS = {
+    "OMPI_MCA_btl": "^openib,ofi,tcp,uct,usnic",
+    "HWLOC_PLUGINS_BLACKLIST": "hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
+}
+# A process that no launcher started needs neither a daemon, which Open MPI 4 starts and which listens on every
+# interface, nor a transport. Only until MPI has started: what such a process launches later inherits its environment.
+_ALONE = {"OMPI_MCA_ess_singleton_isolated": "1", "OMPI_MCA_btl": "self"}
+_PMIX = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")  # what launchers set that `launch_environment.detect` does not know
+
+# horovodrun's own setting, with which it starts mpirun: nobody's wish.
+_HOROVODRUNS = {"OMPI_MCA_btl": "^openib"}
+# What Open MPI 4 maps by itself. 5 asks for 16 MiB a rank, which a small /dev/shm has not, and ranks then abort.
+_SEGMENT_IN_5 = {"OMPI_MCA_btl_sm_segment_size": str(2**22)}
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_BYTES_A_RANK = 2**23  # twice what Open MPI maps
+
+# Set here, not by the user: a second init in one process must not take them for the user's.
+_ours: dict[str, str] = {}
+_said = False
+
+
+class Host(Protocol):
+    """What an engine's framework is asked: see `hvdtrain.torch.collectives`."""
+
+    def has_gpu(self) -> bool:
+        """Return whether the framework sees a GPU."""
+        ...
+
+    def why_not(self, horovod: ModuleType) -> str:
+        """Return why `horovod` cannot serve the GPU that this process would compute on, "" if it can."""
+        ...
+
+    def gpu(self, index: int) -> tuple[str, str]:
+        """Return UUID and name of a GPU that this process sees."""
+        ...
+
+    def put_off_loading(self) -> str:
+        """Leave out of this process what the framework would load at once and most trainings never use; name it."""
+        ...
+
+    def starts_with_threads(self) -> bool:
+        """Return whether the number of threads must be known before anything is computed, a collective included."""
+        ...
+
+    def set_threads(self, threads: int) -> int | None:
+        """Compute with at most so many threads; return the number in force, None where that cannot be told."""
+        ...
+
+    def allgather(self, array: Bytes, name: str) -> Bytes:
+        """Return all ranks' arrays, concatenated."""
+        ...
+
+
+@dataclass
+class Tuning:
+    """What was decided before Horovod started; `device` is said with it: what rank 0 computes on, "" if unknown."""
+
+    one_host: bool
+    nccl: bool = False
+    device: str = ""
+    keeps_memory: bool = False
+    put_off: str = ""
+    yours: list[str] = field(default_factory=list)
+
+
+def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tuning:
+    """Decide what must be decided before Horovod starts.
+
+    Args:
+        engine: "torch" or "tensorflow".
+        host: this process's framework.
+        nccl: whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
+            GPU: ranks that fuse differently would wait for each other for ever.
+        on_jax: whether JAX computes, and borrows torch's Horovod: its gradients travel from host memory.
+
+    Raises:
+        ValueError: HVDTRAIN_MPI_PIECE_BYTES is not a number of bytes.
+        HorovodMismatchError: HVDTRAIN_GPU_ASYNC=1 with a Horovod whose hosts wait all the same.
+    """
+    nccl = nccl and not on_jax
+    tuning = Tuning(one_host=launch_environment.on_one_host(), nccl=nccl and host.has_gpu())
+    _check_bytes(PIECES)
+    # Ranks that spin while they wait starve the ones that compute: 2 to 13 times slower on full cores.
+    wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    if tuning.one_host:
+        # In pieces that fit the cache, copying through shared memory beats reading the other process's memory, which
+        # costs a system call and page-table walk a piece.
+        wanted |= {PIECES: str(512 * 2**10), "OMPI_MCA_btl_vader_single_copy_mechanism": "none", **_SEGMENT_IN_5}
+        if not host.has_gpu() and _has_room_for(launch_environment.detect()):
+            wanted |= _NO_NETWORKS
+    elif launch_environment.detect() is not None:
+        wanted |= bridges.settings(os.environ)
+    elif not any(name.startswith(_PMIX) for name in os.environ):
+        wanted |= _ALONE
+    if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
+        # Small gradients travel in buckets of ours, and large ones gain nothing by being copied. What Horovod fuses
+        # hangs on time, and on three ranks or more so does the order in which MPI and Gloo add, and the last bit of
+        # the weights. Without fusion a tensor also starts a cycle at once. Where Horovod tunes itself, what is set
+        # would be out of its reach.
+        wanted[FUSION] = "0"
+    given = {variable: os.environ[variable] for variable in wanted if variable in os.environ}
+    wanted = {**open_mpi.for_both({**wanted, **given}), **wanted}
+    if engine == "torch" and nccl and gpu_async():
+        if not installed.has_these_changes():  # as Horovod comes, another stream waits than the one that should
+            raise HorovodMismatchError(
+                f"{GPU_ASYNC}=1 needs a Horovod that this version of hvdtrain built. Run `hvdtrain build` in this "
+                f"environment, or unset {GPU_ASYNC}."
+            )
+        wanted[ASYNC_COMPLETION] = "1"
+    tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
+    _set(watchdog.horovods_limits())
+    if not tuning.nccl:
+        tuning.keeps_memory = keep_freed_memory(torch=engine == "torch" and not on_jax)
+    tuning.put_off = host.put_off_loading()
+    return tuning
+
+
+def gpu_async() -> bool:
+    """Return whether what no GPU has run yet is asked for: steps on GPUs in which the host waits for nothing.
+
+    Not in elastic jobs, where NCCL's errors must reach the host.
+    """
+    return os.environ.get(GPU_ASYNC) == "1" and not launch_environment.is_elastic()
+
+
+def _set(wanted: dict[str, str]) -> list[str]:
+    """Set variables of the environment, but for those that the user has set; return the names of those."""
+    yours = []
+    for variable, value in wanted.items():
+        if os.environ.get(variable, value) in (_ours.get(variable, value), _HOROVODRUNS.get(variable)):
+            os.environ[variable] = _ours[variable] = value
+        else:
+            yours.append(variable)
+    return yours
+
+
+def forget_alone() -> None:
+    """Take back what only a process without a launcher needs, now that MPI has started, or has not."""
+    for variable, value in _ALONE.items():
+        if _ours.get(variable) == value and os.environ.get(variable) == value:
+            del os.environ[variable], _ours[variable]
+
+
+def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without what was decided for this process alone."""
+    return {name: value for name, value in environment.items() if _ours.get(name) != value}
+
+
+def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
+    """Share out the cores, now that ranks know each other, and say once, on rank 0, what was decided.
+
+    Args:
+        tuning: what `prepare` returned.
+        module: Horovod's, initialised.
+        host: this process's framework.
+    """
+    global _said
+    if module.size() == 1:
+        return
+    if host.starts_with_threads():
+        share = max(1, usable_cores() // module.local_size())
+    else:  # a collective: whatever this rank's settings are
+        share = share_of_cores(host, local_size=module.local_size())
+    threads: int | None
+    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        threads = int(os.environ["OMP_NUM_THREADS"])
+    else:
+        threads = host.set_threads(share)
+    if module.rank() == 0 and not _said:
+        _said = True
+        log.info("%s", describe(tuning, module, threads))
+
+
+def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
+    """Return one line: what was decided, and what the user had decided."""
+    size, hosts = module.size(), "1 host" if tuning.one_host else "several hosts"
+    words = [f"{size} ranks on {hosts}"]
+    if tuning.device:
+        words.append(f"computing on {tuning.device}")
+    if tuning.nccl:
+        words.append("NCCL")
+    elif module.mpi_enabled():
+        words.append("Open MPI")
+        if tuning.one_host and PIECES in os.environ:
+            words.append(f"shared memory in pieces of {_kib(PIECES)}")
+    else:
+        hint = "; Open MPI's shared memory is several times faster: install it, then `hvdtrain build`"
+        words.append("Gloo over TCP" + hint * tuning.one_host)
+    if threads:
+        words.append(f"{threads} thread{'s' * (threads > 1)} a rank")
+    words.append(f"cycle {os.environ.get(CYCLE, '1')} ms")
+    if FUSION in os.environ:
+        fused = os.environ[FUSION]
+        words.append("no fusion" if fused == "0" else f"tensors up to {_kib(FUSION)} fused")
+    if tuning.keeps_memory:
+        words.append("freed memory kept")
+    if tuning.put_off:
+        words.append(f"{tuning.put_off} loaded when needed")
+    if tuning.yours:
+        words.append("yours: " + ", ".join(tuning.yours))
+    return ", ".join(words)
+
+
+def keep_freed_memory(*, torch: bool) -> bool:
+    """Let glibc keep what is freed, for the next step to use; return whether it does.
+
+    A step frees its activations and gradients, and the next one allocates them anew. What was given back in between is
+    faulted in again page by page: 20 of an MLP's 110 ms. A step needs no more memory than before, but what was once
+    used is not given back before the end. HVDTRAIN_KEEP_MEMORY=0 leaves malloc alone, and so do settings of the user's
+    own (MALLOC_*, GLIBC_TUNABLES).
+
+    TensorFlow and JAX allocate on several threads, each with a heap that is given back: those share one.
+
+    Args:
+        torch: whether that is what computes; JAX borrows torch's Horovod.
+    """
+    own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if own or os.environ.get(KEEP_MEMORY) == "0" or not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        os.confstr("CS_GNU_LIBC_VERSION")  # musl has a mallopt of no effect
+    except (AttributeError, OSError, ValueError):
+        return False
+    # Older versions of glibc take no more than the second.
+    done = any(mallopt(_M_MMAP_THRESHOLD, limit) == 1 for limit in (_NEARLY_ALL_BLOCKS, _SMALL_BLOCKS))
+    if done and not torch:
+        mallopt(_M_ARENA_MAX, 1)
+    return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
+
+
+def _has_room_for(launch: launch_environment.Launch | None) -> bool:
+    """Return whether all ranks of this host can talk through shared memory; else TCP must stay as a way round it."""
+    try:
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:
+        return False
+    return launch is not None and free >= (launch.size or _MOST_CORES) * _SHARED_BYTES_A_RANK
+
+
+def share_of_cores(host: Host, *, local_size: int) -> int:
+    """Return how many of the cores that this rank may use are its own, at least 1; a collective of all ranks.
+
+    A core that several ranks of a host may use is shared among them; one that a launcher gave to this rank alone is
+    its own. A container's limit on processor time is shared by its ranks.
+    """
+    cores = _cores()
+    mask = np.zeros(_MOST_CORES, np.uint8)
+    mask[[core for core in cores if core < _MOST_CORES]] = 1
+    mine = np.concatenate([np.frombuffer(devices.host_id(), np.uint8), mask])
+    rows = host.allgather(mine, "hvdtrain.cores").reshape(-1, len(mine))
+    here = rows[(rows[:, :16] == mine[:16]).all(axis=1), 16:]
+    ranks = here.sum(axis=0, dtype=np.int64)  # on each core
+    share = sum(1 / ranks[core] for core in cores if core < _MOST_CORES)
+    return max(1, int(min(share, _time_limit() / local_size) + 1e-9))
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use: its affinity, or its container's share if that is less."""
+    return max(1, int(min(len(_cores()), _time_limit())))
+
+
+def _cores() -> list[int]:
+    """Return the numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def _time_limit() -> float:
+    """Return how many cores' time this container may use; infinite where there is no limit (cgroup v2, then v1)."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # not there, or "max"
+        pass
+    try:
+        quota, period = ((_CGROUP_V1 / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else float("inf")
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _kib(variable: str) -> str:
+    value = os.environ[variable]
+    return f"{int(value) // 1024} KiB" if value.isdecimal() else value
+
+
+def _check_bytes(variable: str) -> None:
+    value = os.environ.get(variable, "0")
+    if not value.isdecimal():
+        raise ValueError(f"{variable} must be a number of bytes, 0 for whole tensors. Received: {variable}={value!r}")

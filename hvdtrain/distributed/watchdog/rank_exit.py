@@ -1,0 +1,233 @@
+"""How a rank ends: its own exception whole and first, one that another rank caused in one line, and never a hang.
+
+A rank that failed leaves without Horovod's shutdown, which would wait for others and give them an error of their own
+while this rank still prints: the launcher ends them, or they find the connection closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from hvdtrain.distributed.watchdog.shared_facts import Board, process_state
+
+STALLED = 76  # exit status of a rank that had waited too long, or that others waited for
+DEBUG = "HVDTRAIN_DEBUG"
+
+_EXIT_FUNCTIONS_S = 10.0
+_FIRST_PRINTS_S = 2.0
+
+# What Horovod, Gloo and MPI say where the cause is another process's end.
+_CAUSED_BY_OTHERS = (
+    "Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe",
+    "Connection refused", "Timed out waiting", "Application timeout", "Read timeout", "Write timeout", "Socket closed",
+)  # fmt: skip
+
+
+class Endings:
+    """What is done when this process ends.
+
+    Args:
+        board: where ranks say that they failed.
+        rank: this one.
+        size: number of ranks.
+        host: this one's name.
+        step: returns how many steps are done.
+        shut_down: Horovod's shutdown.
+    """
+
+    def __init__(
+        self, board: Board, *, rank: int, size: int, host: str, step: Callable[[], int], shut_down: Callable[[], None]
+    ) -> None:
+        self.board, self.rank, self.size, self.host = board, rank, size, host
+        self.shut_down = shut_down
+        self.stalled_s = 0.0  # > 0: this rank's stall was reported, and so long others have to report theirs
+        self.dead_threads: list[str] = []
+        self._step = step
+        self._pid = os.getpid()
+        self._ending = False
+        self._hook: Any = None
+
+    @property
+    def who(self) -> str:
+        """This rank, for messages."""
+        return f"rank {self.rank} (host {self.host})"
+
+    def install(self) -> None:
+        """Take the hooks; whoever had them before is still called."""
+        hook, thread_hook = sys.excepthook, threading.excepthook
+
+        def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if os.getpid() != self._pid or hasattr(sys, "ps1") or sys.flags.interactive:
+                hook(kind, error, trace)
+            else:
+                self._fail(error, hook)
+
+        def on_thread_exception(args: Any) -> None:
+            if os.getpid() == self._pid and args.exc_type is not SystemExit:
+                name = args.thread.name if args.thread else "?"
+                self.dead_threads.append(f"{name} ({args.exc_type.__name__}: {args.exc_value})")
+                say(f"{self.who}: the thread {name} died of an exception, the others go on:")
+            thread_hook(args)
+
+        self._hook = sys.excepthook = on_exception
+        threading.excepthook = on_thread_exception
+        atexit.register(self._at_exit)
+
+    # ---- an exception
+
+    def _fail(self, error: BaseException, hook: Callable[..., Any]) -> None:
+        code = 1
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                say(f"{self.who}: interrupted")
+                code = 130
+            elif is_caused_by_others(error) and os.environ.get(DEBUG) != "1":
+                code = self._follow(error)
+            else:
+                self._report(error, hook)
+        finally:
+            self.leave(code)
+
+    def _report(self, error: BaseException, hook: Callable[..., Any]) -> None:
+        """Print this rank's own exception: whole, but for one that another rank has just printed word for word."""
+        text = "".join(traceback.format_exception(error)).rstrip()
+        last = _last_line(error)
+        if not self.board.claim("first") and os.environ.get(DEBUG) != "1":
+            for rank, first in self._wait_for_first().items():
+                if rank != self.rank and first.get("last_line") == last:
+                    say(f"{self.who}: the same {last.partition(':')[0]} as on rank {rank}")
+                    return
+        heading = f"{self.who} failed after {self._step()} steps:"
+        if hook is sys.__excepthook__:
+            say(f"{heading}\n{text}")
+        else:
+            say(heading)
+            hook(type(error), error, error.__traceback__)
+        self.board.post(
+            "error", {"rank": self.rank, "host": self.host, "time": time.time(), "text": text, "last_line": last}
+        )
+
+    def _wait_for_first(self) -> dict[int, Any]:
+        until = time.monotonic() + _FIRST_PRINTS_S
+        while not (errors := self.board.all("error")) and time.monotonic() < until:
+            time.sleep(0.05)
+        return errors
+
+    def _follow(self, error: BaseException) -> int:
+        """Say in one line why another rank's end ends this one; return the exit status."""
+        if self.stalled_s:
+            time.sleep(self.stalled_s)
+            say(f"{self.who}: ended after the stall reported above")
+            return STALLED
+        stalled = [rank for rank in self.board.all("waits") if rank != self.rank]
+        if stalled:
+            say(f"{self.who}: ended after the stall that {_ranks(stalled)} reported")
+            return STALLED
+        self.board.post("followed", {"rank": self.rank, "time": time.time()})
+        say(f"{self.who}: ended because {self._cause()}. It waited {_where(error)}; {DEBUG}=1 shows its traceback.")
+        return 1
+
+    def _cause(self) -> str:
+        time.sleep(0.2)  # what the other rank writes down comes right after what it prints
+        errors = self.board.all("error")
+        errors.pop(self.rank, None)
+        if errors:
+            rank, first = min(errors.items(), key=lambda item: float(item[1].get("time", 0)))
+            return f"rank {rank} failed first ({str(first.get('last_line', ''))[:200]}); see its message"
+        ended = self.board.all("ended")
+        ended.pop(self.rank, None)
+        if ended:
+            ranks = _ranks(list(ended))
+            return f"{ranks} ended early, by sys.exit or at the end of the script, while others went on"
+        followed = self.board.all("followed")  # what they waited for is the cause, and may be on another host
+        for rank, pid in self.board.all("pid").items():
+            state = process_state(int(pid)) if rank not in followed else ""
+            if state:
+                return f"rank {rank} (pid {pid}) {state}"
+        return "another rank failed or ended first; its message, if it left one, comes before this line"
+
+    # ---- the end
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process at once with `code`, after what was registered for its exit."""
+        self._ending = True
+        leave(code, last=self.board.leave)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid or self._ending:
+            return
+        if sys.excepthook is not self._hook and getattr(sys, "last_value", None) is not None:
+            # A hook that took our place has shown the exception that ends this process.
+            _flush_and_exit(1)
+        self.board.post("ended", {"rank": self.rank, "time": time.time()})
+        self.shut_down()
+        self.board.leave()
+
+
+def leave(code: int, *, last: Callable[[], None] | None = None) -> NoReturn:
+    """End this process at once with `code`, after what was registered for its exit, and then `last`."""
+    guard = threading.Timer(_EXIT_FUNCTIONS_S, os._exit, (code,))
+    guard.daemon = True
+    guard.start()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+        if last is not None:
+            last()
+    _flush_and_exit(code)
+
+
+def _flush_and_exit(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def say(text: str) -> None:
+    """Print `text` to standard error, in one piece."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()  # what was printed before comes before
+    with contextlib.suppress(Exception):
+        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.flush()
+
+
+def is_caused_by_others(error: BaseException) -> bool:
+    """Return whether an exception, or what it was raised from, says that another process's end is the cause."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen)
+        horovods = type(seen).__name__ in ("HorovodInternalError", "UnknownError", "XlaRuntimeError", "JaxRuntimeError")
+        if horovods and any(words in text for words in _CAUSED_BY_OTHERS):
+            return True
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return False
+
+
+def _where(error: BaseException) -> str:
+    """Return "at train.py:38 in main", where the user's code was when `error` reached it."""
+    from hvdtrain.distributed.watchdog import waits
+
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if waits.place(frame):
+            return f"at {waits.place(frame)}"
+    return "for others"
+
+
+def _last_line(error: BaseException) -> str:
+    lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

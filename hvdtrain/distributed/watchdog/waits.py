@@ -1,0 +1,212 @@
+"""What this process waits for: read off its threads' Python stacks, so that no step pays for it.
+
+A thread that waits for other ranks sits in one of a few functions of Horovod, each of which makes one native call.
+TensorFlow's graphs hide theirs: there two counters tell, one before a step's reductions and one after. Under
+HVDTRAIN_GPU_ASYNC no thread waits for a step's reductions: an event behind them tells whether the GPU has come by.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+# The end of a file's name and a function: what is waited for there.
+_PLACES = {
+    ("horovod/torch/mpi_ops.py", "synchronize"): "collective",
+    ("horovod/common/basics.py", "_add_process_set_impl"): "collective",
+    ("horovod/common/basics.py", "_remove_process_set_impl"): "collective",
+    ("horovod/common/basics.py", "init"): "start",
+    ("horovod/common/basics.py", "shutdown"): "end",
+    ("tensorflow/python/eager/execute.py", "quick_execute"): "graph",
+}
+_COLLECTIVES = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "join", "barrier")
+_SHOWN_NAMES = 3
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_NOT_THE_USERS = tuple(
+    os.path.join(path, "")
+    for path in (_PACKAGE, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
+)
+
+_kinds: dict[CodeType, str | None] = {}
+# Name of the first gradient -> (all names, what returns how many reductions have begun and how many have ended).
+_graphs: dict[str, tuple[Sequence[str], Callable[[], tuple[int, int]]]] = {}
+# The oldest step that a GPU had not come by when the next one was noted: its number, what returns whether it has.
+_device: tuple[int, Callable[[], bool]] = (0, lambda: True)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One thread that waits for other ranks.
+
+    Attributes:
+        key: equal for as long as it is the same wait.
+        kind: "collective", "graph" (a collective in a graph), "device" (a GPU's), "start" or "end" (of Horovod).
+        thread: the thread's identity.
+        what: "allreduce of 'layer3.weight'".
+    """
+
+    key: Hashable
+    kind: str
+    thread: int
+    names: Sequence[str] = ()
+
+    @property
+    def what(self) -> str:
+        """What is waited for, in words."""
+        if self.kind in ("start", "end"):
+            return f"hvd.{'init' if self.kind == 'start' else 'shutdown'}, for the other ranks"
+        if self.kind == "graph":
+            return f"the reduction of {_listed(self.names)}"
+        if self.kind == "device":
+            return "a step's reductions on the GPU"
+        frame = frames().get(self.thread)
+        return "a collective" if frame is None else describe(frame)
+
+
+def note_graph(names: Sequence[str], counts: Callable[[], tuple[int, int]]) -> None:
+    """Let `counts` tell how often the reduction of `names` in a graph has begun and ended."""
+    _graphs[names[0]] = (names, counts)
+
+
+def note_device(done: Callable[[], bool]) -> None:
+    """Let `done` tell whether a GPU has come to the end of a step's reductions, which no thread waits for."""
+    global _device
+    if _has_come_by():
+        _device = (_device[0] + 1, done)
+
+
+def _has_come_by() -> bool:
+    try:
+        return _device[1]()
+    except Exception:  # noqa: BLE001 - the device's own error, which the main thread will meet
+        return True
+
+
+def steps_in_graphs() -> int:
+    """Return how many steps have reduced their gradients in TensorFlow's graphs; 0 elsewhere."""
+    return max((ended for _, _, _, ended in _counted()), default=0)
+
+
+def frames() -> dict[int, FrameType]:
+    """Return what each thread is in.
+
+    Python 3.11 makes these objects under a lock of its own, and may collect garbage meanwhile. Where that frees a
+    tensor, torch lets other threads run, and one that ends then waits for that lock, holding the GIL: the process hangs
+    (CPython's issue 106883). So no garbage is collected here.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def find(*, besides: int | None = None) -> list[Wait]:
+    """Return the waits of this process, but for those of the thread `besides`."""
+    waits = []
+    for thread, frame in frames().items():
+        if thread == besides:
+            continue
+        code = frame.f_code
+        if code not in _kinds:
+            _kinds[code] = _kind(code)
+        kind = _kinds[code]
+        if kind == "graph":
+            waits += [
+                Wait((name, began), kind, thread, names) for name, names, began, ended in _counted() if began != ended
+            ]
+        elif kind is not None:
+            # Horovod never gives a handle's number twice. A frame is kept until the next look, so that no other can
+            # take its place and be mistaken for it.
+            handle = frame.f_locals.get("handle") if code.co_name == "synchronize" else None
+            waits.append(Wait((thread, handle if isinstance(handle, int) else frame), kind, thread))
+    if not _has_come_by():
+        waits.append(Wait(("device", _device[0]), "device", threading.main_thread().ident or 0))
+    return waits
+
+
+def _kind(code: CodeType) -> str | None:
+    if code.co_filename == "<string>" and code.co_name.startswith("horovod_"):
+        return "collective"  # TensorFlow generates these functions
+    name = code.co_filename.replace(os.sep, "/")
+    return next((kind for (file, function), kind in _PLACES.items()
+                 if code.co_name == function and name.endswith(file)), None)  # fmt: skip
+
+
+def _counted() -> list[tuple[str, Sequence[str], int, int]]:
+    found = []
+    for name, (names, counts) in list(_graphs.items()):
+        try:
+            found.append((name, names, *counts()))
+        except Exception:  # noqa: BLE001 - the variables of a session that was cleared
+            continue
+    return found
+
+
+def describe(frame: FrameType | None) -> str:
+    """Return what a thread waits for, from the functions on its stack and the names they were called with."""
+    kind = ""
+    names: list[str] = []
+    while frame is not None and not _is_users(frame.f_code):
+        function = frame.f_code.co_name.removeprefix("horovod_").strip("_")
+        function = function.removesuffix("_async").removeprefix("grouped_")
+        kind = kind or (function if function in _COLLECTIVES else "")
+        names = names or _names(frame.f_locals)
+        frame = frame.f_back
+    kind = kind or ("allreduce" if names else "a collective")
+    return f"{kind} of {_listed(names)}" if names else kind
+
+
+def _names(local: dict[str, Any]) -> list[str]:
+    this = local.get("self")
+    for names in (getattr(this, "names", None), getattr(this, "name", None), local.get("name")):
+        if isinstance(names, str) and names:
+            return [names]
+        if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+            return names
+    return []
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
+    more = len(names) - _SHOWN_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _is_users(code: CodeType) -> bool:
+    file = os.path.abspath(code.co_filename)
+    libraries = file.startswith(_NOT_THE_USERS) or "site-packages" in file or "dist-packages" in file
+    return not libraries and not code.co_filename.startswith("<")
+
+
+def place(frame: FrameType | None) -> str:
+    """Return where a stack is in the user's own code, "train.py:38 in main"; "" if it is in none."""
+    while frame is not None:
+        if _is_users(frame.f_code):
+            name = frame.f_code.co_name
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" + f" in {name}" * (name[0] != "<")
+        frame = frame.f_back
+    return ""
+
+
+def stacks(first: int | None = None, *, besides: int | None = None) -> str:
+    """Return the Python stacks of the main thread, of the thread `first`, and of those that run the user's own code."""
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    there = frames()
+    for thread in sorted(there, key=lambda t: (t != main, t != first)):
+        if thread != besides and (thread in (main, first) or place(there[thread])):
+            label = "main thread" if thread == main else f"thread {names.get(thread, thread)}"
+            parts.append(f"Stack of the {label}:\n" + "".join(traceback.format_stack(there[thread])))
+    return "".join(parts)

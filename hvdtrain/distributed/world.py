@@ -1,0 +1,406 @@
+"""World: who am I among the ranks, and the host-side collectives that everything else stands on.
+
+One process has one World and one engine. `horovod.torch` and `horovod.tensorflow` are two native libraries with
+separate state, so the first framework that asks decides, and a second one is refused rather than left to hang.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import logging
+import os
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.distributed import devices, forks, launch_environment, tuning, wait_time, watchdog
+from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
+from hvdtrain.horovod_build import installed
+
+log = logging.getLogger("hvdtrain")
+
+Framework = Literal["torch", "tensorflow"]
+Op = Literal["sum", "mean", "min", "max"]
+Array = NDArray[Any]
+
+# Where each engine's host collectives live: the only places that turn a numpy array into that framework's tensor.
+_COLLECTIVES = {"torch": "hvdtrain.torch.collectives", "tensorflow": "hvdtrain.keras.collectives"}
+
+_world: World | None = None
+_loaded: dict[str, ModuleType] = {}
+
+
+class Collectives(tuning.Host, Protocol):
+    """What an engine does with host arrays, and with this rank's share of the host."""
+
+    def allreduce(self, array: Array, op: Op, name: str) -> Array:
+        """Return the sum, min or max over ranks; never called with "mean"."""
+        ...
+
+    def allgather(self, array: Array, name: str) -> Array:
+        """Return all ranks' arrays, concatenated on axis 0."""
+        ...
+
+    def broadcast(self, array: Array, root: int, name: str) -> Array:
+        """Return the root's array."""
+        ...
+
+    def pick_device(self, local_rank: int) -> str:
+        """Make this rank's GPU the current one and return its name, or "cpu"."""
+        ...
+
+
+class World:
+    """This process's place among the ranks, with collectives on host (numpy) arrays.
+
+    The base class is the contract; `SoloWorld` and `HorovodWorld` are the two that exist. Collectives must be called
+    by every rank, in the same order. `name` shows up in Horovod's stall messages: say what the call is for.
+    """
+
+    engine: str
+    seed: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number, in [0, size)."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        raise NotImplementedError
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among those on its host."""
+        raise NotImplementedError
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this host."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> str:
+        """The device this rank computes on: "cpu" or "cuda:<local rank>"."""
+        raise NotImplementedError
+
+    @property
+    def is_root(self) -> bool:
+        """True on rank 0. Under it there is I/O only, never a collective."""
+        return self.rank == 0
+
+    def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
+        """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them."""
+        raise NotImplementedError
+
+    def allgather(self, array: Array, *, name: str = "host") -> Array:
+        """Concatenate every rank's `array` on axis 0, in rank order; only axis 0 may differ in length."""
+        raise NotImplementedError
+
+    def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
+        """Return the root's `array`; shape and dtype must be equal on all ranks."""
+        raise NotImplementedError
+
+    def allgather_object(self, obj: Any, *, name: str = "object") -> list[Any]:
+        """Gather one JSON value from each rank, in rank order. JSON, so that nothing received is ever unpickled."""
+        data = np.frombuffer(json.dumps(obj).encode(), np.uint8)
+        lengths = self.allgather(np.array([data.size], np.int64), name=f"{name}.length")
+        gathered = self.allgather(data, name=f"{name}.bytes")
+        ends = np.cumsum(lengths)
+        return [json.loads(gathered[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
+
+    def broadcast_object(self, obj: Any, *, root: int = 0, name: str = "object") -> Any:
+        """Return the root's JSON value on every rank."""
+        # An allgather in which the others send nothing: one code path for both, and lengths need no agreement.
+        data = np.frombuffer(json.dumps(obj).encode() if self.rank == root else b"", np.uint8)
+        return json.loads(self.allgather(data, name=f"{name}.bytes").tobytes())
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self.allreduce(np.zeros(1, np.float32), name="barrier")
+
+
+class SoloWorld(World):
+    """One process: every collective returns what it was given."""
+
+    engine = "solo"
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+
+    @property
+    def device(self) -> str:
+        """The device given at construction."""
+        return self._device
+
+    def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
+        """Return a copy of `array`: its sum, mean, min and max over one rank."""
+        return np.array(array)
+
+    def allgather(self, array: Array, *, name: str = "host") -> Array:
+        """Return a copy of `array`."""
+        return np.array(array)
+
+    def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
+        """Return a copy of `array`; the only root there is, is rank 0."""
+        if root != 0:
+            raise ValueError(f"root must be a rank in [0, 1). Received: root={root}")
+        return np.array(array)
+
+
+class HorovodWorld(World):
+    """The ranks that a launcher started, joined by an initialised Horovod."""
+
+    def __init__(self, engine: Framework, horovod: ModuleType, device: str) -> None:
+        self.engine = engine
+        self._horovod = horovod
+        # A module is the simplest object with these functions.
+        self._collectives: Collectives = importlib.import_module(_COLLECTIVES[engine])
+        self._device = device
+
+    @property
+    def rank(self) -> int:
+        """Horovod's rank; asked each time, since an elastic run may renumber."""
+        return int(self._horovod.rank())
+
+    @property
+    def size(self) -> int:
+        """Horovod's size; asked each time, since an elastic run may grow or shrink."""
+        return int(self._horovod.size())
+
+    @property
+    def local_rank(self) -> int:
+        """Horovod's local rank."""
+        return int(self._horovod.local_rank())
+
+    @property
+    def local_size(self) -> int:
+        """Horovod's local size."""
+        return int(self._horovod.local_size())
+
+    @property
+    def device(self) -> str:
+        """The device chosen by local rank when the World was made."""
+        return self._device
+
+    @wait_time.counted()
+    def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
+        """See `World.allreduce`."""
+        devices.meet()
+        if op not in ("sum", "mean", "min", "max"):
+            raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
+        # A mean is a sum divided here: exact for integers too, and one native operation less to trust.
+        total = self._collectives.allreduce(
+            np.asarray(array, order="C"), "sum" if op == "mean" else op, f"hvdtrain.{name}.{op}"
+        )
+        return total / self.size if op == "mean" else total
+
+    @wait_time.counted()
+    def allgather(self, array: Array, *, name: str = "host") -> Array:
+        """See `World.allgather`."""
+        devices.meet()
+        array = np.asarray(array, order="C")
+        if array.ndim == 0:
+            raise ValueError(
+                f"allgather concatenates on axis 0, so it needs an array of >= 1 axis. Received: {array!r}"
+            )
+        # As bytes: any dtype travels, bit for bit.
+        rows = array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((0, 1), np.uint8)
+        flat = self._collectives.allgather(rows.reshape(-1), f"hvdtrain.{name}.allgather")
+        return flat.view(array.dtype).reshape(-1, *array.shape[1:])
+
+    @wait_time.counted()
+    def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
+        """See `World.broadcast`."""
+        devices.meet()
+        if not 0 <= root < self.size:
+            raise ValueError(f"root must be a rank in [0, {self.size}). Received: root={root}")
+        array = np.asarray(array, order="C")
+        flat = array.reshape(-1).view(np.uint8)
+        return self._collectives.broadcast(flat, root, f"hvdtrain.{name}").view(array.dtype).reshape(array.shape)
+
+
+def load_engine(framework: Framework) -> ModuleType | None:
+    """Return `horovod.<framework>`, or None where this is one process without Horovod.
+
+    Raises:
+        HorovodMissingError: several processes were launched and Horovod is not installed for this framework.
+        HorovodMismatchError: likewise, and Horovod was built for other framework versions.
+        EngineConflictError: another engine is already in use in this process.
+    """
+    if _loaded and framework not in _loaded:
+        (other,) = _loaded
+        raise EngineConflictError(
+            f"This process already runs Horovod for {other}. Received: a request for {framework}. One process uses one "
+            f'engine. Call hvdtrain.init(framework="{framework}") before anything else does.'
+        )
+    if framework not in _loaded:
+        module = None if os.environ.get("HVDTRAIN_SOLO") == "1" else _import_horovod(framework)
+        if module is None:
+            return None
+        _loaded[framework] = module
+    return _loaded[framework]
+
+
+def _import_horovod(framework: Framework) -> ModuleType | None:
+    """Import Horovod's module, or explain why several processes cannot go on without it."""
+    found, alone = launch_environment.detect(), launch_environment.is_alone()
+    if importlib.util.find_spec("horovod") is None:
+        if alone:
+            return None
+        raise HorovodMissingError(
+            f"{found} started this process, but Horovod is not installed: every process would train alone. "
+            "Run `hvdtrain build` in this environment, or set HVDTRAIN_SOLO=1 to run one process on purpose."
+        )
+    problem = installed.mismatch(framework)
+    if problem is None:
+        try:
+            return importlib.import_module(f"horovod.{framework}")
+        except (ImportError, OSError, RuntimeError) as error:
+            problem = f"horovod.{framework} does not import: {error}"
+    if alone:
+        log.warning("%s Running as one process without Horovod; `hvdtrain build` mends it.", problem)
+        return None
+    raise HorovodMismatchError(f"{problem} {found} started this process. Run `hvdtrain build` in this environment.")
+
+
+def init_engine(
+    framework: Framework, *args: Any, on_jax: bool | None = None, pick: devices.Pick | None = None, **kwargs: Any
+) -> ModuleType | None:
+    """Load and initialise Horovod for `framework`; arguments go to `horovod.init`.
+
+    Args:
+        framework: whose Horovod.
+        args: for `horovod.init`.
+        on_jax: whether JAX computes, and borrows that Horovod; None to see by what is imported.
+        pick: makes a local rank's device the current one and names it; None where the script does that itself.
+        kwargs: for `horovod.init`.
+
+    Raises:
+        HorovodMismatchError: this rank would compute on a GPU that the installed Horovod has no operations for.
+        LaunchError: the launcher announced more ranks than Horovod found, or gave them no way to find each other; or
+            ranks share a GPU, which NCCL does not allow.
+    """
+    if on_jax is None:
+        on_jax = launch_environment.runs_on_jax(
+            None
+        )  # before Horovod imports torch, which would look like the user's choice
+    module = load_engine(framework)
+    if module is None:
+        return None
+    host: Collectives = importlib.import_module(_COLLECTIVES[framework])
+    if pick and not on_jax and not launch_environment.is_alone() and (why := host.why_not(module)):
+        raise HorovodMismatchError(f"rank {launch_environment.rank()}: {why}")
+    if module.is_initialized():
+        # Horovod's init may be called again, by one rank alone too: then nothing may be a collective.
+        module.init(*args, **kwargs)
+        devices.pick(module, pick)
+        return module
+    if launch_environment.lacks_pmix() and module.mpi_built():
+        raise LaunchError(
+            f"{launch_environment.detect()} started this process without PMIx, by which Open MPI's ranks find each "
+            "other. Launch "
+            "with `srun --mpi=pmix python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
+        )
+    watchdog.begin()  # ranks wait for each other to start, too
+    decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()), on_jax=on_jax)
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    try:
+        module.init(*args, **kwargs)
+    finally:
+        tuning.forget_alone()
+    if affinity:
+        os.sched_setaffinity(0, affinity)  # MPI_Init may have narrowed it to one core
+    found = launch_environment.detect()
+    given_comm = bool(args) or kwargs.get("comm") is not None
+    if found and found.size and found.size != module.size() and not given_comm and not launch_environment.is_elastic():
+        size = module.size()
+        module.shutdown()
+        raise LaunchError(
+            f"{found} started this process, but Horovod sees {size} rank(s): each copy would train alone. Launch with "
+            "`horovodrun -np N python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
+        )
+    if module.rank() == 0:
+        _warn_of_other_changes()
+    watchdog.joined(module)
+    forks.prepare()
+    devices.pick(module, pick)
+    gpu = devices.from_driver if on_jax else host.gpu
+    decided.device = devices.introduce(module, host.allgather, gpu=gpu, nccl=decided.nccl)
+    tuning.settle(decided, module, host)
+    if not host.starts_with_threads():
+        devices.meet()
+    return module
+
+
+@functools.cache  # once a process: an elastic job starts anew in each round
+def _warn_of_other_changes() -> None:
+    if installed.has_other_changes():
+        log.warning(
+            "Another version of hvdtrain built the installed Horovod, with other changes to it than this one makes. "
+            "Run `hvdtrain build` in this environment."
+        )
+
+
+def init(framework: str | None = None, *, seed: int | None = None) -> World:
+    """Join the ranks that the launcher started and pick this rank's device; one process needs no launcher.
+
+    Call it before the model is made, so that the model is made on this rank's GPU. Calling it again returns the
+    same World.
+
+    Args:
+        framework: "torch" or "keras" (or a Keras backend: "tensorflow", "jax"). By default whichever is already
+            imported, Keras first; else KERAS_BACKEND; else the first that is installed.
+        seed: default seed of the order in which samples are seen; must be equal on all ranks. No framework's random
+            state is touched.
+
+    Raises:
+        ValueError: unknown framework.
+        HorovodMissingError: several processes were launched, but Horovod is not installed for this framework.
+        HorovodMismatchError: likewise, but built for other framework versions.
+        LaunchError: the launcher announced more ranks than Horovod found.
+        EngineConflictError: another framework's Horovod is already in use in this process.
+    """
+    global _world
+    engine = launch_environment.engine_for(framework)
+    if _world is None or (_world.engine not in ("solo", engine) and framework is not None):
+        _world = make(engine, on_jax=launch_environment.runs_on_jax(framework))  # asked before Horovod imports torch
+    if seed is not None:
+        _world.seed = seed
+    return _world
+
+
+def make(engine: Framework | None, *args: Any, on_jax: bool, **kwargs: Any) -> World:
+    """Join the ranks and pick this rank's device; see `init_engine`."""
+    if engine is None:
+        return SoloWorld()
+    host: Any = importlib.import_module("hvdtrain.keras.jax_device" if on_jax else _COLLECTIVES[engine])
+    module = init_engine(engine, *args, on_jax=on_jax, pick=host.pick_device, **kwargs)
+    return SoloWorld(host.pick_device(0)) if module is None else HorovodWorld(engine, module, devices.picked)
+
+
+def current() -> World:
+    """Return the World that `init` made.
+
+    Raises:
+        HvdTrainError: `init` was not called yet.
+    """
+    if _world is None:
+        raise HvdTrainError("hvdtrain is not initialised on this process. Call hvdtrain.init() first.")
+    return _world
+
+
+def use(world: World | None) -> None:
+    """Make `world` the current one, or forget it with None: for tests, and for elastic runs that start over."""
+    global _world
+    _world = world

@@ -1,0 +1,225 @@
+"""A live two-process allreduce over one data plane: what `hvdtrain build` proves and `hvdtrain doctor` shows.
+
+`hvdtrain build` proves a training step too. `allreduce` starts two ranks under horovodrun; each runs this module as a
+script and leaves its answer in a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hvdtrain.system.start_ranks import end_family, horovodrun, rank_environment
+
+Plane = Literal["mpi", "gloo", "nccl"]
+
+_ANSWERS = "HVDTRAIN_PROBE_ANSWERS"
+_SIZE_BYTES = 1 << 20
+_REPEATS = 20
+_TAIL_LINES = 12
+# Where each framework takes a training step between ranks and beside it that of one process.
+_STEPS = {"torch": "hvdtrain.torch.proof", "tensorflow": "hvdtrain.keras.proof"}
+_STEP_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What came back from the ranks.
+
+    Attributes:
+        framework: "torch" or "tensorflow".
+        plane: the data plane asked for.
+        ranks: how many were started.
+        error: "" if every rank got the right sum, and the right weights, else what was printed last.
+        start_s: from the launch to the end, seconds.
+        allreduce_ms: median time of one allreduce of 1 MiB, milliseconds; None after an error.
+        device: where rank 0's tensor was: "cpu" or "cuda:0".
+        command: what was run; typed by hand, it prints the rank's answer and everything else.
+    """
+
+    framework: str
+    plane: Plane
+    ranks: int
+    error: str
+    start_s: float
+    allreduce_ms: float | None = None
+    device: str = "cpu"
+    command: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True if every rank got the right sum."""
+        return not self.error
+
+
+def command(framework: str, plane: Plane, *, ranks: int, python: Path, step: bool = False) -> list[str]:
+    """Return the command line that starts the ranks; it also stands in error messages."""
+    option = {"mpi": ["--mpi"], "gloo": ["--gloo"], "nccl": []}[plane]
+    line = [
+        *horovodrun(python),
+        "-np",
+        str(ranks),
+        *option,
+        str(python),
+        "-m",
+        "hvdtrain.horovod_build.probe",
+        framework,
+        plane,
+    ]
+    return [*line, "step"] if step else line
+
+
+def allreduce(
+    framework: str,
+    plane: Plane,
+    *,
+    ranks: int = 2,
+    timeout_s: float = 90,
+    python: Path | None = None,
+    step: bool = False,
+) -> Probe:
+    """Start `ranks` processes and let them sum an array.
+
+    Args:
+        framework: "torch" or "tensorflow": whose Horovod library takes part.
+        plane: "mpi" and "gloo" sum host memory, "nccl" GPU memory, for which each rank needs a GPU of its own.
+        ranks: number of processes, all on this host.
+        timeout_s: then everything is ended and the probe has failed.
+        python: interpreter of the environment to probe; by default this one.
+        step: also take a training step, in host memory, and compare its weights with one process's.
+
+    Returns:
+        A Probe; failures are told in its `error`, not raised.
+    """
+    environment = rank_environment(
+        {
+            "KERAS_BACKEND": "tensorflow",
+            "OMP_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        },
+        without=("HOROVOD_",),  # a data plane that the user prefers is not the one asked for here
+    )
+    line = command(framework, plane, ranks=ranks, python=python or Path(sys.executable), step=step)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
+        environment[_ANSWERS] = folder
+        error, output = _run(line, environment, timeout_s, Path(folder) / "output")
+        answers = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+    seconds = time.monotonic() - started
+    # A rank's own words say more than the launcher's exit status, which follows from them.
+    said = next((answer["error"] for answer in answers if answer["error"]), "")
+    if said:
+        return Probe(framework, plane, ranks, said, seconds, command=tuple(line))
+    if not error and len(answers) < ranks:
+        error = f"{len(answers)} of {ranks} ranks answered"
+    if error:
+        tail = "\n".join(output.strip().splitlines()[-_TAIL_LINES:])
+        return Probe(framework, plane, ranks, f"{error}\n{tail}".strip(), seconds, command=tuple(line))
+    answer = answers[0]
+    return Probe(framework, plane, ranks, "", seconds, answer["allreduce_ms"], answer["device"], tuple(line))
+
+
+def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Path) -> tuple[str, str]:
+    """Run `line` in a session of its own and return (error, output)."""
+    # To a file, not a pipe: a grandchild that survives its parent would keep a pipe open.
+    with log.open("wb") as stream:
+        try:
+            process = subprocess.Popen(
+                line, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+            )
+        except OSError as problem:
+            return f"{line[0]} does not start: {problem}", ""
+        try:
+            status = process.wait(timeout=timeout_s)
+            error = f"horovodrun exited with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            error = f"no answer within {timeout_s:g} s"
+            end_family(process)
+    return error, log.read_text(encoding="utf-8", errors="replace")
+
+
+def _make_tensor(framework: str, values: np.ndarray[Any, Any], device: str) -> Any:
+    """Put `values` on the GPU as the framework's own tensor."""
+    module = importlib.import_module(framework)
+    if framework == "torch":
+        return module.from_numpy(values).to(device)
+    with module.device("/GPU:0"):  # TensorFlow numbers the GPUs that it was shown: one a rank
+        return module.constant(values)
+
+
+def rank_main(framework: str, plane: str, *, step: bool = False) -> int:
+    """Be one rank: sum arrays, and write down for the parent how it went."""
+    rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+    answer: dict[str, Any] = {"error": "", "allreduce_ms": None, "device": "cpu"}
+    try:
+        answer |= _measure(framework, plane)
+        if step:
+            _take_step(framework)
+    except Exception as problem:  # noqa: BLE001  whatever it was, the parent shows it
+        answer["error"] = f"rank {rank}: {type(problem).__name__}: {problem}"
+        traceback.print_exc()
+    if _ANSWERS in os.environ:
+        Path(os.environ[_ANSWERS], f"rank-{rank}.json").write_text(json.dumps(answer))
+    else:
+        print(json.dumps(answer))
+    return 1 if answer["error"] else 0
+
+
+def _measure(framework: str, plane: str) -> dict[str, Any]:
+    """Sum an array whose sum is known, several times; return where it was and the median time."""
+    world_module = importlib.import_module("hvdtrain.distributed.world")
+    world = world_module.init(framework)
+    values = np.full(_SIZE_BYTES // 4, world.rank + 1, np.float32)
+    expected = world.size * (world.size + 1) / 2
+    if plane == "nccl":
+        if world.device == "cpu":
+            raise RuntimeError(f"{framework} sees no GPU")
+        horovod = world_module.load_engine(framework)
+        tensor = _make_tensor(framework, values, world.device)
+
+        def reduce() -> np.ndarray[Any, Any]:
+            result = horovod.allreduce(tensor, name="probe", op=horovod.Sum)
+            return np.asarray((result.cpu() if framework == "torch" else result).numpy())
+    else:
+
+        def reduce() -> np.ndarray[Any, Any]:
+            return np.asarray(world.allreduce(values, name="probe"))
+
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        total = reduce()
+        times.append((time.perf_counter() - started) * 1000)
+        if not np.array_equal(total, np.full_like(values, expected)):
+            raise RuntimeError(f"the sum over {world.size} ranks is {total[:3]}..., expected {expected}")
+    return {
+        "allreduce_ms": round(statistics.median(times), 3),
+        "device": world.device if plane == "nccl" else "cpu",
+    }
+
+
+def _take_step(framework: str) -> None:
+    """Take a training step with the other ranks, and one of one process on all their data."""
+    world = importlib.import_module("hvdtrain.distributed.world").init(framework)
+    difference = importlib.import_module(_STEPS[framework]).step_difference(world)
+    if not difference <= _STEP_TOLERANCE:
+        raise RuntimeError(
+            f"after one training step on {world.size} ranks a weight is {difference:g} from one process's"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(sys.argv[1], sys.argv[2], step="step" in sys.argv[3:]))

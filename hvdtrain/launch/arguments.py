@@ -1,0 +1,307 @@
+"""Take a command line apart: what is `hvdtrain run`'s own, what is the launcher's, and the program."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdtrain.errors import UsageError
+from hvdtrain.system import open_mpi
+from hvdtrain.system.suggestions import did_you_mean
+
+HOROVODRUN, MPIRUN = "horovodrun", "mpirun"
+
+MAX_RANKS_A_CORE = 4
+
+
+def _each(names: str, *, values: int) -> dict[str, int]:
+    return dict.fromkeys(names.split(), values)
+
+
+# How many values each option takes. horovodrun's are Horovod 0.28.1's: a test compares them with its parser.
+OURS = {
+    **_each("-np --num-proc --max-restarts --grace --launcher --config", values=1),
+    **_each("--debug --help", values=0),
+}
+HOROVODRUN_OPTIONS = {
+    **_each(
+        "-v --version -cb --check-build --disable-cache --verbose --hierarchical-allreduce "
+        "--no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce "
+        "--no-torus-allreduce --autotune --no-autotune --timeline-mark-cycles --no-timeline-mark-cycles "
+        "--no-stall-check --stall-check --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp "
+        "--log-without-timestamp -prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp "
+        "--no-log-hide-timestamp --gloo --mpi --jsrun",
+        values=0,
+    ),
+    **_each(
+        "--start-timeout --network-interfaces --network-interface --output-filename --config-file -p --ssh-port -i "
+        "--ssh-identity-file --fusion-threshold-mb --cycle-time-ms --cache-capacity --autotune-log-file "
+        "--autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples "
+        "--autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc --slots-per-host "
+        "--elastic-timeout --reset-limit --timeline-filename --stall-check-warning-time-seconds "
+        "--stall-check-shutdown-time-seconds --mpi-args --binding-args --num-nccl-streams --thread-affinity "
+        "--gloo-timeout-seconds --log-level -H --hosts -hostfile --hostfile --host-discovery-script",
+        values=1,
+    ),
+    "--blacklist-cooldown-range": 2,
+}
+# Open MPI's take one or two dashes alike.
+_MPIRUN_VALUES = {
+    **_each(
+        "x H host hostfile machinefile default-hostfile map-by bind-to rank-by wd wdir path prefix N npernode "
+        "npersocket ppr output-filename timeout am tune rf rankfile cpu-list cpu-set slot-list report-uri stdin "
+        "personality preload-files app launch-agent ompi-server dvm max-vm-size cpus-per-proc cpus-per-rank "
+        "report-state-on-timeout-file debugger output display runtime-options tmpdir forward-signals pset xterm "
+        "with-ft initial-errhandler memory-alloc-kinds gpu-support app-prefix amca c n",
+        values=1,
+    ),
+    **_each("mca gmca gpmixmca pmixmca prtemca omca gomca", values=2),
+}
+
+_MOST_DIGITS = 9  # of a count: Python refuses to read some thousands of them
+
+# Those that say on which cores ranks run.
+_MPIRUN_PLACES = frozenset(
+    _each("bind-to map-by rf rankfile cpu-list cpu-set slot-list cpus-per-proc cpus-per-rank npersocket ppr", values=1)
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A command line in three parts."""
+
+    ours: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+    program: list[str] = field(default_factory=list)
+
+
+def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] = lambda file: None) -> Split:
+    """Take `arguments` apart. The program begins with the first word that is no option and no option's value.
+
+    Args:
+        arguments: what was typed after `hvdtrain run`.
+        launcher_in: returns which launcher a --config file names.
+
+    Raises:
+        UsageError: an option that there is not, or without its value.
+    """
+    problem: UsageError | None = None
+    other: Split | None = None
+    # How many values an option takes hangs on the launcher, which stands among the options: a guess must come true.
+    for launcher in (HOROVODRUN, MPIRUN):
+        try:
+            parts = _split(arguments, launcher)
+        except UsageError as error:
+            problem = problem or error
+            continue
+        file = value(parts.ours, "--config")
+        if (value(parts.ours, "--launcher") or (file and launcher_in(file)) or HOROVODRUN) == launcher:
+            return parts
+        other = other or parts
+    if other is None or problem is not None:
+        raise problem or UsageError("the command line cannot be read")
+    return other  # a launcher that there is not
+
+
+def _split(arguments: Sequence[str], launcher: str) -> Split:
+    parts = Split()
+    for name, words in options(arguments, launcher):
+        if not name:
+            parts.program.extend(words)
+        else:
+            (parts.ours if name in OURS else parts.passed).extend(words)
+    return parts
+
+
+def options(arguments: Sequence[str], launcher: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option's name with its words, then "" with those of the program.
+
+    Raises:
+        UsageError: an option that there is not, or without its value.
+    """
+    i = 0
+    while i < len(arguments):
+        word = arguments[i]
+        if word == "--" or not word.startswith("-"):
+            yield "", list(arguments[i + (word == "--") :])
+            return
+        name, equals, _ = word.partition("=")
+        values = 0 if equals else OURS[name] if name in OURS else _values(name, launcher)
+        if i + values >= len(arguments) and values:
+            raise UsageError(f"{name} needs {'a value' if values == 1 else f'{values} values'}")
+        yield name, list(arguments[i : i + 1 + values])
+        i += 1 + values
+
+
+def _values(name: str, launcher: str) -> int:
+    """Return how many values an option of the launcher takes."""
+    if launcher == MPIRUN:
+        return _MPIRUN_VALUES.get(name.lstrip("-"), 0)
+    if name in HOROVODRUN_OPTIONS:
+        return HOROVODRUN_OPTIONS[name]
+    # argparse takes the beginning of a long option for the whole, if there is only one that begins so.
+    whole = [known for known in HOROVODRUN_OPTIONS if name.startswith("--") and known.startswith(name)]
+    if len({HOROVODRUN_OPTIONS[known] for known in whole}) == 1:
+        return HOROVODRUN_OPTIONS[whole[0]]
+    raise UsageError(
+        f"{name} is an option neither of hvdtrain run nor of horovodrun"
+        + did_you_mean(name, [*HOROVODRUN_OPTIONS, *OURS], "`horovodrun --help` lists its options")
+    )
+
+
+def value(options: Sequence[str], *names: str) -> str | None:
+    """Return the value that one of `names` has among `options`; None if it is not there."""
+    found = None
+    for i, word in enumerate(options):
+        name, equals, text = word.partition("=")
+        if name in names:
+            found = text if equals else options[i + 1] if i + 1 < len(options) else ""
+    return found
+
+
+def places_ranks(options: Sequence[str]) -> bool:
+    """Return whether mpirun's `options` say on which cores ranks run."""
+    names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
+    return bool(names & _MPIRUN_PLACES) or any("binding_policy" in word for word in options)
+
+
+def marks(launcher: str, options: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the option with which mpirun marks each line with its rank, as horovodrun has it.
+
+    Without marks nobody can tell ranks' lines apart that come in pieces.
+    """
+    names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
+    unwanted = environment.get("OMPI_MCA_orte_tag_output") == "0" or names & {"tag-output", "output", "xml"}
+    if launcher != MPIRUN or unwanted:
+        return []
+    return ["--tag-output", *(open_mpi.MARK_PIECES if open_mpi.mixes_lines() else ())]
+
+
+def whole_number(name: str, text: str | None, *, least: int) -> int:
+    """Return `text` as a number of at least `least`."""
+    if text is None or not is_count(text, least=least):
+        raise UsageError(f"{name} must be a whole number, at least {least}. Received: {name} {text}")
+    return int(text)
+
+
+def is_count(text: str, *, least: int) -> bool:
+    """Return whether `text` is a whole number of at least `least`, and one that Python reads at all."""
+    return text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= least
+
+
+def seconds(name: str, text: str) -> float:
+    """Return `text` as a time."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (0 <= number < math.inf):
+        raise UsageError(f"{name} must be a number of seconds, 0 or more. Received: {name} {text}")
+    return number
+
+
+def program(words: Sequence[str]) -> list[str]:
+    """Return what every rank runs: `words`, with this interpreter before a script.
+
+    Raises:
+        UsageError: there is no such program or script.
+    """
+    if not words:
+        raise UsageError("say what to run: hvdtrain run -np 2 train.py")
+    first = words[0]
+    if first.endswith(".py"):
+        return [sys.executable, _script(first), *words[1:]]
+    found = shutil.which(first)
+    if found is None:
+        path = Path(first)
+        what = f"{path.resolve()} may not be executed" if path.is_file() else f"there is no program {first}"
+        raise UsageError(f"{what}. Give a Python script, or a program with its path")
+    if Path(first).name.startswith("python"):
+        # The script is the first word that is neither an option nor, as after -X and -W, an option's value.
+        rest = iter(words[1:])
+        for word in rest:
+            if word in ("-c", "-m", "-"):
+                break
+            if word in ("-X", "-W"):
+                next(rest, None)
+            elif not word.startswith("-"):
+                _script(word)
+                break
+    return list(words)
+
+
+def _script(name: str) -> str:
+    if not Path(name).is_file():
+        raise UsageError(f"there is no script {name} in {os.getcwd()}")
+    if not os.access(name, os.R_OK):
+        raise UsageError(f"the script {name} cannot be read: permission denied. Type: chmod u+r {shlex.quote(name)}")
+    return name
+
+
+def hosts(passed: Sequence[str]) -> dict[str, int]:
+    """Return {host: slots} as -H or --hostfile names them; {} where they do not.
+
+    Raises:
+        UsageError: the list or the file does not parse.
+    """
+    listed = value(passed, "-H", "--hosts", "-host", "--host")
+    file = value(passed, "-hostfile", "--hostfile", "-machinefile", "--machinefile")
+    found: dict[str, int] = {}
+    if listed is not None:
+        for item in listed.split(","):
+            name, _, slots = item.strip().rpartition(":") if ":" in item else (item.strip(), "", "1")
+            if not name or not is_count(slots, least=1):
+                raise UsageError(f"-H must be like host1:2,host2:2. Received: -H {listed}")
+            found[name] = found.get(name, 0) + int(slots)
+    elif file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as problem:
+            raise UsageError(f"the host file {file} cannot be read: {problem}") from None
+        for line in lines:
+            words = line.partition("#")[0].split()
+            if words:
+                slots = next((w.partition("=")[2] for w in words[1:] if w.startswith("slots=")), "1")
+                if not is_count(slots, least=1):
+                    raise UsageError(f"a line of a host file is like `host1 slots=2`. Received: {line!r} in {file}")
+                found[words[0]] = found.get(words[0], 0) + int(slots)
+        if not found:
+            raise UsageError(f"the host file {file} names no host")
+    return found
+
+
+def check_ranks(
+    ranks: int, *, slots: dict[str, int], elastic: bool, cores: int, name: str = "-np ", insist: str = "-H localhost:{}"
+) -> str:
+    """Refuse more ranks than there is room for; return "", or what to say of ranks that share cores.
+
+    Args:
+        ranks: number of ranks.
+        slots: {host: slots} where they were named.
+        elastic: whether hosts may come and go.
+        cores: usable cores of this host.
+        name: what stands before the number, for messages.
+        insist: what allows any number.
+
+    Raises:
+        UsageError: see above.
+    """
+    if slots:
+        if ranks > sum(slots.values()):
+            named = ",".join(f"{name}:{n}" for name, n in slots.items())
+            raise UsageError(f"{name}{ranks} is more than the {sum(slots.values())} slots of {named}")
+        return ""
+    if elastic:
+        return ""
+    if ranks > MAX_RANKS_A_CORE * cores:
+        raise UsageError(
+            f"{name}{ranks} is more than {MAX_RANKS_A_CORE} ranks for each of the {cores} cores here. Use fewer, or "
+            f"insist with {insist.format(ranks)}"
+        )
+    return f"{ranks} ranks share {cores} core{'s' * (cores > 1)}" if ranks > cores else ""

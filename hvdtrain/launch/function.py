@@ -1,0 +1,198 @@
+"""`hvdtrain.run`: a function on several ranks of this host, from a notebook or a script."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from hvdtrain.distributed import tuning
+from hvdtrain.errors import UsageError
+from hvdtrain.launch import arguments, job_environment, job_folder, loopback, outcome
+from hvdtrain.launch.call import Call
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.pickling import pack
+from hvdtrain.launch.rank_output import Line
+from hvdtrain.system import start_ranks
+
+T = TypeVar("T")
+
+GRACE_S = 30.0  # as in `hvdtrain run`
+_WORKER = [sys.executable, "-m", "hvdtrain.launch.rank"]
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int,
+    output: Literal["all", "root"] = "all",
+    options: Sequence[str] = (),
+) -> list[T]:
+    """Call `fn(*args, **kwargs)` on `np` new ranks of this host and return what it returned on each, in rank order.
+
+    A function of a notebook's cell or of the script itself will do, and so will what it uses there. What ranks print
+    appears here as it comes. Interrupted, it asks the ranks to stop, as `hvdtrain run` does, and gives them 30 s to
+    write a checkpoint; interrupted again, it ends them at once. No process is left behind.
+
+    Args:
+        fn: what to call. Its data should be loaded or made in it, on each rank: arguments are copied to all of them.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        np: number of ranks; up to four for each core.
+        output: "all" shows every rank's lines, behind "[rank] "; "root" shows rank 0's as they are.
+        options: further options of horovodrun, such as ("--gloo",).
+
+    Raises:
+        TypeError: `fn` cannot be called, or an argument or a returned value cannot be pickled.
+        ValueError: np or output is out of range.
+        UsageError: no ranks can be started here, for example from within a rank.
+        RankFailedError: a rank was killed or ended without a result. It is also the cause (`__cause__`) of an exception
+            that `fn` raised on a rank, which is raised here as it is, and has the rank and its traceback.
+    """
+    slots, passed, crowded = _check(fn, args, np, output, options)
+    task = make_task(fn, args, kwargs)
+    show = functools.partial(show_lines, output=output)
+    if crowded:
+        show([(None, f"hvdtrain.run: {crowded}")])
+    call = _run_job(task, name_of(fn), np=np, passed=passed, slots=slots, show=show)
+    problem = outcome.problem(call, np, root_only=output == "root")
+    if problem is not None:
+        raise problem
+    if call.cause is None or call.cause.code:
+        how = call.cause or "the process that ran the ranks was killed"
+        show([(None, f"hvdtrain.run: {how}, after the function had returned on every rank")])
+    return [outcome.value(rank, call.answers.pop(rank)) for rank in range(np)]
+
+
+def make_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Message:
+    """Return what `hvdtrain.launch.rank.load` loads.
+
+    Raises:
+        TypeError: something cannot be pickled.
+    """
+    return Message(
+        {"path": [str(path) for path in sys.path], "cells": _cells()},
+        pack({"fn": fn, "args": tuple(args), "kwargs": dict(kwargs or {})}, where="be sent to the ranks"),
+    )
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Return what a run of `fn` is called."""
+    return re.sub(r"\W+", "", getattr(fn, "__name__", "")) or "function"
+
+
+def show_lines(lines: Sequence[Line], *, output: str) -> None:
+    """Print what ranks have printed, and with rank None what is said about the job; `output` is `run`'s."""
+    chosen = [(rank, text) for rank, text in lines if output == "all" or not rank]
+    marked = [text if rank is None or output == "root" else f"[{rank}] {text}" for rank, text in chosen]
+    print("".join(f"{line}\n" for line in marked), end="", flush=True)
+
+
+def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int, output: str = "all") -> None:
+    """Raise unless `fn` can be called with `args` on `np` ranks, as far as can be told from here.
+
+    Raises:
+        TypeError, ValueError: see above.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function. Received: {fn!r}")
+    if not isinstance(args, (tuple, list)):  # (x) is no tuple, and a text has letters
+        raise TypeError(f"args must be a tuple, such as (x,). Received: a {type(args).__qualname__}")
+    if isinstance(np, bool) or not isinstance(np, int) or np < 1:
+        raise ValueError(f"np, the number of ranks, must be a whole number, at least 1. Received: np={np!r}")
+    if output not in ("all", "root"):
+        raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
+
+
+def _run_job(
+    task: Message,
+    name: str,
+    *,
+    np: int,
+    passed: Sequence[str],
+    slots: Mapping[str, int],
+    show: Callable[[Sequence[Line]], None],
+) -> Call:
+    """Start the ranks and return when all have ended.
+
+    Raises:
+        KeyboardInterrupt: there was one; now they have ended.
+    """
+    run_dir, elsewhere = job_folder.make(0 if "--gloo" in passed else np)
+    if elsewhere:
+        show([(None, f"hvdtrain.run: {elsewhere}")])
+    try:
+        environment = job_environment.environment(
+            run_dir, name=name, launcher=arguments.HOROVODRUN, passed=passed, slots=slots
+        )
+        # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
+        environment = {**tuning.without_ours(environment), "PYTHONUNBUFFERED": "1"}
+        line = [*start_ranks.horovodrun(Path(sys.executable)), "-np", str(np), *passed, *_WORKER]
+        call = Call(line, environment=environment, run_dir=run_dir, task=task, size=np, grace_s=GRACE_S, show=show)
+        try:
+            _follow(call)
+        finally:
+            call.close()
+    finally:
+        job_folder.remove(run_dir)
+    return call
+
+
+def _check(
+    fn: Callable[..., Any], args: Sequence[Any], np: int, output: str, options: Sequence[str]
+) -> tuple[dict[str, int], Sequence[str], str]:
+    """Check what can be checked before anything is started.
+
+    Returns:
+        {host: slots}, the launcher's options, and what to say of ranks that share cores.
+    """
+    check_call(fn, args, np, output)
+    job_environment.check_place("hvdtrain.run")
+    job_environment.check_host(arguments.HOROVODRUN, np)
+    parts = arguments.split([*options, "fn"])
+    if parts.ours or parts.program != ["fn"]:
+        raise UsageError(f"options are horovodrun's, each word by itself. Received: options={options!r}")
+    if arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None:
+        raise UsageError("hvdtrain.run has a fixed number of ranks. `hvdtrain run` starts elastic jobs")
+    slots = arguments.hosts(parts.passed)
+    if not loopback.is_here(slots):
+        raise UsageError(f"hvdtrain.run is for this host, and {', '.join(slots)} is not all here. Use `hvdtrain run`")
+    try:
+        crowded = arguments.check_ranks(
+            np, slots=slots, elastic=False, cores=tuning.usable_cores(), name="np=",
+            insist='options=("-H", "localhost:{}")',
+        )  # fmt: skip
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return slots, parts.passed, crowded
+
+
+def _cells() -> dict[str, list[str]]:
+    """Return the sources that have no file: a notebook's cells."""
+    entries = ((name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None)
+    return {name: list(entry[2]) for name, entry in entries}
+
+
+def _follow(call: Call) -> None:
+    """Wait for the end of the job.
+
+    Raises:
+        KeyboardInterrupt: there was one; now the job has ended.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            if interrupt is not None:
+                call.interrupt()
+            call.follow()
+            break
+        except KeyboardInterrupt as again:
+            interrupt = interrupt or again
+    if interrupt is not None:
+        raise interrupt.with_traceback(None)  # not of where this file was

@@ -1,0 +1,94 @@
+"""What surrounds a job: where it may be started from, and the environment that it gets."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.distributed import launch_environment
+from hvdtrain.errors import UsageError
+from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks
+from hvdtrain.launch import arguments, loopback, other_hosts
+from hvdtrain.system import open_mpi, start_ranks
+
+# What hvdtrain.training.run_id reads on the ranks; it is not imported here, where a job starts without NumPy.
+RUN_NAME, RUN_ID = "HVDTRAIN_RUN_NAME", "HVDTRAIN_RUN_ID"
+
+
+def as_new_run(environment: Mapping[str, str], name: str, token: str) -> dict[str, str]:
+    """Return the environment of ranks of a run that begins now.
+
+    All starts of a job have it, so they are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder, and
+    loggers know them by one id.
+
+    Args:
+        environment: theirs so far; a name that the user chose is kept.
+        name: what is run.
+        token: tells it from others of this second.
+    """
+    named = {RUN_NAME: f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{token}"}
+    return {**named, **environment, RUN_ID: uuid.uuid4().hex}
+
+
+def check_place(who: str = "it") -> None:
+    """Raise where no ranks can be started.
+
+    Args:
+        who: was asked to, for messages.
+
+    Raises:
+        UsageError: this process is a rank itself, or there is no Horovod.
+    """
+    found = launch_environment.detect()
+    if found and found.size and found.size > 1 and found.name != "Slurm":
+        raise UsageError(f"{who} starts the ranks itself, and {found} has started this one. Run it by itself")
+    if importlib.util.find_spec("horovod") is None:
+        raise UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
+
+
+def check_host(launcher: str, ranks: int) -> None:
+    """Raise where this host cannot start so many ranks; 0 for ranks of which some are elsewhere.
+
+    Raises:
+        UsageError: too few open files are allowed, or /dev/shm has no room for horovodrun's semaphores.
+    """
+    try:
+        start_checks.check_open_files(ranks or 2)
+        if launcher == arguments.HOROVODRUN:
+            start_checks.check_semaphores()
+    except start_checks.CannotStartError as problem:
+        raise UsageError(str(problem)) from None
+
+
+def environment(
+    run_dir: Path, *, name: str, launcher: str, passed: Sequence[str], slots: Mapping[str, int], elastic: bool = False
+) -> dict[str, str]:
+    """Return the environment of a launcher and its ranks.
+
+    Args:
+        run_dir: the job's private folder.
+        name: of what is run, for the folder of the training.
+        launcher: "horovodrun" or "mpirun".
+        passed: the launcher's options.
+        slots: {host: slots} as they name them.
+        elastic: hosts may come and go.
+    """
+    found = as_new_run(start_ranks.rank_environment({}), name, run_dir.name[-4:])
+    # A rank that failed has failed the others too: none of them has anything to wait for.
+    found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
+    if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
+        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if not slots:
+            found = {**open_mpi.OVERSUBSCRIBE_IN_5, **found}
+        if not arguments.places_ranks(passed):
+            found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
+    if not loopback.is_here(slots):
+        found = {**other_hosts.settings(), **found}
+        if launcher == arguments.MPIRUN:
+            found |= loopback.listening(slots, passed, found)
+    elif not elastic:
+        found |= loopback.settings(run_dir, launcher, passed, found)
+    return open_mpi.for_both(found)

@@ -1,0 +1,103 @@
+"""One rank of `hvdtrain.run`: gets the function, calls it, gives back what came of it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from typing import Any
+
+import cloudpickle
+
+from hvdtrain.distributed import watchdog
+from hvdtrain.distributed.watchdog.rank_exit import DEBUG, is_caused_by_others
+from hvdtrain.launch import exchange
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.pickling import pack
+
+_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def main() -> None:
+    """Run one rank."""
+    rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name))
+    try:
+        task, connection = exchange.ask(rank)
+    except (EOFError, OSError, AuthenticationError) as problem:
+        sys.exit(f"rank {rank}: whoever called hvdtrain.run is gone: {problem}")
+    sys.path[:] = task.facts["path"]  # what the caller can import can be imported here
+    call = load(task)
+    del task  # which may hold as much as the arguments
+    answer, exit_request = perform(call)
+    try:
+        answer.send(connection)
+        connection.close()
+    except OSError:
+        pass  # the caller has been interrupted, and hears no more
+    if exit_request is not None:
+        raise exit_request
+    if answer.facts["kind"] == "error":
+        watchdog.leave(1)
+
+
+def _status(request: SystemExit) -> int:
+    """Return the exit status that Python makes of sys.exit's argument."""
+    if isinstance(request.code, int):
+        return request.code
+    return 0 if request.code is None else 1
+
+
+def load(task: Message) -> Callable[[], Any] | Message:
+    """Return the call that is the task, or the answer where it cannot be loaded."""
+    # Tracebacks show the lines of the caller's notebook's cells.
+    for name, lines in task.facts["cells"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    try:
+        fn, args, kwargs = cloudpickle.loads(task.pickled)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is to know
+        return _failure("could not load the function", error)
+    return lambda: fn(*args, **kwargs)
+
+
+def perform(call: Callable[[], Any] | Message) -> tuple[Message, SystemExit | None]:
+    """Return the answer: what `call` returned, or why not; and the request to exit, where that is why."""
+    if isinstance(call, Message):
+        return call, None
+    try:
+        return Message({"kind": "result"}, pack({"what it returned": call()}, where="be sent back")), None
+    except SystemExit as request:
+        return Message({"kind": "exit", "code": _status(request)}), request
+    except BaseException as error:  # noqa: BLE001 - see above
+        return _failure("raised", error), None
+
+
+def _failure(what: str, error: BaseException) -> Message:
+    # Without this file's own frames, of which nothing can be learnt.
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, pack.__code__.co_filename):
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    others = is_caused_by_others(error)
+    if others and os.environ.get(DEBUG) == "1":
+        sys.stderr.write(text + "\n")
+    facts = {
+        "kind": "error",
+        "what": what,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "text": text,
+        "others": others,
+    }
+    try:
+        return Message(facts, cloudpickle.dumps(error.with_traceback(None)))
+    except Exception:  # noqa: BLE001 - then its text has to do
+        return Message(facts)
+
+
+if __name__ == "__main__":
+    main()

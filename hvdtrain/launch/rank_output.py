@@ -1,0 +1,137 @@
+"""Take what a launcher prints apart into whole lines, each with the rank that printed it."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from hvdtrain.system import open_mpi
+
+# What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo, and before that
+# the time, "Sat Nov 21 20:05:27 2026" (Open MPI 5: in brackets), where it was asked for.
+_TIME = re.compile(rb"\[?[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}\]?")
+_TAG = rb"\[(?:\d+,)?\d+\]<(?:stdout|stderr)>:?"
+_MARK, _TIMED_MARK = re.compile(rb"(" + _TAG + rb")"), re.compile(rb"(" + _TIME.pattern + _TAG + rb")")
+_ITS_MARK = re.compile(rb"^(?:" + _TIME.pattern + rb")?" + _TAG)
+_RANK = re.compile(rb"(\d+)\]<")
+_TAIL_LINES = 15
+
+Line = tuple[int | None, str]
+
+
+class _Pieces:
+    """Puts together what ranks wrote into the same lines: pairs of a mark, empty for the launcher's own, and a line."""
+
+    def __init__(self) -> None:
+        self.begun: dict[bytes, bytes] = {}
+        self.raw = b""
+        self._mark: re.Pattern[bytes] | None = None  # which of the two, once one was seen
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Return the lines that `data` completes."""
+        *whole, self.raw = (self.raw + data).split(b"\n")
+        for raw in whole:
+            before, *marked = self._split(raw)
+            if before or not marked:
+                yield b"", before
+            if marked:
+                yield marked[-2], self._join(marked)
+
+    def end(self) -> Iterator[tuple[bytes, bytes]]:
+        """Return what was left without an end of its line."""
+        yield from self.feed(b"\n") if self.raw else ()
+        begun, self.begun = self.begun, {}
+        yield from begun.items()
+
+    def _split(self, raw: bytes) -> list[bytes]:
+        if self._mark is None and (first := _MARK.search(raw)):
+            timed = _TIMED_MARK.search(raw)  # a rank may print a time too, but behind a mark
+            self._mark = _TIMED_MARK if timed and timed.start() < first.start() else _MARK
+        return self._mark.split(raw) if self._mark else [raw]
+
+    def _join(self, marked: list[bytes]) -> bytes:
+        """Keep pieces for their ranks; return the line of the last one, which is complete."""
+        for mark, text in zip(marked[::2], marked[1::2], strict=True):
+            tag = _tag(mark)
+            own = text[1:] if b"," in tag and text.startswith(b" ") and open_mpi.spaces_marks() else text
+            self.begun[tag] = self.begun.get(tag, b"") + own
+        return self.begun.pop(tag)
+
+
+def _tag(mark: bytes) -> bytes:
+    """Return a mark without its time, which may be another one for the next piece of the same line."""
+    return _TIME.sub(b"", mark)
+
+
+class Lines:
+    """One stream of a launcher's output, as it comes in pieces.
+
+    Attributes:
+        tails: rank -> its last lines; None stands for the launcher itself.
+    """
+
+    def __init__(self) -> None:
+        self.tails: dict[int | None, deque[str]] = {}
+        self._pieces = _Pieces()
+
+    def feed(self, data: bytes) -> list[Line]:
+        """Return the lines that `data` completes, as (rank, text); the launcher's own have rank None."""
+        return [self._line(mark, text) for mark, text in self._pieces.feed(data)]
+
+    def end(self) -> list[Line]:
+        """Return what was left without an end of its line."""
+        return [self._line(mark, text) for mark, text in self._pieces.end()]
+
+    def _line(self, mark: bytes, text: bytes) -> Line:
+        found = _RANK.search(mark)
+        rank = int(found.group(1)) if found else None
+        shown = _seen(text).decode(errors="replace")
+        self.tails.setdefault(rank, deque(maxlen=_TAIL_LINES)).append(shown)
+        return rank, shown
+
+
+class Whole:
+    """The same stream for a reader: lines as the launcher marks them, but whole, whatever ranks write at once."""
+
+    def __init__(self) -> None:
+        self._pieces = _Pieces()
+        self._since: dict[bytes | None, float] = {}  # when a line was begun; None: one that is not taken apart yet
+
+    def feed(self, data: bytes, *, now: float) -> list[bytes]:
+        """Return the lines that `data` completes, without their end."""
+        return self._shown(self._pieces.feed(data), now, newly=b"\n" in data)
+
+    def begun(self) -> float | None:
+        """Return when the oldest line was begun that has no end yet, None if there is none."""
+        return min(self._since.values(), default=None)
+
+    def late(self, *, now: float, limit_s: float) -> list[bytes]:
+        """Return as lines what has waited so long for its other half: it may be a progress bar."""
+        waited = {mark for mark, since in self._since.items() if now - since >= limit_s}
+        found = [(mark, self._pieces.begun.pop(mark)) for mark in waited if mark is not None]
+        if None in waited:
+            found += self._pieces.feed(b"\n")
+        return self._shown(found, now, newly=None in waited)
+
+    def end(self) -> list[bytes]:
+        """Return what was left without an end of its line."""
+        return self._shown(self._pieces.end(), 0.0, newly=True)
+
+    def _shown(self, found: Iterable[tuple[bytes, bytes]], now: float, *, newly: bool) -> list[bytes]:
+        """Return lines as they are shown, and keep when those were begun that are still without an end."""
+        lines = list(found)
+        anew = {_tag(mark) for mark, _ in lines} | ({None} if newly else set())
+        still = [*self._pieces.begun, *([None] if self._pieces.raw else [])]
+        self._since = {each: now if each in anew else self._since.get(each, now) for each in still}
+        return [mark + _seen(text) for mark, text in lines]
+
+
+def without_mark(line: bytes) -> str:
+    """Return what a rank wrote of a line that `Whole` gave."""
+    return _ITS_MARK.sub(b"", line).decode(errors="replace")
+
+
+def _seen(text: bytes) -> bytes:
+    """Return of a progress bar, which writes over its own line, what would be seen at the end."""
+    return text.rstrip(b"\r").rpartition(b"\r")[2]

@@ -1,0 +1,126 @@
+"""A job's other hosts, by ssh: wait until they can be reached, and end or ask the ranks there. Each with a limit."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hvdtrain.launch.other_hosts import Way
+from hvdtrain.system import process_tree
+
+_LIMIT_S = 15.0  # ssh's own limit is for the connection alone
+_BETWEEN_S = 2.0
+_SSH_FAILED = 255
+_NOT_THERE = "does not run"
+_OTHER_KEY = "has a changed ssh host key"
+_CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"  # a page of text follows
+# Waiting does not help.
+_HOPELESS = (
+    "Permission denied", "Host key verification failed", "bad configuration", "Bad port", "Name or service not known",
+    "does not start", _NOT_THERE, _OTHER_KEY,
+)  # fmt: skip
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def on_every_host(
+    way: Way, task: str, run_dir: Path, *, wait: Callable[[float], bool] = _sleep, limit_s: float = _LIMIT_S
+) -> dict[str, str]:
+    """Do something with a job's processes on every other host at once; return {host: why} of those where it failed.
+
+    Args:
+        way: the hosts, and how they are reached.
+        task: "end" or "ask", see `hvdtrain.system.process_tree`.
+        run_dir: the job's folder, by which its processes are found.
+        wait: waits for so many seconds, or until a child ends; returns whether to give up.
+        limit_s: for all of them.
+    """
+    probes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for host in way.hosts:
+            probes[host] = subprocess.Popen(
+                line(way, host, task, run_dir),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + limit_s
+        while any(probe.poll() is None for probe in probes.values()):
+            if time.monotonic() > deadline or wait(0.1):
+                break
+        return {host: _why(host, probe) for host, probe in probes.items() if probe.returncode != 0}
+    except OSError as problem:
+        return dict.fromkeys(way.hosts, f"{way.ssh[0]} does not start: {problem}")
+    finally:
+        for probe in probes.values():
+            probe.kill()
+            probe.wait()
+            assert probe.stderr is not None
+            probe.stderr.close()
+
+
+def line(way: Way, host: str, task: str, run_dir: Path) -> list[str]:
+    """Return the command line for one host: this Python and this file are at the same place there."""
+    return [*way.ssh, host, shlex.join([sys.executable, "-I", "-S", process_tree.__file__, str(run_dir), task])]
+
+
+def ending(way: Way | None, run_dir: Path) -> list[str]:
+    """Return one command that ends a job on every other host; none where there is no other."""
+    if way is None:
+        return []
+    return ["sh", "-c", "".join(f"{shlex.join(line(way, host, 'end', run_dir))} & " for host in way.hosts) + "wait"]
+
+
+def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
+    if probe.returncode is None:
+        return "cannot be reached by ssh: no answer"
+    assert probe.stderr is not None
+    os.set_blocking(probe.stderr.fileno(), False)  # a program that ssh has started may hold it open
+    lines = [line.strip() for line in (probe.stderr.read() or b"").decode(errors="replace").splitlines()]
+    said = next((line for line in reversed(lines) if line), f"status {probe.returncode}").removeprefix("ssh: ")
+    if any(_CHANGED in line for line in lines):
+        forget = next((line for line in lines if line.startswith("ssh-keygen ")), f"ssh-keygen -R {host}")
+        return f"{_OTHER_KEY}. If the host was reinstalled, type: {forget}"
+    what = "cannot be reached by ssh" if probe.returncode == _SSH_FAILED else f"{_NOT_THERE} {sys.executable}"
+    return f"{what}: {said}"
+
+
+def wait_for_hosts(
+    way: Way, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
+) -> str:
+    """Wait until all hosts can be reached; return what stands in the way at the end, "" for nothing.
+
+    What an earlier start of the job has left there is ended.
+
+    Args:
+        way: the hosts, and how they are reached.
+        run_dir: the job's folder.
+        limit_s: how long.
+        wait: as for `on_every_host`.
+        say: tells the user why nothing happens.
+    """
+    began = time.monotonic()
+    told: dict[str, str] = {}
+    while lost := on_every_host(way, "end", run_dir, wait=wait):
+        text = "; ".join(f"host {host} {why}" for host, why in lost.items())
+        left_s = limit_s - (time.monotonic() - began)
+        if any(word in text for word in _HOPELESS) or left_s <= 0 or wait(0):
+            return f"{text}. Try: {' '.join([*way.ssh, next(iter(lost)), sys.executable, '--version'])}"
+        if lost.keys() != told.keys():
+            say(f"{text}; trying for {limit_s:.0f} s")
+            told = lost
+        until = time.monotonic() + min(_BETWEEN_S, left_s)
+        while time.monotonic() < until and not wait(until - time.monotonic()):
+            pass
+    if told:
+        say(f"{', '.join(told)} can be reached")
+    return ""

@@ -1,0 +1,288 @@
+"""Start a job, start it anew while that makes sense, stop it in order when asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.distributed import watchdog
+from hvdtrain.launch import exit_cause, job_folder, restarts, ssh
+from hvdtrain.launch.arguments import MPIRUN
+from hvdtrain.launch.exit_cause import STOPPED, Cause
+from hvdtrain.launch.job import Guard, Job, adopt_orphans
+from hvdtrain.launch.other_hosts import Way
+from hvdtrain.launch.signals import Signals
+from hvdtrain.system import process_tree, redact
+
+_POLL_S = 0.5
+_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
+_TERM_S = 5.0  # from SIGTERM to SIGKILL
+_UNDYING = "some processes of this job do not die, see ps: a device or file system may hang"
+_ABORTED_S = 15.0  # for a launcher that ends the job, to hear of ranks on other hosts
+_STARTING_S = 30.0  # for hosts that cannot be reached before the first start
+_AWAY_S = 600.0  # for hosts that could be reached before, HVDTRAIN_STALL_S permitting
+_CLOSING_S = 5.0  # for a launcher without ranks: where they have ended, their status comes through it
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is run, and how.
+
+    Attributes:
+        line: the launcher's command line.
+        environment: of the launcher and its ranks.
+        max_restarts: how often it is started anew.
+        grace_s: from a request to stop to the end of patience.
+        elastic: the launcher replaces ranks itself, so a rank's end is not the job's.
+        far: every rank is on another host.
+        way: to other hosts, where it is by ssh.
+        by_rank: the host of each rank, "" where it is not known; empty for this one.
+    """
+
+    line: Sequence[str]
+    environment: Mapping[str, str]
+    max_restarts: int
+    grace_s: float
+    elastic: bool = False
+    far: bool = False
+    way: Way | None = None
+    by_rank: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one start of the job ended."""
+
+    cause: Cause
+    seconds: float
+    requested: signal.Signals | None  # the first request to stop, if there was one
+
+
+def run(options: Options, run_dir: Path) -> int:
+    """Run the job to its end and return the exit status.
+
+    0: every rank ended with 0. 75: stopped on request, to be gone on with. Else that of the rank that ended first.
+
+    Args:
+        options: see there.
+        run_dir: the job's private folder; removed at the end.
+    """
+    with _supervision(run_dir, ssh.ending(options.way, run_dir)) as (guard, signals):
+        return _run(options, run_dir, guard, signals)
+
+
+def once(options: Options, run_dir: Path) -> Ending:
+    """Run the job a single time and return how it ended; the folder is removed here too."""
+    with _supervision(run_dir) as (guard, signals):
+        job = Job(
+            options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=socket.gethostname()
+        )
+        try:
+            return _follow(job, options, signals, guard)
+        finally:
+            if not job.end():
+                say(_UNDYING)
+
+
+@contextlib.contextmanager
+def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple[Guard, Signals]]:
+    """Take charge of all that a job starts, and leave nothing of it behind."""
+    adopt_orphans()
+    with Signals() as signals:
+        guard = Guard(run_dir, elsewhere)
+        try:
+            yield guard, signals
+        finally:
+            process_tree.end(str(run_dir), below=os.getpid(), without=(guard.pid,))
+            job_folder.remove(run_dir)
+            guard.dismiss()
+
+
+def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int:
+    host = socket.gethostname()
+    attempts: list[restarts.Attempt] = []
+    while True:
+        barred = _reach(options, run_dir, signals, is_first=not attempts)
+        if signals.requests:
+            say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
+            return 128 + signals.requests[0]
+        if barred:
+            say(f"gave up: {barred}")
+            return attempts[-1].cause.code if attempts else 1
+        job = Job(
+            options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=host,
+            by_rank=options.by_rank, far=options.far,
+        )  # fmt: skip
+        try:
+            ending = _follow(job, options, signals, guard)
+        finally:
+            gone = job.end()
+        if not gone:
+            say(_UNDYING)
+            return ending.cause.code or 1
+        if ending.cause.code == 0:
+            return 0
+        if ending.cause.code == STOPPED:
+            _end_elsewhere(options, run_dir)
+            say("stopped on request; the same command goes on from the script's checkpoint, if it wrote one")
+            return STOPPED
+        if ending.requested is not None:
+            _end_elsewhere(options, run_dir)
+            return _stopped_hard(ending, run_dir, job, host)
+        error = exit_cause.first_error(run_dir, listener=job.listener, cause=ending.cause)
+        step = exit_cause.latest_step(run_dir, rank=ending.cause.rank)
+        attempts.append(restarts.Attempt(ending.cause, ending.seconds, step, error))
+        verdict = restarts.judge(attempts, max_restarts=options.max_restarts)
+        if verdict.pause_s is None:
+            _end_elsewhere(options, run_dir)
+            return _give_up(attempts, verdict)
+        say(
+            f"restart {len(attempts)} of {options.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
+            + (f", at step {step}" if step is not None else "")
+            + (f" ({error.last_line})" if error else "")
+            + "; starting it again"
+            + (f" in {_time(verdict.pause_s)}" if verdict.pause_s else "")
+        )
+        _empty(run_dir)
+        deadline = time.monotonic() + verdict.pause_s
+        while not signals.requests and time.monotonic() < deadline:
+            signals.wait(deadline - time.monotonic())
+
+
+def _end_elsewhere(options: Options, run_dir: Path) -> None:
+    """End what other hosts have of a job that is not started again: a launcher that was killed leaves ranks there."""
+    if options.way is not None:
+        ssh.on_every_host(options.way, "end", run_dir)
+
+
+def _reach(options: Options, run_dir: Path, signals: Signals, *, is_first: bool) -> str:
+    """Wait until the job's other hosts can be reached; return what stands in the way, "" for nothing.
+
+    One that has just died may start again, which takes minutes: as long as a rank may wait for others.
+    """
+    if options.way is None:
+        return ""
+
+    def wait(seconds: float) -> bool:
+        signals.wait(seconds)
+        return bool(signals.requests)
+
+    limit_s = _STARTING_S if is_first else min(watchdog.limit_s(), _AWAY_S)
+    return ssh.wait_for_hosts(options.way, run_dir, limit_s=limit_s, wait=wait, say=say)
+
+
+def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Ending:
+    """Wait until the launcher has ended, or the job is beyond hope."""
+    asked_at: float | None = None
+    ranks_at = 0.0  # when there were ranks last, once it was asked to stop
+    terminated_at: float | None = None
+    failed_at: float | None = None
+    aborted_at: float | None = None
+
+    def wait_and_hear(seconds: float) -> bool:
+        signals.wait(seconds)
+        return signals.requests.count(signal.SIGINT) > 1
+
+    while (status := job.status()) is None:
+        now = time.monotonic()
+        guard.keep()
+        cause = job.listener.cause()
+        if signals.requests.count(signal.SIGINT) > 1:
+            say("second Ctrl-C: ending everything at once")
+            break
+        if signals.requests and asked_at is None:
+            asked_at = ranks_at = now
+            say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(options.grace_s)}")
+            if options.way is not None and not options.line[0].endswith(MPIRUN):  # which passes it on itself
+                ssh.on_every_host(options.way, "ask", job.run_dir, wait=wait_and_hear)
+        if asked_at is not None and terminated_at is None:
+            ranks = job.ask_to_stop(exit_cause.rank_pids(job.run_dir))
+            if ranks:
+                ranks_at = now
+            if now - asked_at > options.grace_s if ranks else now - ranks_at > _CLOSING_S:
+                terminated_at = now
+                if ranks:
+                    say(f"the ranks have not ended within {_time(options.grace_s)}: ending them")
+                job.send(signal.SIGTERM)
+        elif terminated_at is not None and now - terminated_at > _TERM_S:
+            break
+        if cause is not None and cause.code not in (0, STOPPED) and not options.elastic:
+            failed_at = failed_at or now
+            if now - failed_at > _LAST_WORDS_S and asked_at is None:
+                break
+        if job.listener.is_aborted() and not options.elastic:
+            aborted_at = aborted_at or now
+            if now - aborted_at > _ABORTED_S:
+                break
+        signals.wait(_POLL_S if asked_at is None and failed_at is None else 0.1)
+    seconds = job.seconds()
+    job.end()  # what it printed is whole only now
+    cause = _cause(job, status, os.path.basename(options.line[0]))
+    return Ending(cause, seconds, signals.requests[0] if signals.requests else None)
+
+
+def _cause(job: Job, status: int | None, launcher: str) -> Cause:
+    said = job.listener.cause()
+    if status == 0 and (said is None or said.code != exit_cause.LOST):
+        return Cause(launcher, 0)
+    if status == STOPPED:
+        return Cause("the job", STOPPED)
+    if said is not None and said.code:
+        return said
+    if status is None:
+        told = exit_cause.told_by_ranks(job.run_dir, host=socket.gethostname()) if job.listener.is_aborted() else None
+        return told or Cause(launcher, 128 + signal.SIGKILL)
+    return Cause(launcher, 128 - status if status < 0 else status)
+
+
+def _stopped_hard(ending: Ending, run_dir: Path, job: Job, host: str) -> int:
+    assert ending.requested is not None
+    error = exit_cause.first_error(run_dir, listener=job.listener, cause=ending.cause)
+    if error is not None:
+        _show(error)
+    say(f"stopped by {ending.requested.name}, but not in order: {ending.cause}; the last checkpoint is what is left")
+    return 128 + ending.requested
+
+
+def _give_up(attempts: Sequence[restarts.Attempt], verdict: restarts.Verdict) -> int:
+    last, first = attempts[-1], verdict.first
+    if first.error is not None:
+        _show(first.error)
+    tried = f"{len(attempts)} attempt{'s' * (len(attempts) > 1)}"
+    which = "" if first is last else f"; the first of them: {first.cause}"
+    say(f"gave up after {tried}, for {verdict.reason}: {last.cause} after {_time(last.seconds)}{which}")
+    return last.cause.code
+
+
+def _show(error: exit_cause.RankError) -> None:
+    say(f"the first error, of rank {error.rank} on host {error.host}:\n{error.text}")
+
+
+def _empty(run_dir: Path) -> None:
+    """Remove what the last attempt left in the job's folder."""
+    for path in run_dir.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 or seconds == round(seconds) else f"{seconds:.1f} s"
+
+
+def say(text: str) -> None:
+    """Print one line of our own, without secrets: it may show a command line, or a rank's error."""
+    try:
+        sys.stderr.write(f"hvdtrain run: {redact.text(text)}\n")
+        sys.stderr.flush()
+    except OSError:
+        pass

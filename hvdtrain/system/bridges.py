@@ -1,0 +1,85 @@
+"""Networks that lead to no other host: bridges such as Docker's, which every host has with the same address.
+
+Open MPI takes them for a way to the other hosts, and ranks then wait for each other for ever. Each rank leaves its own
+host's out before MPI starts, whatever has launched it; horovodrun tries by itself which interfaces lead elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import re
+import socket
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from hvdtrain.system import open_mpi
+
+_CHOICE = "OMPI_MCA_btl_tcp_if_"  # followed by "include" or "exclude"
+_NEVER = ("127.0.0.1/8", "sppp")  # what Open MPI leaves out by itself
+_INTERFACES = Path("/sys/class/net")
+_ROUTES = Path("/proc/net/route")
+_TOLD = ("--parsable", "--level", "9", "--param", "btl", "tcp")
+_LIMIT_S = 10
+
+
+def settings(given: Iterable[str]) -> dict[str, str]:
+    """Return what keeps Open MPI off this host's bridges.
+
+    Args:
+        given: names of variables that are set: where interfaces were chosen, by them or in Open MPI's files, that
+            stands.
+    """
+    if any(name.startswith(_CHOICE) for name in given):
+        return {}
+    bridges, others = _networks()
+    # A container's own network has its host's bridge for a gateway, and is no bridge itself.
+    left_out = sorted(str(each) for each in bridges - others)
+    if not left_out or _is_chosen_in_files():
+        return {}
+    return {f"{_CHOICE}exclude": ",".join([*_NEVER, *left_out])}
+
+
+def _networks() -> tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]]:
+    """Return this host's networks: those of bridges that lead nowhere, and those of other interfaces."""
+    psutil = importlib.import_module("psutil")
+    bridges: set[ipaddress.IPv4Network] = set()
+    others: set[ipaddress.IPv4Network] = set()
+    for name, addresses in psutil.net_if_addrs().items():
+        found = bridges if _leads_nowhere(name) else others
+        for address in addresses:
+            if address.family == socket.AF_INET and address.netmask:
+                found.add(ipaddress.IPv4Network(f"{address.address}/{address.netmask}", strict=False))
+    return bridges, others
+
+
+def _leads_nowhere(name: str) -> bool:
+    """Return whether an interface is a bridge of virtual ports alone; a host of virtual machines has its NIC in one."""
+    folder = _INTERFACES / name
+    if not (folder / "bridge").exists() or name in _default_routes():
+        return False
+    ports = [_INTERFACES / port.name for port in (folder / "brif").glob("*")]
+    return not any((port / "device").exists() or any(port.glob("lower_*")) for port in ports)
+
+
+def _default_routes() -> set[str]:
+    """Return the interfaces by which this host reaches all that is in no network of its own."""
+    try:
+        rows = [line.split() for line in _ROUTES.read_text().splitlines()[1:]]
+    except OSError:
+        return set()
+    return {row[0] for row in rows if len(row) > 1 and row[1] == "00000000"}
+
+
+def _is_chosen_in_files() -> bool:
+    """Return whether one of Open MPI's parameter files chooses interfaces: beside it, ours would be an error."""
+    asked = open_mpi.program("ompi_info")
+    if asked is None:
+        return False
+    try:
+        said = subprocess.run([asked, *_TOLD], capture_output=True, text=True, timeout=_LIMIT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    sources = re.findall(r"btl_tcp_if_(?:include|exclude):source:(.*)", said)
+    return any(not source.startswith("default") for source in sources)

@@ -1,0 +1,215 @@
+"""Take out of a text what names a person or a machine, also those of other hosts, of which no list is known."""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+
+from hvdtrain.system.redact import secrets
+from hvdtrain.system.redact.names import listed
+
+_NAME = r"[A-Za-z0-9](?:[\w.-]*\w)?"
+_HOME = re.compile(r"(/(?:[\w.-]+/)*?(?:home|homes|users?|Users|people|scratch|staff|students))/([^/\s:;,'\"()\[\]]+)")
+_TILDE = re.compile(r"(?<![\w/.-])~([A-Za-z_][\w-]*)(?=/)")
+_ROOT = re.compile(r"(?<![\w.])/root(?![\w.-])")
+_MAC = re.compile(r"\b[0-9a-f]{2}(?:[:-][0-9a-f]{2}){5}\b", re.IGNORECASE)
+_MAC_IN_NAME = re.compile(r"\benx[0-9a-f]{12}\b", re.IGNORECASE)  # how systemd names a USB network card
+_ADDRESS = re.compile(
+    r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\w)|(?<![\w.:])[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*(?![\w:])", re.IGNORECASE
+)
+_UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
+# lovelace@node17, but no memcpy@GLIBC_2.14 and no torch@2.13
+_AT = re.compile(
+    rf"(?<![\w.+/@-])([A-Za-z_][\w.+-]*)@(?!@|plt\b|GLIBC|GLIBCXX|CXXABI|GCC_|LIBC|NCCL|CUDA|lib|\d+(?:\.\d+)*(?![\w.]))"
+    rf"({_NAME}|\[[0-9a-fA-F:.]+\])"
+)
+# Names that end as hosts' do. Left out: what Python, C and file names end with, such as py, so, sh, is, at, int.
+_ENDS = (
+    "com|org|net|edu|gov|mil|info|io|ai|dev|cloud|app|eu|de|fr|uk|nl|ch|be|dk|se|fi|pl|cz|us|ca|au|jp|cn|kr|tw|hk|ru|"
+    "br|mx|hu|gr|ie|local|internal|intranet|intra|lan|corp|private|home|localdomain|cluster|hpc|slurm|svc|lab|"
+    "example|invalid"
+)
+_QUALIFIED = re.compile(
+    rf"(?<![\w./@-])(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+(?:{_ENDS}|(?:ac|co|edu|gov|org)\.[a-z]{{2}})(?![\w-]|\.\w)",
+    re.IGNORECASE,
+)
+_AMAZON = re.compile(r"\bip-\d{1,3}(?:-\d{1,3}){3}\b")
+# Where messages of ssh, Open MPI, NCCL, Slurm, Horovod and hvdtrain have the name of a host.
+_HOST_PLACES = tuple(
+    re.compile(pattern.replace("NAME", f"(?P<name>{_NAME})"), re.IGNORECASE | re.MULTILINE)
+    for pattern in (
+        r"resolve hostname NAME", r"connect to (?:host )?NAME port", r"(?:closed|reset) by (?:remote host )?NAME port",
+        r"connection to NAME (?:closed|port|timed)", r"permanently added '\[?NAME", r"authenticity of host '\[?NAME",
+        r"host key for \[?NAME", r"^NAME: Permission denied", r"^NAME: (?:command not found|connection)",
+        r"^\[?NAME[:,]\d+(?:[:,]\d+)*\]? (?:\[\d+\] )?(?:NCCL|\*\*\*|PMIX|PRTE|ORTE|OPAL|MPI|mca|btl|more|\[)",
+        r"^\[NAME:\d+\]", r"^srun: error: NAME:",
+        r"\b(?:node ?names?|hostnames?|(?:local|remote|peer) host)\s*[:=]\s*['\"]?NAME",
+        r"^\s*(?:host|node|peer|server)\s*[:=]\s*['\"]?NAME",
+        r"\b(?:on|to|from|of|at) (?:the )?(?:host|node|server) ['\"]?NAME",
+        r"(?<![\w-])(?:-H|--?hosts?|--?hostname|--?host)[ =]['\"]?NAME", r"\bhosts?(?:\(s\))?: ['\"]?NAME",
+        r"\bhost ['\"]?(?=[\w.-]*\d)NAME", r"\b(?:connect|connecting|connection) (?:to|from|with) \[?NAME\]?:\d",
+    )
+)  # fmt: skip
+_USER_PLACES = tuple(
+    re.compile(pattern.replace("NAME", r"(?P<name>[A-Za-z_][\w.-]*\w)"), re.IGNORECASE)
+    for pattern in (
+        r"\b(?:user|login|logname|username|account)\s*[:=]\s*['\"]?NAME", r"\b(?:uid|gid)=\d+\(NAME\)",
+        r"\b(?:for|as|by|of) (?:invalid )?user ['\"]?NAME", r"\bowned by ['\"]?NAME", r"\b(?:-l|--login) NAME",
+    )
+)  # fmt: skip
+_LISTED = re.compile(
+    rf"(?<![\w-])(?:-H|--?hosts?)[ =](?P<names>{_NAME}(?::\d+)?(?:,{_NAME}(?::\d+)?)+)"
+    rf"|\bhosts (?P<prose>{_NAME}(?:, {_NAME})* and {_NAME})"
+)
+_IN_ADDRESS = re.compile(r"(?<=\w://)[\w.-]+")
+# What may stand where a name does, and public places that everybody knows.
+_NO_NAMES = listed(
+    "a all alone an and any are as at be by can cannot cpu did do does each every file files for from gpu had has "
+    "have here host hosts if in is it its itself key keys list may memory must name named names network no nobody "
+    "none nor not of off on one only or other others port ports process rank ranks root s so some that the their "
+    "there these they this to true false unknown unreachable us user users was were where which who will with "
+    "without you your localhost app build data default runner shared ubuntu debian work lib bin train test python "
+    "conda anaconda3 miniconda3"
+)
+_PUBLIC = listed(
+    "github.com pypi.org files.pythonhosted.org pytorch.org download.pytorch.org docs.nvidia.com "
+    "developer.nvidia.com readthedocs.io keras.io tensorflow.org open-mpi.org www.open-mpi.org docs.open-mpi.org "
+    "python.org docs.python.org"
+)
+
+
+class Scrubber:
+    """Takes out of a text what names a person or a machine, and what looks like a secret.
+
+    Names of this machine and this account are known. Others are found where messages and paths have names, and then
+    hidden in the whole text.
+
+    Args:
+        users: names of accounts; of this process's by default.
+        hosts: names of machines; this one's, and those that the environment names, by default.
+        homes: folders shown as ~; this account's by default.
+        keep: words that tell nothing even if an account or a machine is called so.
+    """
+
+    def __init__(
+        self,
+        *,
+        users: Iterable[str] | None = None,
+        hosts: Iterable[str] | None = None,
+        homes: Iterable[str] | None = None,
+        keep: Iterable[str] = (),
+    ) -> None:
+        self._kept = {"root", "localhost", "", *keep}
+        self._users = _users() if users is None else set(users)
+        self._hosts = _hosts() if hosts is None else set(hosts)
+        homes = {os.path.expanduser("~")} if homes is None else homes  # "~" itself where nobody knows it
+        # The longest first: a name may be the beginning of another one.
+        self._homes = sorted((home.rstrip("/") for home in homes if len(home.rstrip("/")) > 1), key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        """Return the text without them."""
+        for home in self._homes:
+            text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+        text = secrets.values(_ROOT.sub("~", text))
+        users = self._users | {name for name in self._strange_users(text) if self._is_name(name)}
+        text = _TILDE.sub("~USER", _HOME.sub(r"\1/USER", text))
+        hosts = self._hosts | {name for name in _strange_hosts(text) if self._is_name(name)}
+        text = _AT.sub(lambda found: f"USER@{self._shown(found[2])}", text)
+        text = _IN_ADDRESS.sub(lambda found: self._shown(found[0]), text)
+        # Names before assignments: a host's may hold a word such as "secret".
+        for names, stand_in in ((_with_first_labels(hosts), "HOST"), (users, "USER")):
+            pattern = _any_of(sorted(names - self._kept))
+            text = pattern.sub(stand_in, text) if pattern else text
+        text = _QUALIFIED.sub(lambda found: self._shown(found[0]), _AMAZON.sub("HOST", text))
+        text = interface(_MAC.sub("MAC", secrets.text(text)))
+        return _UUID.sub("UUID", _ADDRESS.sub(_address, text))
+
+    def _strange_users(self, text: str) -> Iterator[str]:
+        for found in _HOME.finditer(text):
+            yield found[2]
+        for found in _TILDE.finditer(text):
+            yield found[1]
+        for found in _AT.finditer(text):
+            yield found[1]
+        for pattern in _USER_PLACES:
+            for found in pattern.finditer(text):
+                yield found["name"]
+
+    def _is_name(self, word: str) -> bool:
+        """Return whether a word that stands where a name does is one."""
+        plain = word.lower()
+        if plain in _NO_NAMES or plain in self._kept or plain in _PUBLIC or len(plain) < 2:
+            return False
+        return not re.fullmatch(
+            r"[\d.]+|USER|HOST|ADDRESS|MAC|\d+(?:\.\d+)+\S*|\S+\.(?:py|so|c|cc|h|sh|yaml|json)", word
+        )
+
+    def _shown(self, host: str) -> str:
+        if host.lower() in _PUBLIC or host in self._kept:
+            return host
+        return _address(re.match(".*", host.strip("[]"))) if _is_address(host.strip("[]")) else "HOST"  # type: ignore[arg-type]
+
+
+def interface(name: str) -> str:
+    """Return a network interface's name without the hardware's address, which some hold."""
+    return _MAC_IN_NAME.sub("enxMAC", name)
+
+
+def _users() -> set[str]:
+    names = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
+    try:
+        names.add(getpass.getuser())
+    except (OSError, KeyError):  # a container's user may have no name
+        pass
+    return names
+
+
+def _hosts() -> set[str]:
+    found = {socket.gethostname(), socket.getfqdn()}
+    for name, value in os.environ.items():
+        if name.endswith(("HOSTNAME", "_HOST", "HOSTS", "MASTER_ADDR")) or name == "HOST":
+            found |= {host for host in re.split(r"[\s,:]+", value) if re.search("[A-Za-z]", host)}
+    return {host for host in found if host.lower() not in _NO_NAMES}
+
+
+def _strange_hosts(text: str) -> Iterator[str]:
+    for pattern in _HOST_PLACES:
+        for found in pattern.finditer(text):
+            yield found["name"]
+    for found in _AT.finditer(text):
+        yield found[2].strip("[]")
+    for found in _LISTED.finditer(text):
+        for host in re.split(r", ?| and ", found["names"] or found["prose"]):
+            yield host.partition(":")[0]
+
+
+def _with_first_labels(hosts: Iterable[str]) -> set[str]:
+    """Return the names, and those of them without their domain."""
+    return {part for host in hosts for part in (host, host if _is_address(host) else host.partition(".")[0])}
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str] | None:
+    if not names:
+        return None
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-])", re.IGNORECASE)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _address(match: re.Match[str]) -> str:
+    try:
+        found = ipaddress.ip_address(match[0])
+    except ValueError:
+        return match[0]
+    return match[0] if found.is_loopback or found.is_unspecified else "ADDRESS"

@@ -1,0 +1,1 @@
+"""What `hvdtrain doctor`, `bench`, `plan` and `report` do."""

@@ -1,0 +1,276 @@
+"""The command: checks what was asked, starts the ranks, and puts together what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hvdtrain.distributed.tuning import usable_cores
+from hvdtrain.launch import job_environment
+from hvdtrain.system import scratch
+from hvdtrain.telemetry import step_times
+from hvdtrain.telemetry.step_times import RankTimes
+from hvdtrain.tools.bench import advice, report, sweep, worker
+from hvdtrain.tools.bench.floor import floor_s, parse_link
+from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, Hosts, Outcome, parse_hosts, run_ranks
+from hvdtrain.tools.bench.steps import Steps, collect, from_script
+
+__all__ = ["BenchError", "Options", "run"]
+
+QUICK = {"max_bytes": 1 << 20, "budget_s": 0.1, "steps": 8, "hidden": 256}
+SCRIPT_STEPS = 100
+# One thread a rank, so that figures of different numbers of ranks compare; what the user has set stays.
+_ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    Attributes:
+        ranks: how many to start.
+        hosts: as for horovodrun -H; None for this host.
+        framework: "torch", "keras", or None for the first that is installed. Not for scripts.
+        max_bytes: the sweep's largest message; None for the default.
+        link: speed between hosts, "25Gb/s"; None on one host.
+        quick: small sizes, a small model, few steps.
+        steps: measured steps; None for the default (30; with a script, 100), 0 with a script until its end.
+        timeout_s: limit of the whole.
+        script: the user's own; None for the sweep and the standard model.
+        arguments: of the script.
+        as_json: print one JSON object.
+    """
+
+    ranks: int = 2
+    hosts: str | None = None
+    framework: str | None = None
+    max_bytes: int | None = None
+    link: str | None = None
+    quick: bool = False
+    steps: int | None = None
+    timeout_s: float = 300.0
+    script: Path | None = None
+    arguments: Sequence[str] = ()
+    as_json: bool = False
+
+
+def run(options: Options) -> None:
+    """Measure and print.
+
+    Raises:
+        BenchError: options that cannot be, or a run that came to nothing.
+    """
+    hosts = parse_hosts(options.hosts, ranks=options.ranks, cores=usable_cores())
+    _check(options)
+    link = None if options.link is None else parse_link(options.link)
+    job_environment.check_place("hvdtrain bench")
+    result = (
+        bench_script(options.script, options, hosts, link) if options.script else bench_machine(options, hosts, link)
+    )
+    if options.as_json:
+        print(json.dumps(report.as_json(result), indent=2))
+    else:
+        report.show(result, Console(highlight=False, soft_wrap=True))
+
+
+def _check(options: Options) -> None:
+    if not (math.isfinite(options.timeout_s) and options.timeout_s > 0):
+        raise BenchUsageError(f"--timeout must be above zero seconds and finite. Received: {options.timeout_s:g}")
+    until_end = options.steps == 0 and options.script is not None
+    if options.steps is not None and options.steps < step_times.MIN_STEPS and not until_end:
+        raise BenchUsageError(f"--steps must be at least {step_times.MIN_STEPS}. Received: {options.steps}")
+    if options.script is None:
+        if options.arguments:
+            raise BenchUsageError(f"arguments are a script's: give --script. Received: {' '.join(options.arguments)}")
+        if options.max_bytes is not None:
+            sweep.sizes(options.max_bytes)
+    else:
+        if options.framework or options.max_bytes is not None or options.quick:
+            raise BenchUsageError("--framework, --max-bytes and --quick are for the standard model, not for --script")
+        if not options.script.is_file():
+            raise BenchUsageError(f"--script must be a file. There is none at {options.script}")
+
+
+def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.Result:
+    """Sweep allreduce over sizes, then time the steps of the standard model."""
+    framework = options.framework or _installed()
+    asked = {"max_bytes": options.max_bytes, "steps": options.steps}
+    chosen: dict[str, Any] = QUICK if options.quick else {}
+    chosen = chosen | {name: value for name, value in asked.items() if value is not None}
+    plan = worker.Plan(framework, **chosen)
+    environment = {name: os.environ.get(name, "1") for name in _ONE_THREAD}
+    text = json.dumps(dataclasses.asdict(plan))
+    _announce(f"{hosts.ranks} ranks, {framework}, at most {options.timeout_s:g} s")
+    outcome = run_ranks(
+        hosts,
+        ["-m", "hvdtrain.tools.bench.worker", text],
+        environment=environment,
+        timeout_s=options.timeout_s,
+        mark=worker.MARK,
+        answers=1,
+    )
+    told = _told(outcome, options.timeout_s)
+    steps = collect([RankTimes.from_json(each) for each in told["ranks"]], name="the standard model", ranks=hosts.ranks)
+    on_memory = hosts.is_one and steps.slowest.facts.get("device") == "cpu"
+    points = [
+        with_floor(sweep.Point.from_dict(each), ranks=hosts.ranks, link=link, on_memory=on_memory)
+        for each in told["points"]
+    ]
+    width = f"{worker.INPUTS}-{plan.hidden}-{plan.hidden}-{worker.CLASSES}"
+    return report.Result(
+        title=f"{framework}, {hosts.ranks} ranks; steps: MLP {width}, batch {plan.batch_size} a rank",
+        steps=steps,
+        advice=advice.advise(advice_facts(steps, hosts=hosts, link=link, fit=sweep.fit(points))),
+        points=points,
+        fit=sweep.fit(points),
+        link_bytes_per_s=link,
+        notes=[*floor_notes(points, link, hosts), *step_notes(steps)],
+    )
+
+
+def bench_script(script: Path, options: Options, hosts: Hosts, link: float | None) -> report.Result:
+    """Run the user's own script with its steps recorded, and its checkpoints in a temporary folder."""
+    steps_asked = SCRIPT_STEPS if options.steps is None else options.steps
+    name = script.name
+    until = f"{steps_asked} steps" if steps_asked else "its end"
+    _announce(f"{name} on {hosts.ranks} ranks until {until}, at most {options.timeout_s:g} s")
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", ignore_cleanup_errors=True) as folder:
+        outcome = run_ranks(
+            hosts,
+            [str(script), *options.arguments],
+            environment={step_times.VARIABLE: str(steps_asked), scratch.VARIABLE: folder},
+            timeout_s=options.timeout_s,
+            mark=step_times.MARK,
+            answers=hosts.ranks,
+        )
+    steps = from_script(outcome, name=name, ranks=hosts.ranks, timeout_s=options.timeout_s)
+    return report.Result(
+        title=f"{name}, {hosts.ranks} ranks, {steps.slowest.facts.get('framework', '')}",
+        steps=steps,
+        advice=advice.advise(advice_facts(steps, hosts=hosts, link=link, fit=None)),
+        link_bytes_per_s=link,
+        notes=step_notes(steps),
+    )
+
+
+def _installed() -> str:
+    for name in ("torch", "keras"):
+        if importlib.util.find_spec(name):
+            return name
+    raise BenchError("Neither torch nor keras is installed, so there is nothing to measure with. Install one of them")
+
+
+def _announce(text: str) -> None:
+    print(f"hvdtrain bench: {text}", file=sys.stderr, flush=True)
+
+
+def _told(outcome: Outcome, timeout_s: float) -> dict[str, Any]:
+    """Return what rank 0 printed."""
+    texts = list(outcome.marked(worker.MARK).values())
+    if not texts:
+        why = f"was ended after {timeout_s:g} s (--timeout)" if outcome.status is None else "failed"
+        raise BenchError(f"the measurement {why}; {outcome.last_words()}")
+    try:
+        told: dict[str, Any] = json.loads(texts[0])
+    except ValueError as problem:
+        raise BenchError(f"the ranks' report cannot be read ({problem}): {texts[0][:200]}") from None
+    return told
+
+
+def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.Fit | None) -> advice.Facts:
+    """Return what the rules judge: the slowest rank's step, whose exposed communication is communication alone."""
+    slowest, size = steps.slowest, len(steps.ranks)
+    facts, step = slowest.facts, slowest.summary.step_s
+    whole = step.median or 1.0
+    return advice.Facts(
+        ranks=size,
+        hosts=max(len(hosts.names), 1),
+        local_ranks=facts.get("local_size", size),
+        cores=facts.get("cores", 1),
+        threads=facts.get("threads", 0),
+        device=facts.get("device", "cpu"),
+        data_plane=facts.get("data_plane", ""),
+        mpi_built=facts.get("mpi_built", False),
+        reduced=facts.get("reduced", True),
+        wire=facts.get("wire", "none"),
+        framework=facts.get("framework", "torch"),
+        noise=(step.high - step.low) / whole,
+        communication=slowest.summary.communication_s / whole,
+        data=slowest.summary.data_s / whole,
+        data_s=slowest.summary.data_s,
+        slowest=slowest.rank,
+        lag=(slowest.own_s - steps.fastest.own_s) / whole,
+        gradient_bytes=facts.get("gradient_bytes", 0),
+        alpha_s=fit.alpha_s if fit else 0.0,
+        beta_s_per_byte=fit.beta_s_per_byte if fit else 0.0,
+        link_bytes_per_s=link or 0.0,
+    )
+
+
+def with_floor(point: sweep.Point, *, ranks: int, link: float | None, on_memory: bool) -> sweep.Point:
+    """Return the point with its floor: over the link where one was named, else over memory, if that is all there is."""
+    speed = link or (point.copy_bytes_per_s.median if on_memory else None)
+    if speed is None:
+        return point
+    return dataclasses.replace(point, floor_s=floor_s(point.num_bytes, ranks=ranks, bytes_per_s=speed))
+
+
+def floor_notes(points: Sequence[sweep.Point], link: float | None, hosts: Hosts) -> list[str]:
+    """Say what the floor stands on, and how the line was fitted."""
+    if not points:
+        return ["One rank sends nothing: no allreduce was measured."]
+    copy = points[-1].copy_bytes_per_s
+    if link:
+        told = f"Floor: 2(N-1)/N * bytes / the link's {link / 1e9:.3g} GB/s."
+        if hosts.is_one:
+            told += " All ranks share this host: it is the floor of ranks that are joined by nothing but such a link."
+        elif hosts.ranks > (count := len(hosts.names)):
+            told += (
+                f" It is that of a flat ring over all N={hosts.ranks} ranks. Summed within each host first, only "
+                f"2(H-1)/H * bytes need cross the link of each of the H={count} hosts: "
+                f"{(1 - 1 / count) / (1 - 1 / hosts.ranks):.0%} of it."
+            )
+    elif points[0].floor_s is None:
+        told = "No floor: give the speed between GPUs or hosts, for example --link 25Gb/s."
+    else:
+        told = (
+            "Floor: 2(N-1)/N * bytes / the speed at which each rank, with one thread, copies as many bytes in memory "
+            f"while all do: {copy.median / 1e9:.3g} GB/s ({copy.low / 1e9:.3g} - {copy.high / 1e9:.3g}) at the last "
+            "size."
+        )
+    found = sweep.fit(points)
+    line = [] if found is None else [
+        f"Fit: {report.time_of(found.alpha_s)} + bytes / {1e-9 / found.beta_s_per_byte:.3g} GB/s, least squares of the "
+        f"relative errors, the worst {found.worst:.0%}."
+        if found.beta_s_per_byte
+        else f"Fit: {report.time_of(found.alpha_s)} at any of these sizes."
+    ]  # fmt: skip
+    return [f"{told} Times are the slowest rank's.", *line]
+
+
+def step_notes(steps: Steps) -> list[str]:
+    """Say how parts of a step were told apart, where that is not plain."""
+    facts = steps.slowest.facts
+    framework, device = facts.get("framework", ""), facts.get("device", "cpu")
+    if framework == "torch":
+        return ["Data wait: from the end of optimizer.step to the next forward pass."]
+    if framework == "keras/jax":
+        return ["On JAX each step is waited for here, so that fetching data does not hide behind the step before."]
+    if framework == "keras/tensorflow":
+        note = (
+            "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are there: "
+            "what it computes meanwhile, such as updates of the weights that came first, counts as wait."
+        )
+        return [note if device == "cpu" else f"{note} On a GPU that is when they were handed over: see its profiler."]
+    return []

@@ -1,0 +1,135 @@
+"""Allreduce by size: what is measured, and the line through it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.telemetry.step_times import Spread
+from hvdtrain.tools.bench.floor import moved_bytes
+from hvdtrain.tools.bench.launch import BenchUsageError
+
+ELEMENT_BYTES = 4  # float32
+FACTOR = 4
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size.
+
+    Attributes:
+        num_bytes: of the message.
+        time_s: an allreduce on the slowest rank, seconds.
+        repeats: how often it was measured.
+        copy_bytes_per_s: at which each rank copies as many bytes in memory while all do; mean over ranks.
+        floor_s: the time it takes at least; None where nothing tells.
+    """
+
+    num_bytes: int
+    time_s: Spread
+    repeats: int
+    copy_bytes_per_s: Spread
+    floor_s: float | None = None
+
+    def bus_bytes_per_s(self, ranks: int) -> float:
+        """Bytes that each rank had to move, over the median time."""
+        return moved_bytes(self.num_bytes, ranks) / self.time_s.median
+
+    @property
+    def floor_share(self) -> float | None:
+        """Floor over median: 1.0 is as fast as can be."""
+        return None if self.floor_s is None else self.floor_s / self.time_s.median
+
+    @classmethod
+    def from_dict(cls, told: dict[str, Any]) -> Point:
+        """Return what `dataclasses.asdict` made a dict of."""
+        spreads = {name: Spread(**told[name]) for name in ("time_s", "copy_bytes_per_s")}
+        return cls(**{**told, **spreads})
+
+
+@dataclass(frozen=True)
+class Fit:
+    """time = alpha_s + bytes * beta_s_per_byte, by least squares of the relative errors; neither below zero.
+
+    Relative, because the times span five powers of ten: plain least squares would see the largest size only.
+
+    Attributes:
+        worst: the largest relative distance of a median from the line.
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+    worst: float
+
+
+def sizes(max_bytes: int) -> list[int]:
+    """Return the sizes to measure: 4 B and each four times the one before, up to `max_bytes`, which is the last.
+
+    Raises:
+        BenchUsageError: max_bytes is not at least 4.
+    """
+    if max_bytes < ELEMENT_BYTES:
+        raise BenchUsageError(f"--max-bytes must be at least {ELEMENT_BYTES}, one float32. Received: {max_bytes}")
+    last = max_bytes - max_bytes % ELEMENT_BYTES
+    found = [ELEMENT_BYTES]
+    while found[-1] * FACTOR <= last:
+        found.append(found[-1] * FACTOR)
+    return found if found[-1] == last else [*found, last]
+
+
+def repeats_for(once_s: float, *, budget_s: float) -> int:
+    """Return how often to measure what takes `once_s`: 5 to 200 times, as the budget allows."""
+    return max(5, min(200, int(budget_s / max(once_s, 1e-9))))
+
+
+def measure(
+    reduce: Callable[[], None],
+    *,
+    budget_s: float,
+    agree: Callable[[float], float],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Time `reduce` again and again, back to back; return each one's seconds.
+
+    Args:
+        reduce: one allreduce, waited for.
+        budget_s: about how long to go on.
+        agree: the greatest over ranks of a number; all ranks must repeat equally often.
+        clock: seconds.
+    """
+    for _ in range(WARMUP):
+        reduce()
+    began = clock()
+    for _ in range(WARMUP):
+        reduce()
+    times = []
+    for _ in range(repeats_for(agree((clock() - began) / WARMUP), budget_s=budget_s)):
+        began = clock()
+        reduce()
+        times.append(clock() - began)
+    return times
+
+
+def slowest(by_rank: Sequence[Sequence[float]]) -> Spread:
+    """Return the spread of the rank whose median is largest."""
+    return max((Spread.of(times) for times in by_rank), key=lambda spread: spread.median)
+
+
+def fit(points: Sequence[Point]) -> Fit | None:
+    """Return the line through the medians; None for fewer than two sizes."""
+    if len(points) < 2:
+        return None
+    rows = [(1 / p.time_s.median, p.num_bytes / p.time_s.median) for p in points]  # alpha * a + beta * b ~ 1
+    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = sum(r[0] for r in rows), sum(r[1] for r in rows)
+    determinant = aa * bb - ab * ab
+    alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if alpha < 0:
+        alpha, beta = 0.0, b / bb
+    elif beta < 0:
+        alpha, beta = a / aa, 0.0
+    worst = max(abs(alpha * x + beta * y - 1) for x, y in rows)
+    return Fit(alpha, beta, worst)

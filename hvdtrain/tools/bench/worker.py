@@ -1,0 +1,110 @@
+"""One rank of `hvdtrain bench`: measures memory, allreduce by size, and the steps of a standard model.
+
+Started as `python -m hvdtrain.tools.bench.worker '{"framework": ..., ...}'`; rank 0 prints a line that begins
+with MARK.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.distributed.world import World, init
+from hvdtrain.telemetry import step_times
+from hvdtrain.telemetry.step_times import WARMUP_STEPS, RankTimes, Spread
+from hvdtrain.tools.bench import floor, sweep
+
+MARK = "HVDTRAIN_BENCH:"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        framework: "torch" or "keras".
+        max_bytes: the sweep's largest message.
+        budget_s: about how long each size is measured.
+        steps: measured steps of the standard model.
+        hidden: width of its two hidden layers.
+        batch_size: samples a rank takes in a step.
+    """
+
+    framework: str
+    max_bytes: int = 64 << 20
+    budget_s: float = 1.0
+    steps: int = 30
+    hidden: int = 4096
+    batch_size: int = 64
+
+
+INPUTS, CLASSES = 784, 10
+
+
+def main(text: str) -> int:
+    """Measure, and let rank 0 print what came of it."""
+    plan = Plan(**json.loads(text))
+    world = init(plan.framework)
+    told: dict[str, Any] = {"points": []}
+    if world.size > 1:
+        told["points"] = [dataclasses.asdict(point) for point in measure_sweep(plan, world)]
+    told["ranks"] = world.allgather_object(measure_steps(plan, world).to_json(), name="steps")
+    if world.is_root:
+        sys.stdout.flush()
+        os.write(1, f"\n{MARK}{json.dumps(told)}\n".encode())
+    return 0
+
+
+def _copy_bandwidth(num_bytes: int, world: World) -> Spread:
+    mine = floor.copy_bandwidth(world.barrier, num_bytes=num_bytes)
+    mean = world.allreduce(np.array(dataclasses.astuple(mine)), "mean", name="memory")
+    return Spread(*(float(value) for value in mean))
+
+
+def measure_sweep(plan: Plan, world: World) -> list[sweep.Point]:
+    """Return a point a size."""
+    subject = importlib.import_module(f"hvdtrain.{plan.framework}.bench")
+    points = []
+    for num_bytes in sweep.sizes(plan.max_bytes):
+        reduce = subject.allreduce_of(num_bytes, device=world.device)
+        times = sweep.measure(reduce, budget_s=plan.budget_s, agree=lambda once_s: _greatest(once_s, world))
+        gathered = world.allgather(np.array([times]), name="times")  # (ranks, repeats)
+        slowest = sweep.slowest(gathered.tolist())
+        points.append(sweep.Point(num_bytes, slowest, len(times), _copy_bandwidth(num_bytes, world)))
+    return points
+
+
+def _greatest(number: float, world: World) -> float:
+    return float(world.allreduce(np.array([number]), "max", name="greatest")[0])
+
+
+def measure_steps(plan: Plan, world: World) -> RankTimes:
+    """Train the standard model for one epoch of just as many steps, and return what the recorder saw."""
+    from hvdtrain import Trainer
+
+    recorder = step_times.Recorder()
+    step_times.start(recorder)
+    detach = importlib.import_module(f"hvdtrain.{plan.framework}.step_marks").attach(recorder)
+    random = np.random.default_rng(0)
+    count = (WARMUP_STEPS + plan.steps) * plan.batch_size * world.size
+    # Rows that overlap in memory, or every rank would hold the samples of all.
+    inputs = np.lib.stride_tricks.sliding_window_view(random.random(count + INPUTS - 1, np.float32), INPUTS)
+    targets = random.integers(0, CLASSES, count)
+    subject = importlib.import_module(f"hvdtrain.{plan.framework}.bench")
+    trainer = Trainer(**subject.mlp(INPUTS, plan.hidden, CLASSES))
+    recorder.begin()
+    trainer.fit((inputs, targets), batch_size=plan.batch_size, progress=False)
+    detach()
+    step_times.start(None)
+    return step_times.rank_times(recorder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,159 @@
+"""`hvdtrain doctor`: what is there, what is known to go wrong with it, and whether two processes can sum a number."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hvdtrain.horovod_build import probe
+from hvdtrain.system import private_files, redact
+from hvdtrain.tools.doctor.facts import Facts, gather
+from hvdtrain.tools.doctor.rules import Verdict, judge, judge_probes
+
+__all__ = ["run"]
+
+_PROBE_LIMIT_S = 90.0
+
+
+def run(*, as_json: bool = False, report: bool = False, out: Path | None = None, allreduce: bool = True) -> int:
+    """Look, judge, try, and print.
+
+    Args:
+        as_json: print one JSON object instead of a table.
+        report: print Markdown for an issue instead.
+        out: write the Markdown there.
+        allreduce: try a live allreduce for each framework and data plane.
+
+    Returns:
+        0 if training would work, 1 if not.
+    """
+    facts = gather()
+    verdicts = judge(facts)
+    console = Console(soft_wrap=True, highlight=False)
+    as_text = not as_json and not report
+    if as_text:
+        _print_facts(console, facts)
+    probes = []
+    for planned in plan_probes(facts, verdicts) if allreduce else ():
+        if report:
+            print(
+                f"hvdtrain doctor: trying an allreduce of {planned[0]} over {planned[1]}", file=sys.stderr, flush=True
+            )
+        probes.append(probe.allreduce(planned[0], planned[1], ranks=planned[2], timeout_s=_PROBE_LIMIT_S))
+        if as_text:
+            _print_row(console, *_probe_row(probes[-1]))
+    verdicts = sorted(verdicts + judge_probes(probes), key=lambda verdict: verdict.level != "error")
+    works = not any(verdict.level == "error" for verdict in verdicts)
+    if as_json:
+        document = {
+            "ok": works,
+            "facts": dataclasses.asdict(facts),
+            "allreduce": [dataclasses.asdict(each) for each in probes],
+            "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
+        }
+        print(json.dumps(redact.document(document), indent=2))
+    elif report:
+        from hvdtrain.tools.doctor.issue import markdown
+
+        text = markdown(facts, probes, verdicts)
+        if out is None:
+            print(text, end="")
+        else:
+            private_files.write_text(out, text)
+            print(f"wrote {out}: read it, then paste it into an issue")
+    else:
+        _print_verdicts(console, verdicts, tried=allreduce)
+    return 0 if works else 1
+
+
+def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, probe.Plane, int]]:
+    """Return (framework, data plane, ranks) of each allreduce worth trying.
+
+    A framework that Horovod was not built for, and MPI that horovodrun cannot drive, have a verdict already: a
+    failing probe would only bury it.
+    """
+    named = {verdict.name for verdict in verdicts}
+    mpi_broken = named & {"other-open-mpi", "not-open-mpi", "no-mpirun"}
+    planned: list[tuple[str, probe.Plane, int]] = []
+    for framework in facts.frameworks:
+        if not facts.serves(framework):
+            continue
+        if "mpi" in facts.horovod_planes and not mpi_broken:
+            planned.append((framework, "mpi", 2))
+        if "gloo" in facts.horovod_planes:
+            planned.append((framework, "gloo", 2))
+        if "nccl" in facts.horovod_planes and facts.gpus and facts.cuda.get(framework):
+            # NCCL refuses two ranks on one GPU: with one GPU, one rank shows that library and driver fit.
+            planned.append((framework, "nccl", min(2, len(facts.gpus))))
+    return planned
+
+
+def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    names = {"python": "Python", "tensorflow": "TensorFlow", "horovod": "Horovod", "nccl": "NCCL", "keras": "Keras"}
+    for name, version in facts.versions.items():
+        cuda = facts.cuda.get(name)
+        build = "" if cuda is None else f" (CUDA {cuda})" if cuda else " (CPU)"
+        yield names.get(name, name), version + build
+    built = ", ".join(f"{name} {version}" for name, version in facts.horovod_for.items())
+    yield "Horovod built for", built or "nothing"
+    yield "data planes", ", ".join(facts.horovod_planes) or "none"
+    yield "MPI", facts.mpi or "none"
+    yield "GPUs", "; ".join(facts.gpus) or "none"
+    if facts.gpu_driver:
+        yield "GPU driver", facts.gpu_driver
+    yield "network interfaces", ", ".join(f"{name} {address}" for name, address in facts.interfaces.items()) or "none"
+    yield "CPU cores", f"{facts.cpu_allowed} of {facts.cpu_cores} usable"
+    shm = facts.shared_memory_mib
+    yield "shared memory", "none" if shm is None else f"{shm} MiB"
+
+
+def _print_row(console: Console, name: str, value: str) -> None:
+    console.print(f"[bold]{escape(name):<24}[/bold] {escape(value)}")
+
+
+def _print_facts(console: Console, facts: Facts) -> None:
+    if not console.is_terminal:
+        for name, value in _rows(facts):
+            _print_row(console, name, value)
+        return
+    table = Table("what", "found", title="hvdtrain doctor", title_justify="left")
+    for name, value in _rows(facts):
+        table.add_row(name, escape(value))
+    console.print(table)
+
+
+def _probe_row(result: probe.Probe) -> tuple[str, str]:
+    name = f"allreduce {result.framework}"
+    if not result.ok:
+        return name, f"{result.plane}: FAILED after {result.start_s:.1f} s"
+    where = f" on {result.device}" if result.device != "cpu" else ""
+    ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}"
+    return (
+        name,
+        f"{result.plane}: {result.allreduce_ms:.2f} ms for 1 MiB, {ranks}{where}, {result.start_s:.1f} s in all",
+    )
+
+
+def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -> None:
+    colours = {"error": "red", "warning": "yellow"}
+    for verdict in verdicts:
+        colour = colours[verdict.level]
+        console.print(f"[{colour}]{verdict.level}[/]: {escape(f'{redact.text(verdict.reason)}. [{verdict.name}]')}")
+        if verdict.level == "warning":
+            console.print(f"  cure: {escape(verdict.cure)}")
+    errors = [verdict for verdict in verdicts if verdict.level == "error"]
+    if errors:
+        # The first error's cure only: the others often go with it.
+        console.print("Training would not work. Type next:")
+        console.print(f"  {escape(errors[0].cure)}")
+    elif tried:
+        console.print("Training would work.")
+    else:
+        console.print("What is installed fits together; no allreduce was tried.")

@@ -1,0 +1,170 @@
+"""Shows a forecast: a table and plain words for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hvdtrain.tools.plan.model import (
+    Cluster,
+    Forecast,
+    Step,
+    marginal_efficiency,
+    pays_up_to,
+    require_not_negative,
+    require_positive,
+    require_share,
+)
+from hvdtrain.tools.quantities import format_size, format_time, three_digits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was asked, and the forecast for each number of ranks, in rising order from one rank.
+
+    Attributes:
+        run_samples: samples of the whole run, whose time and cost are shown.
+        price: of one rank for one hour, in any currency; None shows rank-hours in its place.
+        worth: the share of a lone rank's work that an added rank must bring.
+
+    Raises:
+        ValueError: for a price, a share or a number of samples that cannot be.
+    """
+
+    step: Step
+    cluster: Cluster
+    forecasts: Sequence[Forecast]
+    run_samples: int
+    price: float | None = None
+    worth: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_positive("the samples of the run", self.run_samples)
+        require_share("what an added rank must be worth", self.worth)
+        if self.price is not None:
+            require_not_negative("the price of a rank for an hour", self.price)
+
+    def cost(self, forecast: Forecast) -> float:
+        """Return the run's cost, or its rank-hours where no price was given."""
+        return forecast.rank_hours(self.run_samples) * (1.0 if self.price is None else self.price)
+
+    def gains(self) -> list[float | None]:
+        """Return for each forecast what a rank added since the one before it brings; None for the first."""
+        return [None, *(marginal_efficiency(fewer, more) for fewer, more in pairwise(self.forecasts))]
+
+    @property
+    def stop(self) -> Forecast:
+        """The forecast at which adding ranks stops paying."""
+        return pays_up_to(self.forecasts, worth=self.worth)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as one JSON object: what was asked, the table's rows, and where adding ranks stops paying."""
+    rows = [
+        {
+            "ranks": f.ranks,
+            "hosts": f.hosts,
+            "sync_s": f.sync_s,
+            "exposed_s": f.exposed_s,
+            "waiting_s": f.waiting_s,
+            "step_s": f.step_s,
+            "efficiency": f.efficiency,
+            "samples_per_s": f.samples_per_s,
+            "added_rank_brings": gain,
+            "run_s": f.run_s(plan.run_samples),
+            "rank_hours": f.rank_hours(plan.run_samples),
+            "cost": None if plan.price is None else plan.cost(f),
+        }
+        for f, gain in zip(plan.forecasts, plan.gains(), strict=True)
+    ]
+    return {
+        "step": dataclasses.asdict(plan.step),
+        "cluster": dataclasses.asdict(plan.cluster),
+        "run_samples": plan.run_samples,
+        "price_per_rank_hour": plan.price,
+        "worth": plan.worth,
+        "pays_up_to_ranks": plan.stop.ranks,
+        "forecast": rows,
+    }
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the table, what its columns mean, and where adding ranks stops paying."""
+    console.print(_table(plan))
+    console.print(_meaning(plan))
+    console.print(_verdict(plan))
+
+
+def _table(plan: Plan) -> Table:
+    stop, waits = plan.stop.ranks, plan.step.spread_s > 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    times = ("T_sync", "exposed", *(["waiting"] if waits else []), "step")
+    cost = "rank-\nhours" if plan.price is None else "cost"
+    for heading in ("ranks", *times, "efficiency", "added\nrank", "samples/s", "time", cost):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for f, gain in zip(plan.forecasts, plan.gains(), strict=True):
+        seconds = (f.sync_s, f.exposed_s, *([f.waiting_s] if waits else []), f.step_s)
+        table.add_row(
+            f"{f.ranks}",
+            *map(format_time, seconds),
+            _percent(f.efficiency),
+            "" if gain is None else _percent(gain),
+            three_digits(f.samples_per_s),
+            format_time(f.run_s(plan.run_samples)),
+            three_digits(plan.cost(f)),
+            style="bold" if f.ranks == stop else None,
+        )
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"
+
+
+def _meaning(plan: Plan) -> str:
+    step, link = plan.step, plan.cluster.link_bytes_per_s
+    between = "" if link is None else f" ({format_size(link)}/s between hosts)"
+    waiting = " + waiting for the slowest rank" if step.spread_s else ""
+    price = "rank-hours" if plan.price is None else "cost"
+    return (
+        f"\nT_comp: {format_time(step.compute_s)} for the {step.samples} samples of a rank. "
+        "It stays: R ranks take R times the samples in a step.\n"
+        f"T_sync: all allreduces of a step, {format_size(step.gradient_bytes)}{between}.\n"
+        f"Overlap: they run beside backward ({step.backward_share:.0%} of T_comp) as gradients become ready; "
+        "what is left of them when backward ends is exposed.\n"
+        f"Step: T_comp + exposed{waiting}. Efficiency: T_comp / step. Added rank: what each rank more than in the "
+        f"line above brings, of a lone rank's work. Time and {price}: of {plan.run_samples:,} samples."
+    )
+
+
+def _verdict(plan: Plan) -> str:
+    stop, last = plan.stop, plan.forecasts[-1]
+    rule = f"an added rank must bring {plan.worth:.0%} of a lone rank's work"
+    cost = f" A sample costs {1 / stop.efficiency:.2f} times what it costs on one rank there."
+    if stop is last:
+        where = f"Adding ranks pays as far as this forecast goes, {stop.ranks} ranks ({rule}).{cost}"
+    elif stop.ranks == 1:
+        where = f"Adding ranks does not pay here ({rule}; on no number of ranks does one)."
+    else:
+        where = f"Adding ranks stops paying after {stop.ranks} ranks ({rule}; beyond, none does).{cost}"
+    return f"\n{where} {_reason(last if stop.ranks == 1 else stop)}".rstrip()
+
+
+def _reason(forecast: Forecast) -> str:
+    """Say what takes most of the lost time, and what would win it back."""
+    if forecast.efficiency > 0.95:
+        return ""
+    ranks = f"On {forecast.ranks} ranks"
+    if forecast.waiting_s > forecast.exposed_s:
+        return f"{ranks} most of the loss is waiting for the slowest rank: more even batches and hosts would help."
+    if forecast.bandwidth_s > forecast.sync_s / 2:
+        cause, cure = "bandwidth", "a faster link, bf16 compression"
+    else:
+        cause, cure = "latency", "fewer and larger buckets, a tree or hierarchical allreduce"
+    return f"{ranks} most of T_sync is {cause}: {cure}, a larger batch a rank or accumulation would help."

@@ -1,0 +1,255 @@
+"""The numbers of a run: what a report says on top, and what its plots are drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.telemetry.interval import PARTS, WORDS
+from hvdtrain.tools.report.reading import KEPT, Floats, Intervals, Run
+
+# What History keeps besides metrics.
+SPEEDS = ("samples_per_s", "seconds")
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that others wait for.
+
+    Attributes:
+        rank: which.
+        host: its host's name, "" where the run does not tell.
+        own_s: seconds that a step takes it by itself: data, compute and callbacks; the mean over steps, so that a while
+            in which it was slow counts by what the others waited.
+        median_own_s: the same of the median rank, the lower one of two.
+        above_median: own_s / median_own_s - 1.
+        cause: "data", "compute" or "other": at which of them it loses most against the median rank.
+    """
+
+    rank: int
+    host: str
+    own_s: float
+    median_own_s: float
+    above_median: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in numbers. None is what the files do not tell.
+
+    Attributes:
+        starts: how often the run began.
+        seconds: from the first step that was kept to the end, without what lies between starts.
+        metrics: of the last epoch; of the last interval, where no epoch has ended.
+        settled: whether times are of more than the first step, which also compiles and connects.
+        samples_per_s: over all ranks; the median over intervals, of epochs where only the first interval was kept.
+        step_s: seconds of a step, the mean over ranks; the median over intervals.
+        parts_s: the same of "compute", "data", "reduction" and "other".
+        allreduce_floor_s: what reducing the gradients takes at least, where a measurement was given.
+    """
+
+    name: str
+    ranks: int | None
+    hosts: int | None
+    starts: int
+    seconds: float | None
+    epochs: int
+    global_step: int
+    metrics: dict[str, float]
+    settled: bool
+    samples_per_s: float | None
+    step_s: float | None
+    parts_s: dict[str, float]
+    slowest: Slowest | None
+    allreduce_floor_s: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return asdict(self)
+
+
+def summarize(run: Run) -> Summary:
+    """Return a run's numbers; a start's first interval, whose step compiles and connects, counts only in need."""
+    intervals, settled = run.intervals, settled_intervals(run.intervals)
+    times = {part: intervals.rank_s[part][settled] for part in KEPT}
+    is_settled = bool(not_first(intervals).any())
+    hosts = run.environment.get("hosts")
+    known = [str(host) for host in hosts] if isinstance(hosts, list) else []
+    ends = [each.step[-1] for each in (intervals, run.epochs) if len(each.step)]
+    parts = {part: _median(mean_over_ranks(times[part])) for part in PARTS}
+    if intervals.ranks == 1:
+        del parts["reduction"]  # nothing is reduced
+    return Summary(
+        name=run.name,
+        ranks=intervals.ranks or len(known) or None,
+        hosts=len(set(known)) or None,
+        starts=run.starts,
+        seconds=run.seconds,
+        epochs=len(run.epochs.step),
+        global_step=int(max(ends)),
+        metrics=_final_metrics(run),
+        settled=is_settled,
+        samples_per_s=_samples_per_s(run, settled if is_settled else None),
+        step_s=_median(mean_over_ranks(times["step"])),
+        parts_s={part: value for part, value in parts.items() if value is not None},
+        slowest=_slowest(times, known, steps=np.diff(intervals.step, prepend=0.0)[settled]),
+    )
+
+
+def settled_intervals(intervals: Intervals) -> NDArray[np.bool_]:
+    """Return which intervals are not a start's first; all, where there are no others."""
+    settled = not_first(intervals)
+    return settled if settled.any() else np.ones(len(settled), np.bool_)
+
+
+def not_first(intervals: Intervals) -> NDArray[np.bool_]:
+    """Return which intervals are not a start's first, whose step also compiles and connects."""
+    found: NDArray[np.bool_] = np.diff(intervals.start, prepend=-1) == 0
+    return found
+
+
+def own_time(times: dict[str, Floats]) -> Floats:
+    """Return what each rank takes for a step by itself, shape (n, ranks): what it waits for others is not in it."""
+    return times["data"] + times["compute"] + times["other"]
+
+
+def relative_own_time(times: dict[str, Floats]) -> Floats:
+    """Return each rank's own time over the median rank's in that interval; shape (n, ranks)."""
+    own = own_time(times)
+    middle = np.full(len(own), np.nan)
+    count = np.isfinite(own).sum(axis=1)
+    filled = np.flatnonzero(count)
+    # NaN sorts last. The lower one of two: of two ranks, the faster is the measure.
+    middle[filled] = np.sort(own[filled], axis=1)[np.arange(len(filled)), (count[filled] - 1) // 2]
+    middle[middle == 0] = np.nan
+    ratio: Floats = own / middle[:, np.newaxis]
+    return ratio
+
+
+def mean_over_ranks(values: Floats) -> Floats:
+    """Return the mean of the ranks that are there, shape (n,); NaN where none is."""
+    return _mean(values, axis=1)
+
+
+def thin(values: Floats, most: int) -> Floats:
+    """Return at most `most` rows, each the mean of as many neighbours; shape (<= most, ...)."""
+    stride = -(-len(values) // most)
+    if stride <= 1:
+        return values
+    padded = np.full((-(-len(values) // stride) * stride, *values.shape[1:]), np.nan)
+    padded[: len(values)] = values
+    return _mean(padded.reshape(-1, stride, *values.shape[1:]), axis=1)
+
+
+def floor_of(summary: Summary, *, gradient_bytes: float, bytes_per_s: float) -> float:
+    """Return the seconds that reducing so many bytes takes at least on the run's ranks."""
+    from hvdtrain.tools.bench.floor import floor_s
+
+    return floor_s(gradient_bytes, ranks=summary.ranks or 1, bytes_per_s=bytes_per_s)
+
+
+def flat(value: Any, name: str = "") -> dict[str, str]:
+    """Return what a JSON object holds as text, nested names joined by dots; equal neighbours are counted."""
+    if isinstance(value, dict):
+        return {
+            key: text
+            for each, v in value.items()
+            for key, text in flat(v, f"{name}.{each}" if name else str(each)).items()
+        }
+    if isinstance(value, list):
+        many = Counter(map(str, value))
+        if len(many) < len(value):
+            return {name: ", ".join(f"{each} x {count}" if count > 1 else each for each, count in many.items())}
+        return {name: " ".join(map(str, value)) if name == "command" else ", ".join(map(str, value))}
+    return {name: "none" if value is None else str(value)}
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (name, a's, b's) of all that is not equal; "" is what one of them lacks."""
+    first, second = flat(a), flat(b)
+    names = dict.fromkeys([*first, *second])
+    return [(n, first.get(n, ""), second.get(n, "")) for n in names if first.get(n) != second.get(n)]
+
+
+def ratios(a: Summary, b: Summary) -> list[tuple[str, float, float, str]]:
+    """Return (name, a's, b's, unit) of the numbers that both runs have."""
+    rows = [(name, value, b.metrics[name], "") for name, value in a.metrics.items() if name in b.metrics]
+    pairs = [("samples/s", a.samples_per_s, b.samples_per_s, ""), ("step", a.step_s, b.step_s, "s")]
+    pairs += [(name, value, b.parts_s.get(name), "s") for name, value in a.parts_s.items()]
+    return rows + [
+        (name, mine, other, unit) for name, mine, other, unit in pairs if mine is not None and other is not None
+    ]
+
+
+def _final_metrics(run: Run) -> dict[str, float]:
+    series = run.epochs if len(run.epochs.step) else run.intervals
+    last = {name: float(values[-1]) for name, values in series.metrics.items() if name not in SPEEDS}
+    return {name: value for name, value in last.items() if math.isfinite(value)}
+
+
+def _samples_per_s(run: Run, settled: NDArray[np.bool_] | None) -> float | None:
+    intervals = run.intervals.samples_per_s
+    if settled is not None:
+        return _median(intervals[settled])
+    epochs = run.epochs.metrics.get("samples_per_s", np.empty(0))
+    found = _median(epochs[1:] if len(epochs) > 1 else epochs)  # the first has the first step in it
+    return _median(intervals) if found is None else found
+
+
+def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Slowest | None:
+    """Return the rank that costs the others most.
+
+    Args:
+        times: of each part the seconds a step, shape (n, ranks).
+        hosts: the ranks' hosts, as far as known.
+        steps: how many steps each interval stands for, shape (n,).
+    """
+    own = _mean_over_steps(own_time(times), steps)
+    there = np.flatnonzero(np.isfinite(own))
+    if len(there) < 2:
+        return None
+    rank = int(there[own[there].argmax()])
+    middle = _lower_median(own[there])
+    lost = {}
+    for part in WORDS:
+        each = np.nan_to_num(_mean_over_steps(times[part], steps))
+        lost[part] = float(each[rank]) - _lower_median(each[there])
+    return Slowest(
+        rank=rank,
+        host=hosts[rank] if rank < len(hosts) else "",
+        own_s=float(own[rank]),
+        median_own_s=middle,
+        above_median=float(own[rank]) / middle - 1,
+        cause=max(lost, key=lambda part: lost[part]),
+    )
+
+
+def _mean_over_steps(values: Floats, steps: Floats) -> Floats:
+    """Return each rank's mean, shape (ranks,); an interval counts by its steps. NaN where a rank was never there."""
+    weights = np.where(np.isfinite(values), np.maximum(steps, 1.0)[:, np.newaxis], 0.0)
+    total = (np.nan_to_num(values) * weights).sum(axis=0)
+    found: Floats = np.where(weights.sum(axis=0) > 0, total / np.maximum(weights.sum(axis=0), 1e-300), np.nan)
+    return found
+
+
+def _lower_median(values: Floats) -> float:
+    return float(np.sort(values)[(len(values) - 1) // 2])
+
+
+def _median(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else None
+
+
+def _mean(values: Floats, *, axis: int) -> Floats:
+    """Return the mean of what is finite; unlike NumPy's, without a warning where nothing is."""
+    finite = np.isfinite(values)
+    total, count = np.where(finite, values, 0.0).sum(axis=axis), finite.sum(axis=axis)
+    found: Floats = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return found

@@ -1,0 +1,282 @@
+"""Read a run's folder: what callbacks.RunFolder wrote, whole or torn, once or over several starts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.callbacks.run_folder import CONFIG, ENVIRONMENT, METRICS
+from hvdtrain.errors import UsageError
+from hvdtrain.system import redact
+from hvdtrain.telemetry.interval import PARTS
+
+KEPT = ("step", *PARTS)
+Floats = NDArray[np.float64]
+
+
+class ReportError(UsageError):
+    """What was asked to be reported is no run."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Metrics along a run; what is missing is NaN.
+
+    Attributes:
+        step: the global step, rising; shape (n,).
+        metrics: of each name the values, shape (n,).
+    """
+
+    step: Floats
+    metrics: dict[str, Floats]
+
+
+@dataclass(frozen=True)
+class Intervals(Series):
+    """About a second of training each.
+
+    Attributes:
+        start: which start of the run it belongs to, from 0.
+        rank_s: seconds a step by part, see `KEPT`; shape (n, ranks). NaN where a rank was not there.
+    """
+
+    samples_per_s: Floats
+    learning_rate: Floats
+    start: NDArray[np.int64]
+    rank_s: dict[str, Floats]
+
+    @property
+    def ranks(self) -> int:
+        """The largest number of ranks there was."""
+        return int(self.rank_s["step"].shape[1])
+
+    def only(self, which: NDArray[np.bool_]) -> Intervals:
+        """Return those that `which`, shape (n,), marks."""
+        return Intervals(
+            step=self.step[which],
+            metrics={name: values[which] for name, values in self.metrics.items()},
+            samples_per_s=self.samples_per_s[which],
+            learning_rate=self.learning_rate[which],
+            start=self.start[which],
+            rank_s={part: rows[which] for part, rows in self.rank_s.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder holds.
+
+    Attributes:
+        epochs: one entry an epoch, metrics as History has them.
+        starts: how often it began, as far as the files tell: steps that were taken again tell it.
+        seconds: that its starts took together, None where the files do not tell.
+        notes: what could not be read, in words.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    intervals: Intervals
+    epochs: Series
+    starts: int
+    seconds: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.folder.resolve().name
+
+
+def read_run(folder: Path) -> Run:
+    """Return what `folder` holds.
+
+    Raises:
+        ReportError: it is not there, or is no run's; the message says what to type instead.
+        OSError: it cannot be read.
+    """
+    _require_run(folder)
+    lines, unreadable = _lines(folder / METRICS)
+    if not lines:
+        path = folder / METRICS
+        if not unreadable:
+            raise ReportError(f"{path} is empty: wait for the first step, or name another run")
+        raise ReportError(
+            f"{path} has no whole line that a run wrote. Name the folder of a run: hvdtrain report runs/NAME"
+        )
+    kept, starts = last_word(lines)
+    notes = []
+    if unreadable:
+        what = "1 line" if unreadable == 1 else f"{unreadable:,} lines"
+        notes.append(f"{what} of {METRICS} could not be read (cut off by a kill, or not a run's) and left out.")
+    config, environment = (_document(folder / name, notes) for name in (CONFIG, ENVIRONMENT))
+    return Run(
+        folder=folder,
+        config=config,
+        environment=environment,
+        intervals=_intervals([(start, line) for start, line in kept if line["kind"] == "interval"]),
+        epochs=_series([line for _, line in kept if line["kind"] == "epoch"]),
+        starts=starts,
+        seconds=_seconds(kept),
+        notes=notes,
+    )
+
+
+def last_word(lines: Iterable[dict[str, Any]]) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+    """Return the lines that count, each with its start, and how many starts there were.
+
+    A run that was killed goes on from a checkpoint and takes some steps again: where the global step goes back, what
+    was written of those steps before does not count.
+    """
+    kept: list[tuple[int, dict[str, Any]]] = []
+    start = 0
+    for line in lines:
+        step, kind = line["global_step"], line["kind"]
+        if kept and (step < kept[-1][1]["global_step"] or _same(kept, step, kind)):
+            start += 1
+            while kept and kept[-1][1]["global_step"] >= step:
+                kept.pop()
+        kept.append((start, line))
+    return kept, start + 1
+
+
+def _same(kept: Sequence[tuple[int, dict[str, Any]]], step: float, kind: str) -> bool:
+    """Return whether the end of `kept` has this very step already."""
+    for _, line in reversed(kept):
+        if line["global_step"] != step:
+            return False
+        if line["kind"] == kind:
+            return True
+    return False
+
+
+def number(value: Any) -> float:
+    """Return a number of JSON; NaN for what is none, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        found = float(value)
+    except OverflowError:
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
+def _require_run(folder: Path) -> None:
+    if folder.is_file():
+        hint = f"its folder: hvdtrain report {folder.parent}" if folder.name == METRICS else "the folder of a run"
+        raise ReportError(f"{folder} is a file. Give {hint}")
+    if not folder.is_dir():
+        near = difflib.get_close_matches(folder.name, [each.name for each in _runs(folder.parent)], n=1, cutoff=0.5)
+        newest = [*near, *(each.name for each in _runs(folder.parent)[:1])][:1]
+        hint = f"Try: hvdtrain report {folder.parent / newest[0]}" if newest else "Runs are in runs/, see: ls runs"
+        raise ReportError(f"there is no folder {folder}. {hint}")
+    if not (folder / METRICS).is_file():
+        inside = _runs(folder)
+        hint = f"It holds runs; try: hvdtrain report {inside[0]}" if inside else "Name a run: hvdtrain report runs/NAME"
+        raise ReportError(f"{folder} has no {METRICS}, so it is no run's folder. {hint}")
+
+
+def _runs(folder: Path) -> list[Path]:
+    """Return the runs in a folder, the newest first."""
+    found = [each.parent for each in folder.glob(f"*/{METRICS}")] if folder.is_dir() else []
+    return sorted(found, key=lambda run: (run / METRICS).stat().st_mtime, reverse=True)
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines that a run wrote, and how many others there are."""
+    found, unreadable = [], 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            if not text.strip():
+                continue
+            line = _line(text)
+            if line is None:
+                unreadable += 1
+            else:
+                found.append(line)
+    return found, unreadable
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or line.get("kind") not in ("interval", "epoch"):
+        return None
+    line["global_step"] = number(line.get("global_step"))
+    if math.isnan(line["global_step"]):
+        return None
+    if line["kind"] == "interval":
+        line["rank_s"] = _rank_s(line.get("rank_s"))
+    return line
+
+
+def _seconds(kept: Iterable[tuple[int, dict[str, Any]]]) -> float | None:
+    times: dict[int, list[float]] = {}
+    for start, line in kept:
+        at = number(line.get("time"))
+        if math.isfinite(at):
+            times.setdefault(start, []).append(at)
+    return sum(max(each) - min(each) for each in times.values()) or None
+
+
+def _rank_s(value: Any) -> NDArray[np.float32]:
+    """Return an array of shape (parts, ranks); no ranks where times are missing or of unequal numbers of ranks."""
+    if isinstance(value, dict) and "other" not in value and isinstance(value.get("step"), list):
+        value = {**value, "other": [0.0] * len(value["step"])}  # of a run from before this was told apart
+    rows: list[Any] = [value.get(part) for part in KEPT] if isinstance(value, dict) else []
+    if not rows or not all(isinstance(row, list) and len(row) == len(rows[0]) for row in rows):
+        return np.empty((len(KEPT), 0), np.float32)
+    return np.array([[number(each) for each in row] for row in rows], np.float32)
+
+
+def _document(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError) as problem:
+        notes.append(f"{path.name} could not be read: {problem}.")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} holds no JSON object.")
+        return {}
+    shown: dict[str, Any] = redact.document(value)  # an older version may have kept secrets
+    return shown
+
+
+def _column(lines: Sequence[dict[str, Any]], name: str) -> Floats:
+    return np.array([number(line.get(name)) for line in lines], np.float64)
+
+
+def _series(lines: Sequence[dict[str, Any]]) -> Series:
+    return Series(_column(lines, "global_step"), _metrics(lines))
+
+
+def _metrics(lines: Sequence[dict[str, Any]]) -> dict[str, Floats]:
+    rows = [line["metrics"] if isinstance(line.get("metrics"), dict) else {} for line in lines]
+    names = dict.fromkeys(name for row in rows for name in row)  # in the order in which they come up
+    return {name: np.array([number(row.get(name)) for row in rows], np.float64) for name in names}
+
+
+def _intervals(numbered: Sequence[tuple[int, dict[str, Any]]]) -> Intervals:
+    lines = [line for _, line in numbered]
+    ranks = max((line["rank_s"].shape[1] for line in lines), default=0)
+    times = np.full((len(KEPT), len(lines), ranks), np.nan)
+    for index, line in enumerate(lines):
+        times[:, index, : line["rank_s"].shape[1]] = line["rank_s"]
+    return Intervals(
+        step=_column(lines, "global_step"),
+        metrics=_metrics(lines),
+        samples_per_s=_column(lines, "samples_per_s"),
+        learning_rate=_column(lines, "learning_rate"),
+        start=np.array([start for start, _ in numbered], np.int64),
+        rank_s=dict(zip(KEPT, times, strict=True)),
+    )

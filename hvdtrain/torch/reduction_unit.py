@@ -1,0 +1,264 @@
+"""What is sent over the ranks as one: a gradient, a group of gradients, or a bucket under bf16 compression."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvdtrain.torch import bf16, engine, wire
+from hvdtrain.torch.compression import BF16Compressor, NoneCompressor
+from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.reduce_kinds import Average, Sum
+from hvdtrain.torch.reduce_ops import Reduction, sparse_allreduce_async, submit
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.reducer_options import ReducerOptions
+
+_BUCKET_BYTES = 25 * 2**20  # alltoall is not fused by Horovod, so bf16 fuses here; backward still overlaps
+
+
+def partition(
+    params: Sequence[Parameter], names: Mapping[Parameter, str], options: ReducerOptions
+) -> list[list[Parameter]]:
+    """Return the parameters that are sent together, in an order that all ranks share."""
+    if isinstance(options.groups, int) and options.groups > 0:
+        quotient, rest = divmod(len(params), options.groups)
+        starts = [i * quotient + min(i, rest) for i in range(options.groups + 1)]
+        return [list(params[a:b]) for a, b in itertools.pairwise(starts) if a < b]
+    if isinstance(options.groups, list):
+        known = {id(p) for p in params}
+        groups = [[p for p in group if id(p) in known] for group in options.groups]
+        grouped = {id(p) for group in groups for p in group}
+        return [group for group in groups if group] + [[p] for p in params if id(p) not in grouped]
+    if options.compression is BF16Compressor:
+        return _buckets(params)
+    return [[p] for p in params]
+
+
+def reduction(options: ReducerOptions, scale: float) -> Reduction:
+    """Return the operation and factors that reduce a gradient; `scale` multiplies it."""
+    predivide = options.gradient_predivide_factor
+    if options.op != Average:
+        return Reduction(options.op, 1.0, scale, options.process_set)
+    return Reduction(Average, 1.0 / predivide, scale * predivide, options.process_set)
+
+
+def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
+    buckets: list[list[Parameter]] = []
+    room = 0
+    for param in reversed(params):  # about the order in which backward makes gradients
+        nbytes = param.numel() * param.element_size()
+        if not buckets or nbytes > room or param.device != buckets[-1][0].device:
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1].append(param)
+        room -= nbytes
+    return buckets
+
+
+class Unit:
+    """Gradients that are sent as one.
+
+    Args:
+        params: the parameters, on one device.
+        names: their names; the first one names the operation.
+        options: how to reduce.
+        scale: multiplies the gradients.
+
+    Attributes:
+        how: the operation and its factors.
+        ready: how many of the gradients backward has made.
+    """
+
+    how: Reduction
+
+    def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
+        self.params, self.names, self._options = params, names, options
+        self.scale = scale
+        self.ready = 0
+        self._direct: int | None = None  # Horovod's own handle, where the gradient itself is sent
+        self._handle: Any = None
+        self._sent: list[Tensor] = []  # what `finish` copies from, or None where the gradient itself was sent
+        self._contexts: list[Any] = []
+        self._flags: list[bool] = []
+        self._abandoned: Any = None
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the gradients."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale = value
+        self.how = reduction(self._options, value)
+
+    @property
+    def is_started(self) -> bool:
+        """True from `start` to `reset`."""
+        return self._direct is not None or self._handle is not None
+
+    @property
+    def takes_sparse(self) -> bool:
+        """True if a sparse gradient is sent as such: it is made dense in company."""
+        return len(self.params) == 1 and not self._options.sparse_as_dense
+
+    def flags(self) -> list[bool]:
+        """Return for each parameter two flags: it has a dense gradient, it has a sparse one; the same until `reset`."""
+        if not self._flags:
+            for param in self.params:
+                grad = param.grad
+                sparse = grad is not None and grad.is_sparse
+                self._flags += [grad is not None and not sparse, sparse]
+        return self._flags
+
+    def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
+        """Send the gradients; a missing one as zeros.
+
+        Args:
+            all_active: says whether no rank has joined.
+            sparse: the missing gradient is sparse on other ranks.
+        """
+        if self._abandoned is not None:
+            drain(self._abandoned)
+            self._abandoned = None
+        self._flags = self.flags()
+        options = self._options
+        grad = self.params[0].grad
+        if len(self.params) == 1 and grad is not None and self._start_direct(grad):
+            return
+        if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
+            self._start_sparse()
+            return
+        tensors = [dense_gradient(p) for p in self.params]
+        how = self.how
+        if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
+            self._contexts = []
+            self._sent = tensors
+            self._handle = bf16.Exchange(
+                tensors,
+                name=self.names[0],
+                process_set=how.process_set,
+                prescale=how.prescale_factor,
+                postscale=how.postscale_factor / (how.process_set.size() if how.op == Average else 1),
+            )
+            return
+        # bf16 without all ranks: as it is, since joined ranks can only take part in an allreduce
+        compression = NoneCompressor if options.compression is BF16Compressor else options.compression
+        compressed = [compression.compress(t) for t in tensors]
+        self._sent = [t for t, _ in compressed]
+        self._contexts = [context for _, context in compressed]
+        self._handle = submit(self._sent, how, name=self.names[0], in_place=True, counted=False)
+
+    def _start_direct(self, grad: Tensor) -> bool:
+        """Give the gradient itself to Horovod, if it can be: backward waits for this, so it is kept short."""
+        if self._options.compression is not NoneCompressor or not wire.is_native(grad):
+            return False
+        how = self.how
+        self._direct = engine.native().allreduce_async_(
+            grad,
+            name=self.names[0],
+            op=how.op,
+            prescale_factor=how.prescale_factor,
+            postscale_factor=how.postscale_factor,
+            process_set=how.process_set,
+        )
+        return True
+
+    def _start_sparse(self) -> None:
+        param, options = self.params[0], self._options
+        grad = param.grad
+        if grad is None:
+            grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=param.device),
+                torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
+                param.shape,
+                check_invariants=False,  # torch warns where it is not said
+            )
+        self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
+        self._sent = []
+
+    def finish(self, present: Sequence[bool] | None, correction: float) -> None:
+        """Wait, and put the results into the gradients.
+
+        Args:
+            present: for each parameter, whether any rank has a gradient; one that nobody has stays None. None: all
+                ranks have those that this one has.
+            correction: multiplies the results; not 1 where ranks have joined.
+        """
+        if self._direct is not None:
+            engine.native().synchronize(self._direct)
+            grad = self.params[0].grad
+            if correction != 1.0 and grad is not None:
+                grad.detach().mul_(correction)
+            return
+        handle, options = self._handle, self._options
+        if isinstance(handle, Handle) and not self._sent:
+            param = self.params[0]
+            param.grad = (handle.wait() * (self.scale * correction)).coalesce()
+            return
+        results = handle.wait()
+        if self._contexts and options.compression is not BF16Compressor:
+            results = [
+                options.compression.decompress(t, context)
+                for t, context in zip(results, self._contexts, strict=True)
+            ]  # fmt: skip
+        there = [p.grad is not None for p in self.params] if present is None else present
+        for param, result, wanted in zip(self.params, results, there, strict=True):
+            if not wanted:
+                continue
+            if correction != 1.0:
+                result.mul_(correction)
+            store_gradient(param, result)
+
+    def begin_second_half(self) -> None:
+        """Let a bf16 exchange go on, so that several do at once."""
+        if isinstance(self._handle, bf16.Exchange):
+            self._handle.add_up()
+
+    def abandon(self) -> None:
+        """Leave what is under way to itself; the next `start` waits for it, since its name is taken until then."""
+        if self._direct is not None:
+            self._abandoned = Handle([self._direct], lambda _: None)
+        elif self._handle is not None:
+            self._abandoned = self._handle
+
+    def reset(self) -> None:
+        """Forget this step."""
+        self.ready = 0
+        self._direct = None
+        self._handle, self._sent, self._contexts, self._flags = None, [], [], []
+
+
+def drain(handle: Any) -> None:
+    """Wait for an operation whose result nobody wants, so that its name is free again."""
+    if handle is None or handle.is_stale:
+        return
+    try:
+        handle.wait()
+    except Exception:  # noqa: BLE001
+        pass  # it failed, or was interrupted half-way, and that was reported where it mattered
+
+
+def dense_gradient(param: Parameter) -> Tensor:
+    """Return the gradient as a dense tensor, the gradient itself where it is one; zeros for none."""
+    if param.grad is None:
+        return torch.zeros_like(param, memory_format=torch.contiguous_format)
+    grad = param.grad.detach()
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def store_gradient(param: Parameter, result: Tensor) -> None:
+    """Put a reduced gradient where the local one is, in its layout."""
+    grad = param.grad
+    if grad is None:
+        param.grad = result.to(param.dtype)
+    elif grad.is_sparse:
+        param.grad = result.to(grad.dtype).to_sparse(grad.sparse_dim())
+    elif not wire.same_memory(grad, result):
+        grad.detach().copy_(result)

@@ -1,0 +1,71 @@
+"""Stop in order: SIGTERM or SIGUSR1 asks for the end of the step under way, a later one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from hvdtrain.system.process_tree import hears
+
+EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, start it again
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+# A scheduler that signals every process of a job also signals the launcher, which passes it on: that is one request.
+_ONE_REQUEST_S = 2.0
+
+_requested: signal.Signals | None = None
+_at = 0.0
+
+
+def requested() -> signal.Signals | None:
+    """Return the signal that asked this process to stop, None if none has."""
+    return _requested
+
+
+def install() -> Callable[[], None]:
+    """Take SIGTERM and SIGUSR1; return what gives them back.
+
+    Only the main thread can take signals: on another one nothing changes. A signal that the process was started to
+    ignore, or that somebody handles outside of Python, stays as it is.
+    """
+    global _requested
+    _requested = None
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before: dict[signal.Signals, Any] = {}
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        # The kernel may know of a handler that Python does not: faulthandler's, for example.
+        foreign = handler is signal.SIG_DFL and hears(os.getpid(), number)
+        if handler not in (signal.SIG_IGN, None) and not foreign:
+            before[number] = handler
+            signal.signal(number, _ask)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _ask:  # somebody may have taken it since
+                signal.signal(number, handler)
+
+    return restore
+
+
+def pass_on() -> None:
+    """Let whoever takes signals now, the system as a rule, have the one that nobody has answered."""
+    global _requested
+    if _requested is not None:
+        number, _requested = _requested, None
+        signal.raise_signal(number)
+
+
+def _ask(number: int, frame: FrameType | None) -> None:
+    global _requested, _at
+    if _requested is None:
+        _requested, _at = signal.Signals(number), time.monotonic()
+    elif time.monotonic() - _at > _ONE_REQUEST_S:
+        os._exit(128 + number)

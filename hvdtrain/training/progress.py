@@ -1,0 +1,85 @@
+"""How far a run has come: what a checkpoint says of it, and where the next step goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdtrain.data.sources import NOTHING, Batch, Consumed
+from hvdtrain.errors import CheckpointError
+
+
+@dataclass
+class Position:
+    """How far a run has come.
+
+    Attributes:
+        epoch: epochs done; the number of the one under way.
+        step: optimizer steps done of that, with however many ranks.
+        global_step: optimizer steps done in all.
+        consumed: what of the epoch's data is done.
+        seconds: training time of the epoch so far, up to the checkpoint that the run went on from.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    global_step: int = 0
+    consumed: Consumed = NOTHING
+    seconds: float = 0.0
+
+    def advance(self, batches: Sequence[Batch], *, size: int) -> None:
+        """Count a step over `batches`."""
+        self.step += 1
+        self.global_step += 1
+        done = batches[-1].done
+        self.consumed = Consumed(
+            self.consumed.samples + sum(batch.global_count for batch in batches),
+            self.consumed.batches + size * len(batches) if done is None else done,
+            size,
+        )
+
+    def end_epoch(self) -> None:
+        """Count an epoch."""
+        self.epoch, self.step, self.consumed, self.seconds = self.epoch + 1, 0, NOTHING, 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Position:
+        """Return what `to_json` returned, also that of a version that knew more."""
+        known = {name: value[name] for name in ("epoch", "step", "global_step", "seconds")}
+        consumed = {name: value["consumed"][name] for name in ("samples", "batches", "size")}
+        return cls(**known, consumed=Consumed(**consumed))
+
+
+def steps_done(consumed: Consumed, facts: dict[str, Any], *, size: int, accumulate: int) -> int:
+    """Return how many optimizer steps of a run as it is now would have come as far in the epoch.
+
+    Args:
+        consumed: how far.
+        facts: `Source.facts` of now; without a batch size, batches are what they were.
+        size: ranks that there are now.
+        accumulate: batches of a rank in a step.
+    """
+    batch_size = facts.get("batch_size")
+    batches = consumed.batches if batch_size is None else -(-consumed.samples // batch_size)
+    return -(-batches // (size * accumulate))
+
+
+def check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise CheckpointError if an epoch would resume with other data than it began with.
+
+    Args:
+        before: `Source.facts` of the run that wrote the checkpoint.
+        now: `Source.facts` of this run. The batch size may differ: samples are counted, not batches.
+    """
+    for name in before:
+        if name not in ("batch_size", "steps") and before[name] != now.get(name):
+            raise CheckpointError(
+                f"The checkpoint's epoch began with other data: {name} was {before[name]!r}. Received: "
+                f"{now.get(name)!r}. Samples would be seen twice or never: give the same data and seed, or resume from "
+                "a checkpoint of an epoch's end."
+            )

@@ -1,0 +1,401 @@
+"""The one loop that every framework shares.
+
+The Trainer decides what happens and when: epochs, steps, learning rate, metrics, checkpoints, callbacks. `data` says
+which samples a step holds, an adapter how a framework takes the step, World who the ranks are. Nothing here asks
+which framework it has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdtrain.adapter import Options, State, adapter_for, framework_of
+from hvdtrain.callbacks.base import CallbackList
+from hvdtrain.callbacks.checkpoint import Checkpoint
+from hvdtrain.callbacks.defaults import with_defaults
+from hvdtrain.callbacks.run_folder import RunFolder
+from hvdtrain.data.sources import Source, as_source
+from hvdtrain.distributed import agreement, launch_environment
+from hvdtrain.distributed.world import World, init
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.training import checkpointing, learning_rate, prediction, preemption, run_id
+from hvdtrain.training.loop import History as History
+from hvdtrain.training.loop import Loop
+from hvdtrain.training.nan_policy import POLICIES
+from hvdtrain.training.option_checks import check_choice, check_positive
+
+if TYPE_CHECKING:
+    from hvdtrain.training.elastic import FitState
+
+log = logging.getLogger("hvdtrain")
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+COMPRESSIONS = ("none", "fp16", "bf16")
+
+
+class Trainer:
+    """Trains a torch.nn.Module or a keras.Model on all ranks.
+
+    Every rank constructs it alike; weights and optimizer state are rank 0's from then on, and again when `fit` begins.
+    Call `hvdtrain.init()` before making the model, so that it is made on this rank's GPU.
+
+    Args:
+        model: the model.
+        optimizer: the framework's own optimizer over the model's parameters, or a Keras name. None for a Keras model
+            that is already compiled.
+        loss: the framework's own loss, a callable (outputs, targets) -> mean over the batch, or a Keras name.
+        metrics: names ("accuracy") or the framework's own metrics; for torch also callables
+            (outputs, targets) -> one value a sample.
+        lr_scaling: "none", "linear" or "sqrt" in the number of ranks. Never applied unasked.
+        warmup_epochs: epochs over which the learning rate ramps up, step by step.
+        accumulate: batches whose gradients make one optimizer step.
+        clip_norm: largest global norm of the reduced gradient; None for no clipping.
+        precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
+        compression: "none", "fp16" or "bf16" for gradients on the wire.
+        nan_policy: what to do about a gradient that is not finite. All ranks find it in the same step, which none
+            takes: "raise" ends the run with an error, "stop" ends it with a checkpoint, where there is a
+            checkpoint_dir, and the History so far; "skip" goes on with the next step. Each says the step, the rank, its
+            first gradient that is not finite, and the samples. None does not look; looking costs a pass over the
+            gradients a step. With precision="fp16", steps that the loss scaling leaves out by itself do not count.
+        seed: order of the samples; equal on all ranks; by default `hvdtrain.init`'s, else 0. No framework's random
+            state is touched.
+
+    Attributes:
+        model: as given.
+        world: the ranks.
+        epochs: how many epochs the current fit has.
+        hosts: each rank's, by rank; known once fit has begun.
+        decisions: lines that tell the effective batch and what became of the learning rate; likewise.
+        steps_per_epoch: optimizer steps, where known beforehand.
+        kept: the last commit, in an elastic job while `fit` runs.
+
+    Raises:
+        ValueError: an option outside its range; a model without trainable parameters; an optimizer over others.
+        TypeError: the model is of no known framework.
+        DesyncError: the ranks' models differ; names the first parameter.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        optimizer: Any = None,
+        loss: Any = None,
+        metrics: Sequence[Any] = (),
+        lr_scaling: str = "none",
+        warmup_epochs: float = 0,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        compression: str = "none",
+        nan_policy: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        check_choice("precision", precision, PRECISIONS)
+        check_choice("compression", compression, COMPRESSIONS)
+        if nan_policy is not None:
+            check_choice("nan_policy", nan_policy, POLICIES)
+        check_positive("accumulate", accumulate, int)
+        if clip_norm is not None:
+            check_positive("clip_norm", clip_norm, float)
+        learning_rate.check_options(lr_scaling, warmup_epochs)
+        self.model = model
+        self.world: World = init(framework_of(model))
+        self.epochs = 0
+        self.hosts: list[str] = []
+        self.decisions: list[str] = []
+        self.steps_per_epoch: int | None = None
+        seed = int((self.world.seed or 0) if seed is None else seed)
+        if seed < 0:
+            raise ValueError(f"seed must be >= 0. Received: seed={seed}")
+        self._config: dict[str, Any] = {
+            "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
+            "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
+            "compression": compression, "nan_policy": nan_policy, "seed": seed,
+        }  # fmt: skip
+        # In an elastic job a new rank makes its Trainer alone, and meets the others in `fit`.
+        self._elastic = launch_environment.is_elastic()
+        if not self._elastic:
+            agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
+        self._accumulate, self._seed = accumulate, seed
+        self._adapter = adapter_for(
+            model,
+            optimizer=optimizer,
+            loss=loss,
+            metrics=metrics,
+            options=Options(accumulate, clip_norm, precision, compression, nan_policy),
+            world=self.world,
+        )
+        self._lr = learning_rate.LearningRate(
+            self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
+        )
+        self._loop = Loop(self, self._adapter, self._lr, self._config)
+        self._stop = False
+        self._fit_config: dict[str, Any] = {}
+        self._run_folder = RunFolder()
+        self.kept: FitState | None = None
+        if not self._elastic:
+            self._adapter.start()  # so that evaluate and predict, too, run one model and not each rank's own
+
+    def fit(
+        self,
+        train: Any,
+        *,
+        validation: Any = None,
+        epochs: int = 1,
+        batch_size: int = 32,
+        callbacks: Sequence[Any] = (),
+        checkpoint_dir: str | None = None,
+        resume: str = "auto",
+        run_dir: str | None = "auto",
+        progress: bool = True,
+    ) -> History:
+        """Train, and return the metrics of each epoch.
+
+        It begins with epoch 0, and goes on from a checkpoint only after `load` or with `checkpoint_dir`; weights and
+        optimizer state are those the model has.
+
+        Args:
+            train: arrays `(x, y)`, a dataset or a loader (see Data in the docs), the same on all ranks, which share it.
+            validation: data of the same kind, evaluated after each epoch into "val_" metrics.
+            epochs: how many there are in all, those before a resumed checkpoint included.
+            batch_size: samples a rank takes in a step; an optimizer step sees batch_size * size * accumulate.
+            callbacks: `hvdtrain.callbacks` and, for a Keras model, Keras's own.
+            checkpoint_dir: where a checkpoint is written after each epoch.
+            resume: "auto" goes on from the newest whole checkpoint in checkpoint_dir; "never" starts anew, and moves
+                those that are there into a folder "old-1", "old-2", ... beside the new ones.
+            run_dir: where `callbacks.RunFolder` keeps configuration, environment and metrics: "auto" for a folder of
+                this Trainer's in runs/, None for nowhere.
+            progress: show on rank 0 how it goes; `callbacks.Progress` has the choices.
+
+        A SIGTERM or SIGUSR1 to any rank ends the run in order: about a second later, or once validation is done, all
+        ranks end after the same step, with a checkpoint where there is a checkpoint_dir, and exit with
+        `hvdtrain.preemption.EXIT_CODE`, 75. So they do where it comes while the run ends, though the training is
+        complete; one that comes later still is the script's, as it would be after `fit`.
+
+        In an elastic job, when a rank dies or hosts come and go, those that are there go on from the last commit, which
+        all ranks keep in memory: the beginning, each epoch's end, each checkpoint within an epoch, and the step after
+        which ranks hear of hosts that have changed. New ranks make their Trainer and call `fit` alone, so a script has
+        one call of it, and no collective call comes before: nothing but `hvdtrain.init`, and no `evaluate`.
+
+        Raises:
+            ValueError: no data, or an option outside its range.
+            DesyncError: ranks were given different data or options, or came to hold different weights (`SyncCheck`).
+            CheckpointError: another run holds the folder of checkpoints, or it cannot be written; see `Checkpoint`.
+            SystemExit: a rank was asked to stop.
+        """
+        check_positive("epochs", epochs, int)
+        check_choice("resume", resume, ("auto", "never"))
+
+        run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)
+
+        def once() -> None:
+            hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
+            self._fit(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
+
+        give_back = preemption.install()  # once for all rounds: what one of them was asked, the next one hears
+        try:
+            if self._elastic:
+                from hvdtrain.training import elastic
+
+                elastic.run(self, once, self._adapter)
+            else:
+                once()
+        finally:
+            give_back()
+        preemption.pass_on()
+        return self.history
+
+    def _fit(
+        self, train: Any, validation: Any, hooks: CallbackList, *, epochs: int, batch_size: int, resume: str
+    ) -> None:
+        """Train with the ranks there are, from the last commit, a checkpoint or the beginning."""
+        if self._elastic:
+            self._lr.scale_to(self.world.size)
+            agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
+        source = self._source(train, batch_size)
+        batch_size = int(batch_size)
+        self._fit_config = {"epochs": epochs, "batch_size": batch_size, "data": source.facts}
+        held_out = None if validation is None else self._source(validation, batch_size)
+        self.epochs = epochs
+        self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
+        self.hosts, run = run_id.meet(self.world)
+        checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
+        self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
+        with checkpointing.held([each.open(self) for each in checkpoints], run, before=self.run) as keepers:
+            self._loop.find(keepers, self.kept, anew=resume == "never")
+            states = self._loop.begin(source, hooks, run)
+            for keeper in keepers if self._loop.position.epoch < epochs else ():  # else nothing will be written
+                keeper.begin(self._adapter, self.run or run)
+            self._stop = False
+            self._adapter.start()
+            # A DataLoader has a batch size of its own, and what can only be iterated need not have any.
+            self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=self._accumulate)
+            for line in self.decisions if self.world.is_root else ():
+                log.info("%s", line)
+            try:
+                self._run(source, held_out, hooks, states)
+            finally:
+                hooks.close()
+        self._is_to_stop(between=True)  # what was asked while the run ended
+
+    def _run(self, source: Source, held_out: Source | None, hooks: CallbackList, states: list[Any]) -> None:
+        hooks.on_fit_begin(self)
+        hooks.load_states(states)
+        self._commit()
+        stop = self._is_to_stop(between=False)
+        for epoch in range(self._loop.position.epoch, self.epochs):
+            if stop:
+                break
+            logs = self._loop.run_epoch(source)
+            if self._loop.stopped:
+                break
+            if held_out is not None:
+                logs |= {f"val_{name}": value for name, value in self._evaluate(held_out).items()}
+            self._loop.end_epoch(logs)
+            hooks.on_epoch_end(self, epoch, logs)
+            self._commit()
+            stop = self._is_to_stop(between=True)
+        hooks.on_fit_end(self)
+
+    def _is_to_stop(self, *, between: bool) -> bool:
+        """Return whether a rank's callback has ended the run; end the process if a rank was asked to, `between` epochs.
+
+        Within them steps look. Before the first, a run that goes on has not taken on yet what it would have to keep.
+        """
+        asked = between and preemption.requested() is not None
+        stop, asked_anywhere = self.world.allreduce(np.array([self._stop, asked], np.int32), "max", name="stop")
+        if asked_anywhere:
+            self._loop.leave()
+        return bool(stop)
+
+    def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
+        """Return the loss and metrics over all of `data`: exact over all ranks, no sample counted twice.
+
+        A collective call: every rank makes it and gets the same numbers.
+
+        Raises:
+            HvdTrainError: it was called within an epoch of `fit`.
+        """
+        if self._loop.in_epoch:
+            raise HvdTrainError(
+                "evaluate() was called in the middle of a training epoch, whose metrics it would mix with its own. "
+                "Call it in on_epoch_end, or after fit."
+            )
+        return self._evaluate(self._source(data, batch_size))
+
+    def predict(self, x: Any, *, batch_size: int = 32) -> Any:
+        """Return the model's outputs for all of `x`, in input order, on every rank: arrays of shape (len(x), ...).
+
+        Raises:
+            TypeError: `x` can only be iterated, so it has no order that ranks could share.
+        """
+        return prediction.predict(self._adapter, x, batch_size=batch_size, world=self.world)
+
+    def save(self, directory: str) -> None:
+        """Write weights, optimizer state and options to `directory`; a collective call, rank 0 writes.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        checkpointing.save(directory, self._adapter, self._loop.own(), self._loop.progress(), world=self.world)
+
+    @classmethod
+    def load(cls, directory: str, model: Any, **options: Any) -> Trainer:
+        """Return a Trainer whose model and optimizer took on what `save` or `checkpoint_dir` wrote.
+
+        Args:
+            directory: one checkpoint. Rank 0 reads it; the others need not see its disk.
+            model: a model of the same architecture.
+            options: as for Trainer; those left out are the checkpoint's.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of another model (named tensor).
+        """
+        world = init(framework_of(model))
+        if launch_environment.is_elastic():
+            raise HvdTrainError(
+                "Trainer.load takes all ranks, which in an elastic job meet in fit alone. Call fit with "
+                f"checkpoint_dir, which goes on from its newest checkpoint. Received: directory={directory!r}"
+            )
+        config = checkpointing.read_config(directory, world=world)
+        trainer = cls(model, **{**config, **options})
+        trainer._loop.load(
+            checkpointing.restore(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world)
+        )
+        trainer._adapter.start()
+        return trainer
+
+    @property
+    def history(self) -> History:
+        """What the current or last `fit` has recorded so far."""
+        return self._loop.history
+
+    @property
+    def run(self) -> run_id.Identity | None:
+        """Which run the current or last `fit` is, alike on all ranks."""
+        return self._loop.run
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What this Trainer, and the current or last `fit`, were given, as JSON."""
+        return {"model": type(self.model).__name__, **self._config, **self._fit_config}
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken since training began, those before a resumed checkpoint included."""
+        return self._loop.position.global_step
+
+    def keep(self, keeper: checkpointing.Keeper) -> None:
+        """Have the present state kept; a collective call. See `hvdtrain.callbacks.Checkpoint`."""
+        if self._loop.position.step:  # at an epoch's end it is kept anyway
+            self._commit()
+        keeper.save(self._adapter, self._loop.own(), self._loop.progress())
+
+    def state(self, *, copy: bool = True) -> State:
+        """Return weights and optimizer state; without a copy, as arrays that the next step may change."""
+        state = self._adapter.state()
+        return replace(state, arrays={name: np.array(array) for name, array in state.arrays.items()}) if copy else state
+
+    def load_state(self, state: State) -> None:
+        """Take on what `state` returned; to be called with the same on every rank."""
+        self._adapter.load_state(state)
+
+    def repair(self) -> None:
+        """Give every rank the root's weights and optimizer state; a collective call."""
+        self._adapter.start()
+
+    def _commit(self) -> None:
+        if self.kept is not None:
+            self.kept.commit(self._loop)
+
+    def stop(self) -> None:
+        """End the run after this epoch, on every rank; one rank's call is enough."""
+        self._stop = True
+
+    def _source(self, data: Any, batch_size: int) -> Source:
+        return as_source(data, batch_size=batch_size, world=self.world, seed=self._seed)
+
+    def _check_agreement(
+        self, held_out: Source | None, checkpoints: Sequence[Checkpoint], *, batch_size: int, resume: str
+    ) -> None:
+        facts = {
+            "epochs": self.epochs, "batch_size": batch_size, "validation": held_out is not None,
+            "checkpoints": [each.moments for each in checkpoints], "resume": resume,
+        }  # fmt: skip
+        agreement.require_equal(facts, world=self.world, what="fit")
+        if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
+            raise ValueError(
+                "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
+                "Use warmup_epochs=0, or data with a length."
+            )
+
+    def _evaluate(self, source: Source) -> dict[str, float]:
+        for batch in source.epoch(0, shuffle=False):
+            self._adapter.eval_step(batch)
+        return self._adapter.metrics(lambda vector: self.world.allreduce(vector, name="metrics"))

@@ -1,0 +1,249 @@
+"""What the edits of Horovod's source promise, on the Horovod that is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.horovod_build import installed
+
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+
+
+def run(
+    script: str, tmp_path: Path, *, ranks: int = 2, plane: str = "--mpi", timeout_s: float = 100, **env: str
+) -> list[dict]:
+    """Run `script` on ranks that each write one JSON object to `answer(...)`; return those, by rank."""
+    path = tmp_path / "script.py"
+    prologue = (
+        "import json, os, pathlib\n"
+        "def answer(rank, **facts):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'{{rank}}.json').write_text(json.dumps(facts))\n"
+    )
+    path.write_text(prologue + script)
+    settings = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    done = subprocess.run(
+        [HOROVODRUN, "-np", str(ranks), plane, sys.executable, path, tmp_path],
+        env=os.environ | settings | env,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+TOKEN = """
+seen = []
+for command in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        seen += [command.parent.name] * (os.environ["TEST_TOKEN"].encode() in command.read_bytes())
+    except OSError:
+        continue
+answer(int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK"))), seen=seen)
+"""
+
+
+@pytest.mark.parametrize("plane", ["--mpi", "--gloo"])
+def test_no_value_of_the_environment_stands_on_a_command_line(plane, tmp_path):
+    """Every user of a host may read those."""
+    answers = run(TOKEN, tmp_path, plane=plane, TEST_TOKEN=f"hunter2-{tmp_path.name}")
+    assert answers == [{"seen": []}] * 2
+
+
+PIECES = """
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK")))
+os.environ["HVDTRAIN_MPI_PIECE_BYTES"] = os.environ["PIECES"].split(",")[rank]
+import horovod.torch as hvd, torch
+hvd.init()
+size, wrong = hvd.size(), []
+for dtype in (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64):
+    for n in (0, 1, 7, 1023, 100_003):
+        mine = (torch.arange(n) % 5 + rank).to(dtype)
+        total = (torch.arange(n) % 5 * size + size * (size - 1) // 2).to(dtype)
+        got = hvd.allreduce(mine, op=hvd.Sum, name=f"{dtype}.{n}")
+        scaled = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2, postscale_factor=2, name=f"{dtype}.{n}.scaled")
+        if not torch.equal(got, total) or not torch.equal(scaled, total * 4):
+            wrong.append(f"{dtype} {n}")
+        if dtype.is_floating_point:
+            mean = hvd.allreduce(mine, op=hvd.Average, name=f"{dtype}.{n}.mean")
+            if not torch.allclose(mean, total / size, rtol=2e-3 if dtype == torch.float16 else 1e-6):
+                wrong.append(f"mean {dtype} {n}")
+answer(rank, wrong=wrong)
+"""
+
+
+@pytest.mark.parametrize(
+    "pieces", ["4096,4096,4096", "1000,1000,1000", "3,3,3", "0,0,0", "4096,8192,0", "65536,4096,99"]
+)
+def test_sums_are_right_in_pieces_of_any_size_and_ranks_agree_on_the_smallest(pieces, tmp_path):
+    answers = run(PIECES, tmp_path, ranks=len(pieces.split(",")), PIECES=pieces)
+    assert all(answer["wrong"] == [] for answer in answers)
+
+
+WAITING = """
+import signal, sys, time
+import hvdtrain.torch as hvd, torch
+hvd.init()
+if hvd.rank() == 0:
+    class Alarm(Exception): pass
+    def ring(*_):
+        raise Alarm
+    signal.signal(signal.SIGALRM, ring)
+    handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="late")
+    signal.alarm(1)
+    began, busy, heard = time.perf_counter(), time.thread_time(), False
+    try:
+        hvd.synchronize(handle)
+    except Alarm:
+        heard = True
+        pathlib.Path(sys.argv[1], "heard").touch()
+    waited, busy = time.perf_counter() - began, time.thread_time() - busy
+    signal.alarm(0)
+else:
+    until = time.monotonic() + 20
+    while not pathlib.Path(sys.argv[1], "heard").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="late")
+    hvd.synchronize(handle)
+hvd.barrier()
+if hvd.rank() == 0:
+    answer(0, heard=heard, waited=waited, busy=busy)
+else:
+    answer(1)
+"""
+
+
+def test_a_waiting_thread_hears_signals_and_takes_no_processor_time(tmp_path):
+    first, _ = run(WAITING, tmp_path)
+    assert first["heard"]  # the other rank waits for it, or comes after 20 s
+    assert 0.9 < first["waited"] < 15
+    assert first["busy"] < 0.3 * first["waited"]
+
+
+SILENCE = """
+import time
+import horovod.torch as hvd, torch
+hvd.init()
+began = time.monotonic()
+hvd.allreduce(torch.ones(3), name="first")
+time.sleep(1)
+total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="last").tolist()
+hvd.shutdown()
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK")))
+answer(rank, total=total, seconds=time.monotonic() - began)
+"""
+
+
+def test_ranks_without_tensors_do_not_negotiate_all_the_time(tmp_path):
+    timeline = tmp_path / "timeline.json"
+    answers = run(SILENCE, tmp_path, HOROVOD_TIMELINE=str(timeline), HOROVOD_TIMELINE_MARK_CYCLES="1")
+    assert all(answer["total"] == [2.0, 2.0, 2.0] for answer in answers)
+    # A round every 20 cycles of 1 ms, in the place of one a cycle.
+    assert 5 < timeline.read_text().count("CYCLE_START") < 200 * answers[0]["seconds"]
+
+
+IN_PLACE = """
+import numpy as np, tensorflow as tf
+import horovod.tensorflow as hvd
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+
+@tf.function
+def reduced(x):
+    kept = x * 2.0      # read again after the reduction: must keep its value
+    lost = x * 3.0      # read by nobody else: may be written over
+    a = hvd.allreduce(kept, op=hvd.Sum, name="kept")
+    b = hvd.allreduce(lost, op=hvd.Sum, name="lost")
+    c, d = hvd.grouped_allreduce([kept, x * 5.0], op=hvd.Sum, name="group")
+    return a, b, c, d, kept, x
+
+x = tf.fill([1000], float(rank + 1))
+total = size * (size + 1) / 2
+expected = [2 * total, 3 * total, 2 * total, 5 * total, 2.0 * (rank + 1), rank + 1.0]
+wrong = [i for _ in range(3) for i, (got, want) in enumerate(zip(reduced(x), expected)) if not np.all(got == want)]
+answer(rank, wrong=wrong, untouched=bool(np.all(x == rank + 1.0)))
+"""
+
+
+@pytest.mark.tensorflow
+def test_tensorflows_reductions_write_over_nothing_that_is_read_again(tmp_path):
+    for answer in run(IN_PLACE, tmp_path):
+        assert answer == {"wrong": [], "untouched": True}
+
+
+NO_FRAMEWORK = """
+import sys
+from horovod.common.util import gloo_built, mpi_built
+from horovod.common import util
+util._check_extension_lambda = lambda *_: sys.exit("asked a framework's library")
+print(mpi_built(), gloo_built())
+"""
+
+
+def test_horovodrun_knows_its_data_planes_without_importing_a_framework():
+    done = subprocess.run([sys.executable, "-c", NO_FRAMEWORK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    planes = installed.record()["data_planes"].split(",")
+    assert done.stdout.split() == [str("mpi" in planes), str("gloo" in planes)]
+
+
+OLD = """
+import logging
+heard = []
+handler = logging.Handler()
+handler.emit = lambda record: heard.append(record.getMessage())
+logging.getLogger().addHandler(handler)
+from hvdtrain.horovod_build import installed
+if os.environ["OLD"] == "1":
+    installed.record = lambda: {"key": "k", "edits": "of another version"}
+import hvdtrain
+world = hvdtrain.init("torch")
+answer(world.rank, heard=[text for text in heard if "Another version" in text])
+"""
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_horovod_that_another_hvdtrain_built_is_told_of_by_rank_0(old: int, tmp_path: Path) -> None:
+    first, second = run(OLD, tmp_path, OLD=str(old))
+    assert len(first["heard"]) == old
+    assert second["heard"] == []
+    assert all("Run `hvdtrain build`" in text for text in first["heard"])
+
+
+SSH = """
+import os, sys
+from horovod.runner.common.util.settings import Settings
+from horovod.runner.mpi_run import mpi_run
+hosts = [f"host{index}:1" for index in range(int(sys.argv[1]))]
+settings = Settings(num_proc=2, hosts=",".join(hosts), ssh_port=2222, ssh_identity_file="/keys/id", verbose=0)
+mpi_run(settings, ["eth0"], dict(os.environ), ["train"])
+"""
+MPIRUN_5 = """#!/bin/sh
+[ "$1" = --version ] && { echo "mpirun (Open MPI) 5.0.7"; exit; }
+env | grep ^PRTE_MCA_plm > "$SEEN"
+"""
+
+
+@pytest.mark.parametrize(("hosts", "tree"), [(2, []), (64, ["no_tree_spawn=true", "num_concurrent=64"])])
+def test_open_mpi_5_hears_of_ssh_what_4_does(hosts: int, tree: list[str], tmp_path: Path) -> None:
+    mpirun, seen = tmp_path / "mpirun", tmp_path / "seen"
+    mpirun.write_text(MPIRUN_5)
+    mpirun.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {"PATH": path, "SEEN": str(seen), "PRTE_MCA_plm_ssh_args": "-o BatchMode=yes"}
+    done = subprocess.run(
+        [sys.executable, "-c", SSH, str(hosts)],
+        env=os.environ | given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    asked = ["args=-o BatchMode=yes -p 2222 -i /keys/id", *tree]
+    assert sorted(seen.read_text().splitlines()) == [f"PRTE_MCA_plm_ssh_{each}" for each in asked]

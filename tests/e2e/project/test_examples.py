@@ -1,0 +1,212 @@
+"""Every example as a person types it, under horovodrun and as plain python."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdtrain.system import log_filter, open_mpi
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples" / "mnist"
+HEADER = ["framework", "ranks", "loss", "accuracy", "images/s", "seconds"]
+# What horovodrun puts before a rank's line, over MPI or Gloo; also after it, where print() sent the end separately.
+LAUNCHER = r"\[(?:\d+,)?\d+\]<std(?:out|err)>:"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        importlib.util.find_spec("horovod") is None, reason="needs Horovod: install it with hvdtrain build"
+    ),
+]
+
+
+def run(command: str, folder: Path, *, limit_s: float = 240, **environment: str) -> tuple[int, str]:
+    """Run a command line of bash in `folder`; return its exit status and output."""
+    others = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "TF_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept["PATH"]])
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**kept, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which killing horovodrun alone would leave behind
+        output, _ = process.communicate()
+        pytest.fail(f"{command} did not end within {limit_s:g} s\n{output[-4000:]}")
+    return process.returncode, output
+
+
+def run_well(command: str, folder: Path, **environment: str) -> list[str]:
+    """Run a command that must succeed quietly; return its lines without the launcher's prefixes."""
+    status, output = run(command, folder, **environment)
+    assert status == 0, output[-4000:]
+    assert "Traceback" not in output, output[-4000:]
+    mark = LAUNCHER + " ?" * open_mpi.spaces_marks()
+    lines = [re.sub(mark, "", line) for line in output.splitlines()]
+    assert not [line for line in lines if log_filter.is_note(line)]
+    return [line for line in lines if line]
+
+
+def table(lines: list[str]) -> dict[str, str]:
+    """Return the one table that train.py prints, as the last thing."""
+    assert [line.split() for line in lines].count(HEADER) == 1, "\n".join(lines)
+    assert lines[-2].split() == HEADER, "\n".join(lines[-5:])
+    row = dict(zip(HEADER, lines[-1].split(), strict=True))
+    assert float(row["images/s"].replace(",", "")) > 0
+    assert float(row["seconds"]) >= 0  # a tenth of a second may round to none
+    assert np.isfinite(float(row["loss"]))
+    return row
+
+
+def last_line(lines: list[str], *, ranks: int, saved: str) -> float:
+    """Return the accuracy in the drop-in scripts' last line, which rank 0 alone prints."""
+    pattern = rf"ranks {ranks}  loss \d\.\d{{4}}  accuracy (\d\.\d{{4}})  saved {re.escape(saved)}"
+    found = [match for line in lines if (match := re.fullmatch(pattern, line))]
+    assert len(found) == 1, "\n".join(lines[-10:])
+    return float(found[0].group(1))
+
+
+def require_equal_to_one_process(row: dict[str, str], folder: Path, framework: str, **environment: str) -> None:
+    """Compare two ranks with 32 images each with one process, without Horovod, that takes 64."""
+    command = f"python {EXAMPLES}/train.py --framework {framework} --batch-size 64"
+    one = table(run_well(command, folder, HVDTRAIN_SOLO="1", **environment))
+    assert one["ranks"] == "1"
+    # Sums in another order round differently, and 276 steps of Adam amplify that a little.
+    assert float(row["loss"]) == pytest.approx(float(one["loss"]), abs=2e-3)
+    assert float(row["accuracy"]) == pytest.approx(float(one["accuracy"]), abs=0.003)  # one image in 360
+
+
+def mnist_directory() -> Path | None:
+    """Return a folder with MNIST's files, where there is one."""
+    named = os.environ.get("HVDTRAIN_MNIST_DIR")
+    folder = Path(named) if named else ROOT.parent / "shared/data/mnist-10k"
+    return folder if named or folder.is_dir() else None
+
+
+def write_idx(folder: Path, *, count: int = 70) -> Path:
+    """Write four files like MNIST's: `count` images of 12 x 12, brighter where the label is higher."""
+    folder.mkdir()
+    labels = np.arange(count, dtype=np.uint8) % 10
+    images = np.repeat(labels * 25, 144).reshape(count, 12, 12)
+    for name in ("train", "t10k"):
+        packed = gzip.compress(struct.pack(">4I", 2051, *images.shape) + images.tobytes())
+        (folder / f"{name}-images-idx3-ubyte.gz").write_bytes(packed)
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, count) + labels.tobytes())
+    return folder
+
+
+def test_trainer_passes_97_percent_on_digits_with_pytorch_like_one_process(tmp_path: Path) -> None:
+    lines = run_well(f"horovodrun -np 2 python {EXAMPLES}/train.py", tmp_path)
+    row = table(lines)
+    assert (row["framework"], row["ranks"]) == ("torch", "2")
+    assert float(row["accuracy"]) >= 0.97
+    require_equal_to_one_process(row, tmp_path, "torch")
+    assert lines.count("effective batch 64 samples (32 x 2 ranks)") == 1
+    assert sum(line.startswith("epoch 12/12  loss ") for line in lines) == 1
+
+
+@pytest.mark.tensorflow
+def test_trainer_passes_97_percent_on_digits_with_keras_like_one_process(tmp_path: Path) -> None:
+    command = f"horovodrun -np 2 python {EXAMPLES}/train.py --framework keras"
+    row = table(run_well(command, tmp_path, KERAS_BACKEND="tensorflow"))
+    assert (row["framework"], row["ranks"]) == ("keras/tensorflow", "2")
+    assert float(row["accuracy"]) >= 0.97
+    require_equal_to_one_process(row, tmp_path, "keras", KERAS_BACKEND="tensorflow")
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_trainer_runs_on_each_other_keras_backend(tmp_path: Path, backend: str) -> None:
+    command = f"horovodrun -np 2 python {EXAMPLES}/train.py --framework keras --epochs 2"
+    row = table(run_well(command, tmp_path, KERAS_BACKEND=backend))
+    assert (row["framework"], row["ranks"]) == (f"keras/{backend}", "2")
+    assert float(row["accuracy"]) >= 0.6
+
+
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_trainer_passes_97_percent_on_mnist(tmp_path: Path, framework: str) -> None:
+    folder = mnist_directory()
+    if folder is None:
+        pytest.skip("needs MNIST's files: set HVDTRAIN_MNIST_DIR")
+    command = f"horovodrun -np 2 python {EXAMPLES}/train.py --framework {framework} --data-dir {folder}"
+    row = table(run_well(command, tmp_path))
+    assert row["framework"].startswith(framework)
+    assert float(row["accuracy"]) >= 0.97
+
+
+def test_trainer_reads_idx_files_and_scales_the_learning_rate_when_asked(tmp_path: Path) -> None:
+    folder = write_idx(tmp_path / "idx")
+    options = f"--data-dir {folder} --epochs 2 --batch-size 5 --lr 0.001 --lr-scaling sqrt"
+    lines = run_well(f"horovodrun -np 2 python {EXAMPLES}/train.py {options}", tmp_path)
+    table(lines)
+    assert lines.count("effective batch 10 samples (5 x 2 ranks)") == 1
+    assert lines.count("lr 0.001 -> 0.00141421 (sqrt, 2 ranks)") == 1
+
+
+def test_bad_data_ends_every_rank_with_one_line_that_names_the_file(tmp_path: Path) -> None:
+    folder = write_idx(tmp_path / "idx")
+    labels = folder / "train-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:-1])
+    status, output = run(f"horovodrun -np 2 python {EXAMPLES}/train.py --data-dir {folder}", tmp_path)
+    assert status != 0
+    assert f"error: {labels} is truncated: its header says (70,), so 70 bytes were expected. Found: 69 bytes" in output
+    assert not re.search(LAUNCHER + r".*Traceback", output, re.MULTILINE), output
+
+
+def test_unknown_framework_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    status, output = run(f"python {EXAMPLES}/train.py --framework mxnet", tmp_path)
+    assert status == 2
+    assert re.search(r"--framework: invalid choice: 'mxnet' \(choose from '?keras'?, '?torch'?\)", output)
+
+
+def test_trainer_is_one_process_under_plain_python(tmp_path: Path) -> None:
+    row = table(run_well(f"python {EXAMPLES}/train.py --epochs 3", tmp_path))
+    assert (row["framework"], row["ranks"]) == ("torch", "1")
+    assert float(row["accuracy"]) >= 0.8
+
+
+def test_pytorch_script_trains_and_saves_plain_weights(tmp_path: Path) -> None:
+    lines = run_well(f"horovodrun -np 2 python {EXAMPLES}/torch_script.py", tmp_path)
+    assert last_line(lines, ranks=2, saved="checkpoints/mnist.pt") >= 0.95
+    check = "import torch; print(sorted(torch.load('checkpoints/mnist.pt', weights_only=True))[0])"
+    assert run_well(f'python -c "{check}"', tmp_path) == ["conv1.bias"]
+
+
+def test_keras_script_trains_and_saves_a_model_that_plain_keras_loads(tmp_path: Path) -> None:
+    lines = run_well(f"horovodrun -np 2 python {EXAMPLES}/keras_script.py", tmp_path)
+    assert last_line(lines, ranks=2, saved="checkpoints/mnist.keras") >= 0.95
+    check = (
+        "import sys, keras; model = keras.models.load_model('checkpoints/mnist.keras'); "
+        "print(type(model.optimizer).__name__, int(model.optimizer.iterations), 'hvdtrain' in sys.modules)"
+    )
+    status, output = run(f'python -c "{check}"', tmp_path)  # plain Keras, so TensorFlow prints what it likes
+    assert (status, output.splitlines()[-1]) == (0, f"Adam {12 * 23} False"), output
+
+
+def test_keras_script_runs_without_horovod(tmp_path: Path) -> None:
+    lines = run_well(f"python {EXAMPLES}/keras_script.py --epochs 2", tmp_path, HVDTRAIN_SOLO="1")
+    assert last_line(lines, ranks=1, saved="checkpoints/mnist.keras") >= 0.6
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("horovodrun -np 2 ", 2), ("HVDTRAIN_SOLO=1 ", 1)])
+def test_own_loop_finds_the_same_coefficients_on_one_and_two_ranks(tmp_path: Path, launcher: str, ranks: int) -> None:
+    lines = run_well(f"{launcher}python {EXAMPLES}/linear_regression.py", tmp_path)
+    assert [line for line in lines if "ranks" in line] == [f"ranks {ranks}  y = 3.0000 x0 + -2.0000 x1 + 0.5000"]

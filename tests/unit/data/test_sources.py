@@ -1,0 +1,112 @@
+"""What users call data, turned into steps: on a fake world whose ranks are asked one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdtrain.data.sources import IteratedSource, Sharded, as_source, collate, unpack
+from hvdtrain.distributed.world import SoloWorld
+
+
+class FakeWorld(SoloWorld):
+    """Rank and size alone; collectives are scripted where a test needs one."""
+
+    def __init__(self, rank, size):
+        super().__init__()
+        self.rank, self.size = rank, size
+
+
+def batches(data, *, rank=0, size=1, batch_size=4, shuffle=True, epoch=0):
+    source = as_source(data, batch_size=batch_size, world=FakeWorld(rank, size), seed=0)
+    return list(source.epoch(epoch, shuffle=shuffle))
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 24, 25])
+def test_all_ranks_take_the_same_number_of_steps_and_see_everything_once(n):
+    x, y = np.arange(n)[:, None], np.arange(n)
+    ranks = [batches((x, y), rank=rank, size=3) for rank in range(3)]
+    assert len({len(rank) for rank in ranks}) == 1
+    seen = [batch.inputs[:, 0] for rank in ranks for batch in rank if batch.local_count]
+    assert sorted(np.concatenate(seen)) == list(range(n))
+    for step in zip(*ranks, strict=True):
+        assert {batch.global_count for batch in step} == {sum(batch.local_count for batch in step)}
+
+
+def test_trees_of_arrays_keep_their_structure():
+    x = {"a": np.arange(6).reshape(6, 1), "b": (np.zeros((6, 2)), np.ones((6, 3)))}
+    (batch, _) = batches((x, np.arange(6), np.ones(6)), shuffle=False)
+    assert set(batch.inputs) == {"a", "b"}
+    assert batch.inputs["b"][1].shape == (4, 3)
+    assert batch.sample_weight.shape == (4,)
+
+
+def test_a_map_style_dataset_is_collated():
+    class Squares:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            return np.full(2, index), index**2
+
+    (first, second) = batches(Squares(), shuffle=False)
+    assert first.inputs.shape == (4, 2)
+    assert second.targets.tolist() == [16]
+
+
+def test_tensors_that_numpy_cannot_read_are_collated():
+    torch = pytest.importorskip("torch")
+    half = torch.arange(4, dtype=torch.bfloat16)
+    (batch,) = batches([(each, each.float().requires_grad_()) for each in half], shuffle=False)
+    assert batch.inputs.tolist() == batch.targets.tolist() == [0, 1, 2, 3]
+    (batch,) = batches((half[:, None], half), shuffle=False)
+    assert batch.inputs.dtype == np.float32
+
+
+def test_a_rank_that_runs_out_goes_on_without_samples():
+    class World(FakeWorld):
+        def allreduce(self, array, op="sum", *, name="host"):
+            return array + np.array([3, 1]) if self.steps_left() else array
+
+        def steps_left(self):
+            self.calls = getattr(self, "calls", 0) + 1
+            return self.calls <= 3
+
+    one_batch = [(np.zeros((2, 1)), np.zeros(2))]
+    source = IteratedSource(lambda epoch, shuffle, after: iter(one_batch), world=World(0, 2))
+    counts = [(batch.local_count, batch.global_count) for batch in source.epoch(0, shuffle=False)]
+    assert counts == [(2, 5), (0, 3), (0, 3)]
+
+
+def test_sharded_data_is_not_shared_out_again():
+    x = np.arange(5)[:, None]
+    world = FakeWorld(1, 2)
+    source = as_source(Sharded((x, x)), batch_size=5, world=world)
+    (batch,) = source.epoch(0, shuffle=False)
+    assert sorted(batch.inputs[:, 0]) == [0, 1, 2, 3, 4]
+
+
+def test_arrays_of_different_lengths_are_an_error_that_shows_them():
+    with pytest.raises(ValueError, match=r"'inputs': 5, 'targets': 4.*rank 0"):
+        batches((np.zeros((5, 2)), np.zeros(4)))
+
+
+@pytest.mark.parametrize("nothing", [(np.zeros((0, 2)), np.zeros(0)), []])
+def test_no_samples_is_an_error(nothing):
+    with pytest.raises(ValueError, match="no samples"):
+        batches(nothing)
+
+
+def test_data_of_no_known_kind_is_an_error_that_names_the_kinds():
+    with pytest.raises(TypeError, match=r"DataLoader.*Received: generator"):
+        batches(x for x in range(3))
+
+
+def test_unpack_takes_one_to_three_items():
+    assert unpack((1,)) == (1, None, None)
+    assert unpack((1, 2)) == (1, 2, None)
+    assert unpack({"a": 1}) == ({"a": 1}, None, None)
+
+
+def test_collate_keeps_dicts():
+    assert collate([{"a": 1}, {"a": 2}])["a"].tolist() == [1, 2]

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain.horovod_build import build as steps
+from hvdtrain.horovod_build import cache, native, probe, sdist
+from hvdtrain.horovod_build import install as installing
+from hvdtrain.horovod_build.build import Options, build
+from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
+from hvdtrain.horovod_build.find import Found, Mpi
+from hvdtrain.horovod_build.frameworks import Framework
+
+FOUND = Found(
+    (Framework("torch", "2.13.0+cpu"), Framework("tensorflow", "2.21.0")),
+    "g++ 12",
+    Mpi("4.1.4", Path("/usr/bin/mpirun")),
+    None,
+    None,
+    (),
+    ("a note",),
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine where everything works at once; it records what was done."""
+    done = SimpleNamespace(
+        proven=0, compiled=0, installed=[], proved=[], broken=(), record={}, cache=tmp_path / "cache"
+    )
+
+    def compile_(source: Path, **_: object) -> Path:
+        done.compiled += 1
+        wheel = source / f"horovod-{done.compiled}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("horovod/__init__.py", f"# {done.compiled}")
+        return wheel
+
+    def unpack(path: Path, folder: Path) -> Path:
+        folder.joinpath("source").mkdir()
+        return folder / "source"
+
+    def allreduce(framework: str, plane: probe.Plane, *, ranks: int, timeout_s: float, step: bool) -> probe.Probe:
+        assert step == (plane != "nccl")
+        done.proved.append((framework, plane, ranks))
+        error = "no answer within 90 s" if (framework, plane) in done.broken else ""
+        return probe.Probe(framework, plane, ranks, error, 1.0, None if error else 0.5)
+
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(done.cache))
+    monkeypatch.setattr(steps, "find_all", lambda **_: FOUND)
+    monkeypatch.setattr(sdist, "fetch_tools", lambda home: tmp_path / "tools")
+    monkeypatch.setattr(sdist, "fetch", lambda home, tools: tmp_path / "sdist")
+    monkeypatch.setattr(sdist, "unpack", unpack)
+    monkeypatch.setattr(steps.edits, "apply", lambda tree: None)
+    monkeypatch.setattr(steps.edits, "replace", lambda tree: None)
+    monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
+    monkeypatch.setattr(installing, "install", lambda wheel, cache: done.installed.append(wheel))
+    monkeypatch.setattr(installing, "remove", lambda cache: done.installed.append(None))
+    monkeypatch.setattr(steps.installed, "mark_as_proven", lambda: setattr(done, "proven", done.proven + 1))
+    monkeypatch.setattr(steps.installed, "record", lambda: done.record)
+    monkeypatch.setattr(probe, "allreduce", allreduce)
+    return done
+
+
+def test_each_framework_is_proved_over_each_data_plane(machine: SimpleNamespace) -> None:
+    build(Options())
+    frameworks, planes = ("torch", "tensorflow"), ("gloo", "mpi")
+    assert sorted(machine.proved) == sorted((f, p, 2) for f in frameworks for p in planes)
+
+
+def test_a_second_build_takes_the_wheel_from_the_cache(machine: SimpleNamespace) -> None:
+    first, second = build(Options()), build(Options())
+    assert first == second
+    assert machine.compiled == 1
+    assert len(machine.installed) == 2
+    assert list((machine.cache / "logs").iterdir()) == []
+
+
+def test_rebuild_compiles_again_and_replaces_the_wheel(machine: SimpleNamespace) -> None:
+    build(Options())
+    wheel = build(Options(rebuild=True))
+    assert machine.compiled == 2
+    assert wheel is not None
+    assert wheel.name == "horovod-2.whl"
+
+
+def test_the_wheel_that_is_installed_already_is_proved_but_not_installed_again(machine: SimpleNamespace) -> None:
+    wheel = build(Options())
+    assert wheel is not None
+    machine.record = {"key": wheel.parent.name}
+    machine.proved.clear()
+    build(Options())
+    assert len(machine.installed) == 1
+    assert len(machine.proved) == 4
+
+
+def test_a_dry_run_prints_the_plan_and_changes_nothing(
+    machine: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build(Options(dry_run=True)) is None
+    shown = capsys.readouterr().out
+    for said in ("torch 2.13.0+cpu", "Open MPI 4.1.4", "data planes: gloo, mpi", "would compile", "a note", "C++17"):
+        assert said in shown
+    assert (machine.compiled, machine.installed, machine.proved) == (0, [], [])
+    assert not machine.cache.exists()
+
+
+def test_a_failed_proof_is_an_error_that_names_framework_and_plane_after_all_were_tried(
+    machine: SimpleNamespace,
+) -> None:
+    machine.broken = (("torch", "mpi"),)
+    with pytest.raises(ProofError, match="torch over mpi: no answer within 90 s"):
+        build(Options())
+    assert len(machine.proved) == 4
+
+
+UNSEEN = replace(FOUND, frameworks=(Framework("torch", "9.1.0"), FOUND.frameworks[1]))
+
+
+def test_a_version_that_no_test_has_seen_is_proven_with_one_line_that_says_so(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(Options())
+    assert "No test of hvdtrain" not in capsys.readouterr().out
+    monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
+    build(Options())
+    assert capsys.readouterr().out.count("No test of hvdtrain has seen torch 9.1.0: it was proven here") == 1
+    assert machine.proven == 2
+    build(Options(install=False))
+    assert "No test of hvdtrain has seen torch 9.1.0, and nothing was proven here" in capsys.readouterr().out
+
+
+def test_an_untested_version_whose_proof_fails_is_taken_back_and_refused(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = build(Options())
+    assert worked is not None
+    machine.record = {"key": worked.parent.name}
+    monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
+    machine.broken = (("torch", "gloo"),)
+    with pytest.raises(UntestedVersionError) as info:
+        build(Options())
+    last = "No test of hvdtrain has seen torch 9.1.0. The last version that works: pip install 'torch>="
+    for said in ("torch over gloo: no answer", "What was installed before is installed again.", last):
+        assert said in str(info.value)
+    assert machine.installed[-1] == worked
+    machine.record = {}
+    with pytest.raises(UntestedVersionError, match="It was uninstalled again"):
+        build(Options())
+    assert machine.installed[-1] is None
+    assert machine.proven == 1
+
+
+def test_force_keeps_an_untested_version_whose_proof_failed(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
+    machine.broken = (("torch", "gloo"),)
+    with pytest.raises(ProofError, match="torch over gloo"):
+        build(Options(force=True))
+    assert len(machine.installed) == 1
+    assert machine.proven == 0
+
+
+def test_an_untested_version_that_does_not_compile_is_refused_with_the_last_that_works(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CompileError("Horovod did not compile")
+
+    monkeypatch.setattr(native, "run", fail)
+    with pytest.raises(CompileError):
+        build(Options())
+    monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
+    with pytest.raises(UntestedVersionError, match=r"did not compile\n.*torch 9\.1\.0.*pip install 'torch>="):
+        build(Options())
+    assert machine.installed == []
+
+
+def test_a_copy_of_the_wheel_goes_where_it_was_asked_for(machine: SimpleNamespace, tmp_path: Path) -> None:
+    build(Options(wheel_dir=tmp_path / "out", install=False))
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["horovod-1.whl"]
+    assert (machine.installed, machine.proved) == ([], [])
+
+
+def test_the_wheel_carries_its_data_planes_and_versions() -> None:
+    record = json.loads(steps.record(FOUND, "k"))
+    assert (record["key"], record["data_planes"], record["mpi"]) == ("k", "gloo,mpi", "4.1.4")
+
+
+def test_an_unfinished_entry_is_never_seen(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.shutil, "copy", full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        build(Options())
+    assert [p.name for p in (machine.cache / "wheels").iterdir() if p.is_dir()] == []

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain.launch import exit_cause, supervisor
+from hvdtrain.launch.exit_cause import Cause, Listener, first_error, told_by_ranks
+
+# Open MPI 5's.
+SIGNAL_5 = b"prterun noticed that process rank 1 with PID 3173 on node vm exited on\nsignal 9 (Killed).\n"
+CODE_5 = (
+    b"prterun detected that one or more processes exited with non-zero status,\n"
+    b"thus causing the job to be terminated. The first process to do so was:\n\n"
+    b"   Process name: [prterun-vm-3046@1,1]\n   Exit code:    7\n----"
+)
+ABORT_5 = (
+    b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Proc: [[46140,1],1]\n  Errorcode: 9\n\nNOTE"
+)
+SIGNAL = b"mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n"
+STATUS = (
+    b"mpirun detected that one or more processes exited with non-zero status, thus causing\n"
+    b"the job to be terminated. The first process to do so was:\n\n"
+    b"  Process name: [[31331,1],2]\n  Exit code:    75\n"
+)
+ABORT = (
+    b"MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD\nwith errorcode 4.\n"
+)  # fmt: skip
+GLOO = b"Process 1 exit with status code 137.\nTerminating remaining workers\nProcess 0 exit with status code 75.\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (SIGNAL, Cause("rank 1 on host vm", 137, 1)),
+        (STATUS, Cause("rank 2 on host here", 75, 2)),
+        (ABORT, Cause("rank 3 on host here", 4, 3)),
+        (SIGNAL_5, Cause("rank 1 on host vm", 137, 1)),
+        (CODE_5, Cause("rank 1 on host here", 7, 1)),
+        (ABORT_5, Cause("rank 1 on host here", 9, 1)),
+        (GLOO, Cause("rank 1 on host here", 137, 1)),
+        (b"Process 1 exit with status code -9.\n", Cause("rank 1 on host here", 137, 1)),
+        (b"Remote daemon: [[7555,0],1] on node gpu2\n", Cause("host gpu2", 205, how="no longer answers")),
+        (b"epoch 1, loss 0.3\n", None),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+def test_the_first_rank_to_end_is_heard_in_pieces_of_any_size(said: bytes, cause: Cause | None, piece: int) -> None:
+    listener = Listener("here")
+    for i in range(0, len(said), piece):
+        listener.hear("stderr", said[i : i + piece])
+    assert listener.cause() == cause
+
+
+def test_a_rank_of_another_host_is_named_with_it() -> None:
+    said = b"Process 1 exit with status code 255.\n"
+    for by_rank, text in (
+        (("here", "there"), "rank 1 on host there was killed, or the connection to it broke (ssh's status 255)"),
+        (("there", "here"), "rank 1 on host here ended with status 255"),
+        (("", ""), "rank 1 ended with status 255"),
+    ):
+        listener = Listener("here", by_rank)
+        listener.hear("stdout", said)
+        assert str(listener.cause()) == text
+
+
+def test_a_rank_that_gloo_told_of_silence_is_no_culprit() -> None:
+    listener = Listener("here")
+    listener.hear("stderr", b"[0]<stderr>:[gloo/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation\n")
+    listener.hear("stdout", b"Process 0 exit with status code 1.\n")
+    text = "rank 0 on host here heard nothing from another one for 30 s, whose host, network or process hangs"
+    assert str(listener.cause()) == text
+
+
+@pytest.mark.parametrize("piece", [1, 10_000])
+def test_that_mpirun_ends_a_job_is_heard_before_it_says_why(piece: int, tmp_path: Path) -> None:
+    listener = Listener("here")
+    said = b"a non-zero exit code. Per user-direction, the job has been aborted.\n"
+    assert not listener.is_aborted()
+    for i in range(0, len(said), piece):
+        listener.hear("stderr", said[i : i + piece])
+    assert listener.is_aborted()
+    assert listener.cause() is None
+    assert told_by_ranks(tmp_path, host="here") is None
+    (tmp_path / "waits-3.json").write_text("{}")
+    assert str(told_by_ranks(tmp_path, host="here")) == "rank 3 on host here has waited too long for others"
+    (tmp_path / "error-2.json").write_text("{}")
+    assert str(told_by_ranks(tmp_path, host="here")) == "rank 2 on host here ended with status 1"
+
+
+def test_a_cause_reads_as_a_sentence() -> None:
+    assert str(Cause("rank 1 on host h", 137)) == "rank 1 on host h was killed by signal 9"
+    assert str(Cause("horovodrun", 3)) == "horovodrun ended with status 3"
+
+
+def test_only_the_end_of_a_long_output_is_kept() -> None:
+    listener = Listener("here")
+    for _ in range(40):
+        listener.hear("stdout", b"x" * 2**16)
+    listener.hear("stderr", SIGNAL)
+    assert len(listener.text()) < 2**21
+    assert listener.cause() is not None
+
+
+def heard(printed: str) -> Listener:
+    listener = Listener("h")
+    listener.hear("stdout", printed.encode())
+    return listener
+
+
+def write(folder: Path, rank: int, time: float, text: str) -> None:
+    content = {"rank": rank, "host": "h", "time": time, "text": text}
+    (folder / f"error-{rank}.json").write_text(json.dumps(content))
+
+
+def test_the_earliest_written_error_is_the_first(tmp_path: Path) -> None:
+    write(tmp_path, 0, 12.5, "HorovodInternalError: peer")
+    write(tmp_path, 1, 12.0, "Traceback\nValueError: boom\n")
+    (tmp_path / "error-2.json").write_text('{"rank": 2, "ti')
+    found = first_error(tmp_path, listener=Listener("here"), cause=Cause("rank 0", 1, 0))
+    assert found is not None
+    assert (found.rank, found.last_line) == (1, "ValueError: boom")
+
+
+def test_what_peers_of_a_killed_rank_raise_is_not_the_reason(tmp_path: Path) -> None:
+    write(tmp_path, 0, 12.5, "HorovodInternalError: peer")
+    printed = "[0]<stderr>:Traceback (most recent call last):\n[0]<stderr>:HorovodInternalError: peer\n"
+    assert first_error(tmp_path, listener=heard(printed), cause=Cause("rank 1", 137, 1)) is None
+
+
+def test_without_a_written_error_the_failing_ranks_traceback_is_found_in_the_output(tmp_path: Path) -> None:
+    printed = (
+        "[1,0]<stderr>:Traceback (most recent call last):\n[1,0]<stderr>:OtherError: late\n"
+        "[1,1]<stderr>:Traceback (most recent call last):\n"
+        '[1,1]<stderr>:  File "train.py", line 20, in <module>\n'
+        '[1,1]<stderr>:    [1,1]<stderr>:raise ValueError("boom")[1,1]<stderr>:\n'
+        "[1,1]<stderr>:ValueError[1,1]<stderr>:: [1,1]<stderr>:boom[1,1]<stderr>:\n"
+        "Traceback (most recent call last):\nRuntimeError: the launcher's own\n"
+    )
+    found = first_error(tmp_path, listener=heard(printed), cause=Cause("rank 1", 1, 1))
+    assert found is not None
+    assert found.rank == 1
+    assert found.text.splitlines()[-1] == "ValueError: boom"
+    assert '    raise ValueError("boom")' in found.text
+
+
+def test_the_launchers_own_traceback_is_not_a_ranks(tmp_path: Path) -> None:
+    printed = "[1]<stderr>:Killed\nTraceback (most recent call last):\nRuntimeError: Horovod detected\n"
+    assert first_error(tmp_path, listener=heard(printed), cause=Cause("rank 1", 1, 1)) is None
+
+
+def test_steps_and_pids_are_read_as_far_as_they_are_whole(tmp_path: Path) -> None:
+    assert exit_cause.latest_step(tmp_path, rank=None) is None
+    (tmp_path / "progress-0.json").write_text('{"step": 12, "time": 1.0}')
+    (tmp_path / "progress-1.json").write_text('{"step": 1')
+    (tmp_path / "pid-0").write_text("4711")
+    (tmp_path / "pid-1").write_text("")
+    (tmp_path / "progress-2.json").write_text('{"step": 10, "time": 1.0}')
+    assert exit_cause.latest_step(tmp_path, rank=1) == 12
+    assert exit_cause.latest_step(tmp_path, rank=2) == 10
+    assert exit_cause.rank_pids(tmp_path) == {0: 4711}
+
+
+def test_an_error_is_found_where_two_ranks_printed_theirs_in_pieces_on_the_same_lines(tmp_path: Path) -> None:
+    printed = (
+        "[1,0]<stderr>:Traceback (most recent call last):\n"
+        "[1,1]<stderr>:Traceback (most recent call last):\n"
+        '[1,0]<stderr>:  File "s.py", line 1, in <module>\n'
+        '[1,0]<stderr>:    [1,1]<stderr>:  File "s.py", line 1, in <module>\n'
+        "[1,0]<stderr>:import one[1,1]<stderr>:    [1,0]<stderr>:\n"
+        "[1,0]<stderr>:ModuleNotFoundError[1,0]<stderr>:: [1,0]<stderr>:No module named 'one'[1,0]<stderr>:\n"
+        "[1,1]<stderr>:import two\n"
+        "[1,1]<stderr>:ModuleNotFoundError: No module named 'two'\n"
+        "-----\nPrimary job  terminated normally"
+    )
+    for rank, name in enumerate(("one", "two")):
+        found = first_error(tmp_path, listener=heard(printed), cause=Cause(f"rank {rank}", 1, rank))
+        assert found is not None
+        assert found.text == (
+            'Traceback (most recent call last):\n  File "s.py", line 1, in <module>\n'
+            f"    import {name}\nModuleNotFoundError: No module named '{name}'"
+        )
+
+
+@pytest.mark.parametrize("status", [0, 205])
+def test_a_lost_host_is_no_success_though_open_mpi_5_ends_with_0(status: int, tmp_path: Path) -> None:
+    said = "  HNP daemon   : [prterun-hosta-18@0,0] on node a\n  Remote daemon: [prterun-hosta-18@0,1] on node b\n\n"
+    job = SimpleNamespace(listener=heard(said), run_dir=tmp_path)
+    assert str(supervisor._cause(job, status, "mpirun")) == "host b no longer answers"
+    job = SimpleNamespace(listener=heard(""), run_dir=tmp_path)
+    assert supervisor._cause(job, 0, "mpirun").code == 0

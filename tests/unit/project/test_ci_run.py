@@ -1,0 +1,68 @@
+""".ci/run on a made-up project: every step runs, any failure fails it, and the closing lines come last."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+
+
+STEPS = 5
+
+
+def run(tree: Path, *, blocks: str = "true", minutes: int = 1, **recipes: str) -> tuple[int, str]:
+    (tree / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tree / ".ci")
+    lines = {"test": "echo '== 7 passed, 1 skipped in 2.00s =='; ", "engines": "", "docs": "", "docker-test": ""}
+    targets = [f"{name}:\n\t@{line}{recipes.get(name, 'true')}\n" for name, line in lines.items()]
+    # The folder docs is there, as in the project.
+    (tree / "Makefile").write_text(f".PHONY: {' '.join(lines)}\n{''.join(targets)}")
+    (tree / "docs").mkdir()
+    python = tree / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho '2 passed, 0 failed'\n{blocks}\n")
+    python.chmod(0o755)
+    environment = {**os.environ, "HVDTRAIN_CI_MINUTES": str(minutes)}
+    result = subprocess.run([tree / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60)
+    return result.returncode, result.stdout
+
+
+def test_all_green_ends_with_the_closing_lines(tmp_path: Path) -> None:
+    status, output = run(tmp_path)
+    assert status == 0
+    summary = output.partition("===== summary =====")[2].splitlines()
+    assert any("ok     make test" in line for line in summary)
+    assert any("== 7 passed, 1 skipped in 2.00s" in line for line in summary)
+    assert any(line.strip() == "2 passed, 0 failed" for line in summary)
+    assert summary[-1] == "all steps passed"
+
+
+@pytest.mark.parametrize("step", ["test", "blocks", "engines", "docs", "docker-test"])
+def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step: str) -> None:
+    status, output = run(tmp_path, **{step: "false"})
+    assert status == 1
+    summary = output.partition("===== summary =====")[2].splitlines()
+    assert sum(line.startswith("FAILED") for line in summary) == 1
+    assert sum(line.startswith("ok ") for line in summary) == STEPS - 1
+    assert summary[-1] == f"1 of {STEPS} steps failed"
+
+
+def test_steps_without_time_left_are_failures_in_a_summary_that_is_there(tmp_path: Path) -> None:
+    status, output = run(tmp_path, minutes=0)
+    assert status == 1
+    assert "not started" in output
+    assert output.splitlines()[-1] == f"{STEPS} of {STEPS} steps failed"
+
+
+def test_the_whole_ends_within_the_hour_and_a_half_that_ci_allows() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    found = re.search(r"HVDTRAIN_CI_MINUTES:-(\d+)", script)
+    assert found is not None
+    assert int(found[1]) < 90
+    assert len(re.findall(r"^step \d+ ", script, re.M)) == STEPS

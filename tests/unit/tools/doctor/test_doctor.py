@@ -1,0 +1,272 @@
+"""doctor's rules on made-up machines, and the facts it reads from files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.horovod_build import installed
+from hvdtrain.horovod_build.probe import Probe
+from hvdtrain.tools import doctor
+from hvdtrain.tools.doctor import facts as facts_module
+from hvdtrain.tools.doctor.facts import Facts
+from hvdtrain.tools.doctor.rules import RULES, judge, judge_probes
+
+OPEN_MPI_4 = "mpirun (Open MPI) 4.1.4"
+HEALTHY = Facts(
+    versions={
+        "python": "3.11.7",
+        "hvdtrain": "0.1.0",
+        "horovod": "0.28.1",
+        "torch": "2.13.0+cpu",
+        "tensorflow": "2.21.0",
+        "keras": "3.15.1",
+        "jax": "0.10.2",
+    },
+    cuda={"torch": "", "tensorflow": ""},
+    horovod_for={"torch": "2.13.0+cpu", "tensorflow": "2.21.0"},
+    horovod_planes=("gloo", "mpi"),
+    mpi=OPEN_MPI_4,
+    interfaces={"lo": "127.0.0.1"},
+    cpu_cores=2,
+    cpu_allowed=2,
+    shared_memory_mib=1024,
+)
+
+
+def machine(**changes: object) -> Facts:
+    """HEALTHY with changes; `versions` are merged, and None removes one."""
+    versions = {**HEALTHY.versions, **changes.pop("versions", {})}  # type: ignore[dict-item]
+    versions = {name: version for name, version in versions.items() if version is not None}
+    return dataclasses.replace(HEALTHY, versions=versions, **changes)  # type: ignore[arg-type]
+
+
+SICK = {
+    "no-framework": ({"versions": {"torch": None, "tensorflow": None}}, "pip install"),
+    "no-horovod": ({"versions": {"horovod": None}, "horovod_for": {}, "horovod_planes": ()}, "hvdtrain build"),
+    "horovod-for-other-versions": ({"versions": {"torch": "2.12.0+cpu"}}, "hvdtrain build"),
+    "horovod-for-nothing": ({"horovod_for": {}}, "hvdtrain build"),
+    "other-open-mpi": ({"mpi": "mpirun (Open MPI) 5.0.11", "horovod_mpi": "4.1.4"}, "hvdtrain build"),
+    "not-open-mpi": ({"mpi": "HYDRA build details:"}, "hvdtrain build --without mpi"),
+    "no-mpirun": ({"mpi": ""}, "pip install 'hvdtrain[mpi]'"),
+    "keras-2": ({"versions": {"keras": "2.15.0"}}, "pip install"),
+    "keras-backend-missing": ({"keras_backend": "jax", "versions": {"jax": None}}, "KERAS_BACKEND"),
+    "horovod-without-framework": ({"horovod_for": {"torch": "2.13.0+cpu"}}, "hvdtrain build"),
+    "keras-torch-ddp": ({"keras_backend": "torch", "torch_distributed": True}, "unset"),
+    "idle-gpus": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"tensorflow": "12.5"}}, "hvdtrain build"),
+    "gpus-without-operations": ({"gpus": ("NVIDIA H100, 80 GiB",), "cuda": {"torch": "13.0"}}, "hvdtrain build"),
+    "old-gpu-driver": (
+        {
+            "gpus": ("NVIDIA H100, 80 GiB",),
+            "gpu_driver": "575.57.08",
+            "cuda": {"torch": "13.0"},
+            "horovod_planes": ("gloo", "nccl"),
+        },
+        "nvidia-driver-580",
+    ),
+    "horovod-from-elsewhere": ({"horovod_by_hvdtrain": False}, "hvdtrain build"),
+    "horovod-by-other-hvdtrain": ({"horovod_has_other_changes": True}, "hvdtrain build"),
+    "untested-versions": (
+        {"versions": {"torch": "9.0"}, "horovod_for": {"torch": "9.0", "tensorflow": "2.21.0"}},
+        "hvdtrain build",
+    ),
+    "little-shared-memory": ({"shared_memory_mib": 64}, "--shm-size"),
+    "narrow-affinity": ({"cpu_allowed": 1}, "taskset"),
+}
+
+
+def test_healthy_machine_has_no_verdict() -> None:
+    assert judge(HEALTHY) == []
+
+
+def test_every_rule_has_a_sick_machine_here() -> None:
+    assert set(SICK) == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_rule_finds_its_sick_machine_and_only_that(name: str) -> None:
+    changes, cure = SICK[name]
+    verdicts = judge(machine(**changes))
+    assert [verdict.name for verdict in verdicts] == [name]
+    assert cure in verdicts[0].cure
+    assert verdicts[0].reason
+
+
+def test_jax_without_a_framework_that_horovod_serves_is_told_why_it_needs_one() -> None:
+    changes, _ = SICK["no-framework"]
+    (verdict,) = judge(machine(**changes, keras_backend="jax"))
+    assert "JAX's gradients travel through the Horovod of either" in verdict.reason
+
+
+def test_cpu_frameworks_on_a_gpu_machine_are_told() -> None:
+    (verdict,) = judge(machine(gpus=("NVIDIA H100, 80 GiB",)))
+    assert verdict.name == "idle-gpus"
+    assert "CPU builds" in verdict.reason
+
+
+def test_a_driver_that_is_new_enough_is_not_blamed() -> None:
+    changes, _ = SICK["old-gpu-driver"]
+    assert judge(machine(**{**changes, "gpu_driver": "580.65.06"})) == []
+    assert judge(machine(**{**changes, "cuda": {"torch": "12.8"}})) == []
+
+
+@pytest.mark.parametrize("version", ["4.1.6", "5.0.11"])
+def test_open_mpi_is_fine_where_horovod_was_built_with_that_major_version_or_without_mpi(version: str) -> None:
+    assert judge(machine(mpi=f"mpirun (Open MPI) {version}", horovod_mpi=version)) == []
+    assert judge(machine(mpi=f"mpirun (Open MPI) {version}", horovod_planes=("gloo",))) == []
+    (verdict,) = judge(machine(mpi="mpirun (Open MPI) 6.0.0"))
+    assert verdict.name == "not-open-mpi"
+
+
+def test_a_version_that_the_build_has_proven_here_is_not_warned_of() -> None:
+    unseen = {"versions": {"torch": "9.0"}, "horovod_for": {"torch": "9.0", "tensorflow": "2.21.0"}}
+    assert judge(machine(**unseen, horovod_proven=True)) == []
+    unseen["versions"] = {"torch": "9.1"}
+    assert "untested-versions" in [verdict.name for verdict in judge(machine(**unseen, horovod_proven=True))]
+
+
+def test_errors_come_before_warnings() -> None:
+    verdicts = judge(machine(shared_memory_mib=64, mpi=""))
+    assert [verdict.level for verdict in verdicts] == ["error", "warning"]
+
+
+def test_probes_are_planned_for_each_framework_and_data_plane() -> None:
+    gpu = machine(
+        gpus=("a", "b", "c"), horovod_planes=("gloo", "mpi", "nccl"), cuda={"torch": "13.0", "tensorflow": ""}
+    )
+    assert doctor.plan_probes(gpu, []) == [
+        ("torch", "mpi", 2),
+        ("torch", "gloo", 2),
+        ("torch", "nccl", 2),
+        ("tensorflow", "mpi", 2),
+        ("tensorflow", "gloo", 2),
+    ]
+
+
+def test_no_probe_where_a_rule_has_said_why_it_must_fail() -> None:
+    mismatched = machine(versions={"torch": "2.12.0"}, mpi="")
+    assert doctor.plan_probes(mismatched, judge(mismatched)) == [("tensorflow", "gloo", 2)]
+
+
+def test_failed_probe_is_an_error_with_its_command() -> None:
+    failed = Probe("torch", "gloo", 2, "no answer within 90 s", 90.0, command=("horovodrun", "-np", "2"))
+    assert judge_probes([Probe("torch", "mpi", 2, "", 3.0, 1.0)]) == []
+    (verdict,) = judge_probes([failed])
+    assert verdict.level == "error"
+    assert verdict.cure == "horovodrun -np 2"
+    assert "no answer within 90 s" in verdict.reason
+
+
+def run_on(monkeypatch: pytest.MonkeyPatch, facts: Facts, *, error: str = "", as_json: bool = False) -> int:
+    monkeypatch.setattr(doctor, "gather", lambda: facts)
+
+    def allreduce(framework: str, plane: str, *, ranks: int, timeout_s: float) -> Probe:
+        return Probe(framework, plane, ranks, error, 2.0, None if error else 1.5)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(doctor.probe, "allreduce", allreduce)
+    return doctor.run(as_json=as_json)
+
+
+def test_healthy_machine_exits_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_on(monkeypatch, HEALTHY) == 0
+    output = capsys.readouterr().out
+    assert "mpi: 1.50 ms for 1 MiB, 2 ranks" in output
+    assert output.endswith("Training would work.\n")
+
+
+def test_warning_alone_exits_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_on(monkeypatch, machine(shared_memory_mib=64)) == 0
+    assert "[little-shared-memory]" in capsys.readouterr().out
+
+
+def test_error_exits_one_with_one_next_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_on(monkeypatch, machine(versions={"horovod": None}, horovod_for={}, horovod_planes=())) == 1
+    assert capsys.readouterr().out.endswith("Training would not work. Type next:\n  hvdtrain build\n")
+
+
+def test_failed_allreduce_exits_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_on(monkeypatch, HEALTHY, error="rank 1: OSError: broken") == 1
+    output = capsys.readouterr().out
+    assert "FAILED" in output
+    assert "rank 1: OSError: broken" in output
+
+
+def test_json_is_one_object_with_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_on(monkeypatch, machine(mpi=""), as_json=True) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False
+    assert document["verdicts"][0]["name"] == "no-mpirun"
+    assert {probe["plane"] for probe in document["allreduce"]} == {"gloo"}
+    assert document["facts"]["versions"]["torch"] == "2.13.0+cpu"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_without_allreduce_no_process_is_started_and_nothing_is_said_of_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: HEALTHY)
+    monkeypatch.setattr(doctor.probe, "allreduce", lambda *_, **__: pytest.fail("an allreduce was tried"))
+    assert doctor.run(as_json=as_json, allreduce=False) == 0
+    output = capsys.readouterr().out
+    assert "Training would" not in output
+    assert json.loads(output)["allreduce"] == [] if as_json else "no allreduce was tried" in output
+
+
+def test_without_allreduce_what_does_not_fit_is_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: machine(mpi=""))
+    assert doctor.run(allreduce=False) == 1
+
+
+@pytest.fixture
+def fake_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(installed, "package_folder", lambda name: tmp_path / "horovod" if name == "horovod" else None)
+    (tmp_path / "horovod" / "torch").mkdir(parents=True)
+    return tmp_path / "horovod"
+
+
+def test_data_planes_are_read_from_the_library(fake_horovod: Path) -> None:
+    assert facts_module._horovod_planes() == ()
+    (fake_horovod / "torch" / "mpi_lib_v2.so").write_bytes(b"..GlooContext..libmpi.so.40..")
+    assert facts_module._horovod_planes() == ("gloo", "mpi")
+
+
+def test_data_planes_are_taken_from_the_builds_own_record(fake_horovod: Path) -> None:
+    (fake_horovod / "metadata.json").write_text('{"hvdtrain": {"data_planes": "gloo,nccl"}}')
+    assert facts_module._horovod_planes() == ("gloo", "nccl")
+
+
+def test_gpu_lines_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\nNVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\n"
+    monkeypatch.setattr(facts_module.find, "output_of", lambda command: text)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert facts_module._gpus() == (("NVIDIA H100 80GB HBM3, 81559 MiB",) * 2, "580.65.06")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on purpose: training on the CPU works
+    assert facts_module._gpus() == ((), "580.65.06")
+
+
+def test_looking_imports_no_framework() -> None:
+    code = (
+        "import sys; from hvdtrain.tools.doctor.facts import gather; from hvdtrain.tools.doctor.rules import judge\n"
+        "judge(gather())\n"
+        "bad = {'torch', 'tensorflow', 'keras', 'jax', 'horovod'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_tensors_on_gpus_that_travel_through_host_memory_are_told() -> None:
+    torch = machine(gpus=("NVIDIA H100, 80 GiB",), cuda={"torch": "13.0"}, horovod_cuda="13.0")
+    tensorflow = machine(gpus=("NVIDIA H100, 80 GiB",), cuda={"tensorflow": "12.5"})
+    for facts in (torch, tensorflow):
+        (verdict,) = judge(facts)
+        assert (verdict.name, verdict.level) == ("idle-gpus", "warning")
+        assert "through host memory" in verdict.reason
