@@ -60,9 +60,10 @@ test: lint types unit faults-short ranks e2e ## Lint, types and every test
 
 check: lint types unit ## What is quick of `make test`, before every commit: lint, types, tests of one process
 
-lint: $(STAMP) ## ruff
+lint: $(STAMP) ## ruff, and import-linter: imports go downward
 	ruff check .
 	ruff format --check .
+	lint-imports
 
 types: $(STAMP) ## mypy
 	mypy $(NEW_NUMPY)
@@ -137,5 +138,5 @@ package: $(STAMP) ## The sdist and the wheel, in dist/, checked as a package ind
 	twine check --strict dist/*
 
 clean: ## Remove what set-up and tests made; the wheel cache stays
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find hvdtrain tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
