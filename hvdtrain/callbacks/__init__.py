@@ -2,6 +2,7 @@
 
 from hvdtrain.callbacks.base import Callback as Callback
 from hvdtrain.callbacks.checkpoint import Checkpoint as Checkpoint
+from hvdtrain.callbacks.context import RunContext as RunContext
 from hvdtrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from hvdtrain.callbacks.loggers import CSVLogger as CSVLogger
 from hvdtrain.callbacks.loggers import Logger as Logger
@@ -15,6 +16,6 @@ from hvdtrain.callbacks.stragglers import Stragglers as Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck as SyncCheck
 
 __all__ = [
-    "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "Logger", "MLflowLogger", "Progress", "RunFolder",
-    "Schedule", "Stragglers", "SyncCheck", "TensorBoardLogger", "WandbLogger",
+    "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "Logger", "MLflowLogger", "Progress", "RunContext",
+    "RunFolder", "Schedule", "Stragglers", "SyncCheck", "TensorBoardLogger", "WandbLogger",
 ]  # fmt: skip

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.telemetry.interval import Interval
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
 
 Logs = dict[str, float]
 
@@ -29,25 +27,25 @@ class Callback:
         """What a checkpoint knows this callback by: its class."""
         return type(self).__name__
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Run once, when weights are equal on all ranks and before the first epoch."""
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Run before the first step of an epoch; epochs count from 0."""
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: RunContext, step: int) -> None:
         """Run before an optimizer step; steps count from 0 in each epoch."""
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: RunContext, step: int) -> None:
         """Run after an optimizer step."""
 
-    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Run about once a second, after the same step on all ranks: `interval` says how the last steps went."""
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Run after training and validation of an epoch; `logs` is what History keeps of it."""
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunContext) -> None:
         """Run once, after the last epoch."""
 
     def close(self) -> None:
@@ -107,37 +105,37 @@ class CallbackList(Callback):
                 left.remove(found)
                 callback.load_state(found[1])
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Call each."""
         for callback in self._callbacks:
             callback.on_fit_begin(trainer)
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Call each."""
         for callback in self._callbacks:
             callback.on_epoch_begin(trainer, epoch)
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: RunContext, step: int) -> None:
         """Call each."""
         for callback in self._callbacks:
             callback.on_step_begin(trainer, step)
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: RunContext, step: int) -> None:
         """Call each."""
         for callback in self._callbacks:
             callback.on_step_end(trainer, step)
 
-    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Call each."""
         for callback in self._callbacks:
             callback.on_interval(trainer, interval)
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Call each."""
         for callback in self._callbacks:
             callback.on_epoch_end(trainer, epoch, logs)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunContext) -> None:
         """Call each."""
         for callback in self._callbacks:
             callback.on_fit_end(trainer)

@@ -6,11 +6,11 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.system import scratch
 
 if TYPE_CHECKING:
     from hvdtrain.training.checkpointing import Keeper
-    from hvdtrain.training.trainer import Trainer
 
 
 class Checkpoint(Callback):
@@ -67,37 +67,37 @@ class Checkpoint(Callback):
         """The options that all ranks must have alike: they say when the state is kept, which takes all of them."""
         return {"every_epochs": self._every_epochs, "every_steps": self._every_steps, "best": self._best}
 
-    def open(self, trainer: Trainer) -> Keeper:
+    def open(self, trainer: RunContext) -> Keeper:
         """Return what writes and finds the checkpoints of this run; called by `fit` before it begins."""
         from hvdtrain.training.checkpointing import Keeper
 
         self.keeper = Keeper(self._store, background=self._background, world=trainer.world)
         return self.keeper
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Begin to count: what a run goes on from is kept already."""
         self._kept_at = trainer.global_step
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: RunContext, step: int) -> None:
         """Keep the state if it is time."""
         if self._every_steps and trainer.global_step % self._every_steps == 0:
             self.save(trainer)
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Keep the state if it is time."""
         if self._best is not None and self._best not in logs:
             raise ValueError(f"best must be one of {sorted(logs)}. Received: best={self._best!r}")
         if self._every_epochs and (epoch + 1) % self._every_epochs == 0:
             self.save(trainer)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunContext) -> None:
         """Keep how the run has ended, early or not, and wait until everything is written."""
         if self._every_epochs and self._kept_at != trainer.global_step:
             self.save(trainer)
         if self.keeper is not None:
             self.keeper.wait()
 
-    def save(self, trainer: Trainer) -> None:
+    def save(self, trainer: RunContext) -> None:
         """Keep the present state, whether or not it is time; a collective call."""
         self._kept_at = trainer.global_step
         trainer.keep(self.keeper or self.open(trainer))

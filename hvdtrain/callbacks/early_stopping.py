@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.checkpoint.improvement import Mode, improves, sign
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 
@@ -60,7 +58,7 @@ class EarlyStopping(Callback):
         self._best_epoch = -1
         self._best_state: State | None = None
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Forget an earlier run; of a resumed one, know the epochs before."""
         self._reset()
         for epoch, value in enumerate(trainer.history.get(self._monitor, [])):
@@ -69,7 +67,7 @@ class EarlyStopping(Callback):
             elif epoch - self._best_epoch > self._patience:
                 trainer.stop()
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Compare, and stop the run when patience is spent."""
         if self._monitor not in logs:
             raise ValueError(f"monitor must be one of {sorted(logs)}. Received: monitor={self._monitor!r}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.callbacks.base import Callback, Logs
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
+from hvdtrain.callbacks.context import RunContext
 
 
 class _Given(NamedTuple):
@@ -90,32 +88,32 @@ class KerasStyle(Callback):
             if value and all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in value)
         }
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Give the callback its model and parameters, then on_train_begin."""
         trainer.model.stop_training = False
         self._callback.set_params({"verbose": 0, "epochs": trainer.epochs, "steps": trainer.steps_per_epoch})
         self._callback.set_model(trainer.model)
         self._callback.on_train_begin()
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Pass on."""
         self._callback.on_epoch_begin(epoch)
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: RunContext, step: int) -> None:
         """Pass on as on_train_batch_begin."""
         self._callback.on_train_batch_begin(step)
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: RunContext, step: int) -> None:
         """Pass on as on_train_batch_end."""
         self._callback.on_train_batch_end(step)
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Pass on, then heed model.stop_training."""
         self._callback.on_epoch_end(epoch, logs)
         if trainer.model.stop_training:
             trainer.stop()
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunContext) -> None:
         """Pass on as on_train_end."""
         self._callback.on_train_end()
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.distributed import launch_environment
 from hvdtrain.telemetry.interval import PARTS, Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
     from hvdtrain.callbacks.live import Display
-    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 
@@ -56,7 +56,7 @@ class Progress(Callback):
         self._printed = self._began = 0.0
         self._sum = _Sum()
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Open the display, and say what was decided about the batch and the learning rate."""
         self._began = self._printed = time.monotonic()
         self._sum, self._lines = _Sum(), False
@@ -75,12 +75,12 @@ class Progress(Callback):
             for line in trainer.decisions:
                 self._write(line)
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Begin the display's bar anew: an epoch may be over before there is an interval."""
         if self._live is not None:
             self._live.show(_place(trainer, epoch), 0, steps=trainer.steps_per_epoch)
 
-    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Show how the latest steps went."""
         self._sum.add(interval)
         if not trainer.world.is_root:
@@ -103,7 +103,7 @@ class Progress(Callback):
             words += [] if left_s is None else [f"{_clock(left_s)} left"]
             self._print(trainer, interval.epoch, [f"step {interval.step}{steps}", *words])
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Print the epoch's metrics, then its speed over all ranks."""
         if not trainer.world.is_root or self._style == "off":
             return
@@ -111,7 +111,7 @@ class Progress(Callback):
         self._print(trainer, epoch, [*_metrics(logs), *speed])
         self._printed = time.monotonic()
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunContext) -> None:
         """Close the display, and say where the time went."""
         self._close()
         if trainer.world.is_root and self._style not in ("off", "epochs") and self._sum.steps:
@@ -121,7 +121,7 @@ class Progress(Callback):
         """Close the display where training ends early."""
         self._close()
 
-    def _print(self, trainer: Trainer, epoch: int, words: list[str]) -> None:
+    def _print(self, trainer: RunContext, epoch: int, words: list[str]) -> None:
         self._write("  ".join([_place(trainer, epoch), *words]))
 
     def _write(self, line: str) -> None:
@@ -136,7 +136,7 @@ class Progress(Callback):
             self._style, self._lines = "off", False
             log.warning("progress is shown no more: %s", problem)
 
-    def _open(self, trainer: Trainer) -> None:
+    def _open(self, trainer: RunContext) -> None:
         from hvdtrain.callbacks.live import Display  # which loads rich
 
         self._live = Display(steps=trainer.steps_per_epoch)
@@ -165,7 +165,7 @@ class _Sum:
         self.steps += interval.steps
         self._rows = self._rows + rows
 
-    def describe(self, trainer: Trainer, seconds: float) -> str:
+    def describe(self, trainer: RunContext, seconds: float) -> str:
         """Return one line: how long a step takes, and of what it consists on the slowest rank."""
         times = RankTimes(*(self._rows / self.steps))
         slowest, size = int(times.own.argmax()), trainer.world.size
@@ -180,7 +180,7 @@ class _Sum:
         return line
 
 
-def _place(trainer: Trainer, epoch: int) -> str:
+def _place(trainer: RunContext, epoch: int) -> str:
     return f"epoch {epoch + 1}/{trainer.epochs}"
 
 
@@ -188,7 +188,7 @@ def _metrics(logs: dict[str, float]) -> list[str]:
     return [f"{name} {value:.4f}" for name, value in logs.items() if name not in _UNITS]
 
 
-def _seconds_left(trainer: Trainer, interval: Interval) -> float | None:
+def _seconds_left(trainer: RunContext, interval: Interval) -> float | None:
     """Return how long the steps that are left take at the present pace; None where nobody knows how many there are."""
     if not trainer.steps_per_epoch:
         return None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.callbacks.base import Logs
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.telemetry.interval import PARTS, Interval
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
 
 Facts = dict[str, Any]
 
@@ -37,7 +35,7 @@ class Records:
         self._newest = interval
         return self._take_newest() if time.monotonic() - self._kept >= self._every_s else []
 
-    def of_epoch(self, trainer: Trainer, epoch: int, logs: Logs) -> list[Facts]:
+    def of_epoch(self, trainer: RunContext, epoch: int, logs: Logs) -> list[Facts]:
         """Return the epoch's last interval, which may be shorter than what lies between two, then its metrics."""
         facts = {"time": time.time(), "kind": "epoch", "epoch": epoch, "global_step": trainer.global_step}
         return [*self._take_newest(), {**facts, "metrics": logs}]

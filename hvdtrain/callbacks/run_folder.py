@@ -14,17 +14,15 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.callbacks.records import Facts, Records
 from hvdtrain.system import private_files, redact
 from hvdtrain.telemetry.interval import Interval
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 
@@ -79,7 +77,7 @@ class RunFolder(Callback):
         self._options = options or {}
         self._file: IO[str] | None = None
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Make the folder and say what the run is."""
         if not trainer.world.is_root or (self.folder is None and os.environ.get(RUNS) == ""):
             return
@@ -92,11 +90,11 @@ class RunFolder(Callback):
         except OSError as problem:
             log.warning("nothing of this run is kept in %s: %s", self.folder or "a folder of its own", problem)
 
-    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Keep an interval, if it is time."""
         self._lines(self._records.of_interval(interval))
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Keep the epoch's metrics, and its last interval: an epoch may be shorter than what lies between two."""
         self._lines(self._records.of_epoch(trainer, epoch, logs))
 
@@ -154,7 +152,7 @@ def default_name() -> str:
     return f"{script}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
-def describe_environment(trainer: Trainer) -> dict[str, Any]:
+def describe_environment(trainer: RunContext) -> dict[str, Any]:
     """Return where and with what this runs; values that look like secrets are left out."""
     versions = {}
     for name in _PACKAGES:

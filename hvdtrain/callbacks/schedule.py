@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hvdtrain.callbacks.base import Callback, Logs
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
+from hvdtrain.callbacks.context import RunContext
 
 
 class Schedule(Callback):
@@ -41,12 +39,12 @@ class Schedule(Callback):
         self._every = every
         self._monitor = monitor
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: RunContext, step: int) -> None:
         """Step, where that is what was asked for."""
         if self._every == "step":
             self._scheduler.step()
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Step, likewise."""
         if self._every != "epoch":
             return

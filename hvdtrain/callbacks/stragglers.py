@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.telemetry.interval import WORDS, Interval, RankTimes, lower_median
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 
@@ -49,11 +46,11 @@ class Stragglers(Callback):
         self._first = True
         self.slow: dict[int, str] = {}
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Begin anew."""
         self._times, self.slow, self._first = {}, {}, True
 
-    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Look at the latest steps; the first one compiles and connects, and does not count."""
         if self._first or not self._factor or trainer.world.size == 1:
             self._first = False

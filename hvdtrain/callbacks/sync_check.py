@@ -7,15 +7,13 @@ import math
 import statistics
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hvdtrain.callbacks import replicas
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.distributed import agreement
 from hvdtrain.errors import DesyncError
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
 
 log = logging.getLogger("hvdtrain")
 
@@ -80,7 +78,7 @@ class SyncCheck(Callback):
         self._step = 0  # ns, agreed by all ranks
         self._since = 0.0
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Begin anew, and see that all ranks were given the same."""
         self._begin()
         options = {"every": self._every, "on_divergence": self._on_divergence}
@@ -88,12 +86,12 @@ class SyncCheck(Callback):
         if self._every and trainer.world.size > 1:
             self._next = 1
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """What happened between epochs is no step."""
         self._epoch = epoch
         self._since = time.perf_counter()
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: RunContext, step: int) -> None:
         """Check if it is time."""
         if not self._next:
             return
@@ -104,12 +102,12 @@ class SyncCheck(Callback):
             self._next = self._steps + self._interval(trainer)
         self._since = time.perf_counter()
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunContext) -> None:
         """Check everything, running statistics included."""
         if self._next:
             self.check(trainer, "at the end of fit", settled=True)
 
-    def check(self, trainer: Trainer, when: str, *, settled: bool) -> None:
+    def check(self, trainer: RunContext, when: str, *, settled: bool) -> None:
         """Compare now; a collective call.
 
         Args:
@@ -136,7 +134,7 @@ class SyncCheck(Callback):
             self._diverged(trainer, replicas.difference(mine, world=trainer.world), when, settled=settled)
         self._equal = when
 
-    def _diverged(self, trainer: Trainer, found: replicas.Divergence, when: str, *, settled: bool) -> None:
+    def _diverged(self, trainer: RunContext, found: replicas.Divergence, when: str, *, settled: bool) -> None:
         facts = (
             f"Ranks no longer hold the same weights and optimizer state: {found.text}. Found {when}; equal "
             f"{self._equal}."
@@ -157,7 +155,7 @@ class SyncCheck(Callback):
         if trainer.world.is_root:
             log.warning("%s %s All ranks go on with rank 0's.", facts, _ADVICE)
 
-    def _interval(self, trainer: Trainer) -> int:
+    def _interval(self, trainer: RunContext) -> int:
         """Return the steps until the next check: equal on all ranks, since all they come from is."""
         if self._every != "auto":
             every = self._every

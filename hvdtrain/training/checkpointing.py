@@ -25,7 +25,7 @@ from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import scratch
 from hvdtrain.training import learning_rate, run_id
-from hvdtrain.training.run_id import Identity
+from hvdtrain.training.run_id import RunId
 
 log = logging.getLogger("hvdtrain")
 
@@ -56,7 +56,7 @@ class Keeper:
         self._writer = Writer()
         self._lock = FolderLock(store.root)
 
-    def hold(self, run: Identity, *, before: Identity | None) -> None:
+    def hold(self, run: RunId, *, before: RunId | None) -> None:
         """Lock the folder for this run, until `finish`; a collective call.
 
         Args:
@@ -76,7 +76,7 @@ class Keeper:
             lambda: self._lock.acquire(holder, is_own=is_own, limit_s=_OWN_WRITER_S), world=self._world, name="lock"
         )
 
-    def begin(self, adapter: Adapter, run: Identity) -> None:
+    def begin(self, adapter: Adapter, run: RunId) -> None:
         """See that a checkpoint can be written, before there is training to lose; a collective call.
 
         Args:
@@ -167,7 +167,7 @@ class Keeper:
 
 
 @contextmanager
-def held(keepers: Sequence[Keeper], run: Identity, *, before: Identity | None) -> Iterator[Sequence[Keeper]]:
+def held(keepers: Sequence[Keeper], run: RunId, *, before: RunId | None) -> Iterator[Sequence[Keeper]]:
     """Hold the keepers' folders, and let what they have begun be written, however the block ends; see `Keeper.hold`."""
     try:
         for keeper in keepers:

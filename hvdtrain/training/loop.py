@@ -24,7 +24,7 @@ from hvdtrain.training import preemption
 from hvdtrain.training.learning_rate import LearningRate
 from hvdtrain.training.nan_policy import BadNumbers
 from hvdtrain.training.progress import Position, check_data, steps_done
-from hvdtrain.training.run_id import Identity
+from hvdtrain.training.run_id import RunId
 
 if TYPE_CHECKING:
     from hvdtrain.training.checkpointing import Keeper
@@ -64,7 +64,7 @@ class Loop:
     def __init__(self, trainer: Trainer, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]) -> None:
         self.position = Position()
         self.history = History()
-        self.run: Identity | None = None
+        self.run: RunId | None = None
         self.in_epoch = False
         self.stopped = False
         self._trainer = trainer
@@ -112,7 +112,7 @@ class Loop:
             self.position = Position.from_json(self._loaded["position"])
             self.history = History(self._loaded["history"])
 
-    def begin(self, source: Source, hooks: CallbackList, run: Identity) -> list[Any]:
+    def begin(self, source: Source, hooks: CallbackList, run: RunId) -> list[Any]:
         """Take the place that a checkpoint has, or the beginning; return the states of its callbacks.
 
         Args:
@@ -125,7 +125,7 @@ class Loop:
         self._earlier_samples = self._told_samples = 0
         meta, self._loaded = self._loaded, None
         known = None if meta is None else meta.get("run")
-        self.run = Identity(**known, goes_on=True) if known else run
+        self.run = RunId(**known, resumed=True) if known else run
         if meta is None:
             self.position, self.history, self._held = Position(), History(), {}
             return []

@@ -337,7 +337,7 @@ class Trainer:
         return self._loop.history
 
     @property
-    def run(self) -> run_id.Identity | None:
+    def run(self) -> run_id.RunId | None:
         """Which run the current or last `fit` is, alike on all ranks."""
         return self._loop.run
 

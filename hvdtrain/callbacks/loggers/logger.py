@@ -10,20 +10,18 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs
+from hvdtrain.callbacks.context import RunContext
 from hvdtrain.callbacks.loggers.background import Background, give_up
 from hvdtrain.callbacks.records import Facts, Records
 from hvdtrain.callbacks.run_folder import describe_environment, plain
 from hvdtrain.errors import PackageMissingError
 from hvdtrain.system import redact
 from hvdtrain.telemetry.interval import Interval
-
-if TYPE_CHECKING:
-    from hvdtrain.training.trainer import Trainer
 
 CLOSE_LIMIT_S = 10.0  # of the 30 that a rank has when it is asked to stop
 
@@ -169,26 +167,26 @@ class Logger(Callback):
         """Not the class's alone, which Keras has a CSVLogger of."""
         return f"hvdtrain.{type(self).__name__}"
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: RunContext) -> None:
         """Load what the sink needs, on rank 0."""
         self._finished = self._begun = False
         if trainer.world.is_root and self._package is not None:
             # Here, where all ranks wait: beside the first steps it would make this rank look slow.
             self._try(self._package.load)
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Open the sink before the first epoch; a run that has none has nothing to log."""
         if self._begun or not trainer.world.is_root:
             return
         self._begun = True
         self._try(partial(self._open, trainer))
 
-    def _open(self, trainer: Trainer) -> None:
+    def _open(self, trainer: RunContext) -> None:
         assert trainer.run is not None  # within fit
         run = Run(
             id=trainer.run.id,
             name=self._given_name or trainer.run.name,
-            goes_on=trainer.run.goes_on,
+            goes_on=trainer.run.resumed,
             global_step=trainer.global_step,
             config=_flat(redact.document(plain({**trainer.config, "options": self._options}))),
             environment=_flat(describe_environment(trainer)),
@@ -203,15 +201,15 @@ class Logger(Callback):
             self._begun = True
             give_up(type(self).__name__, problem)
 
-    def on_interval(self, trainer: Trainer, interval: Interval) -> None:
+    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Log an interval, if it is time."""
         self._log(self._records.of_interval(interval))
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Log the epoch, and its last interval."""
         self._log(self._records.of_epoch(trainer, epoch, logs))
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunContext) -> None:
         """Know that the run has come to its end."""
         self._finished = True
 
