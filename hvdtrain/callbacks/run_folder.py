@@ -22,12 +22,12 @@ from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.context import RunContext
 from hvdtrain.callbacks.records import Facts, Records
 from hvdtrain.system import private_files, redact
+from hvdtrain.system.settings import RUN_NAME
 from hvdtrain.telemetry.interval import Interval
 
 log = logging.getLogger("hvdtrain")
 
 RUNS = "HVDTRAIN_RUNS"
-NAME = "HVDTRAIN_RUN_NAME"
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
 
 _PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy")
@@ -130,8 +130,8 @@ def make_folder() -> Path:
     """
     runs = Path(os.environ.get(RUNS, "runs"))
     private_files.make_folder(runs)
-    if os.environ.get(NAME):
-        return runs / _numbered(os.environ[NAME], next(_runs_here))
+    if os.environ.get(RUN_NAME):
+        return runs / _numbered(os.environ[RUN_NAME], next(_runs_here))
     for number in itertools.count(1):
         folder = runs / _numbered(default_name(), number)
         try:

@@ -15,7 +15,6 @@ from hvdtrain.cli.plan import plan
 from hvdtrain.cli.report import report
 from hvdtrain.cli.run import RunCommand, run
 from hvdtrain.cli.shared import (
-    DEBUG,
     Command,
     Debug,
     Group,
@@ -29,6 +28,7 @@ from hvdtrain.cli.shared import (
 )
 from hvdtrain.errors import HvdTrainError, UsageError
 from hvdtrain.system import redact
+from hvdtrain.system.settings import DEBUG
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 

@@ -13,6 +13,7 @@ import typer
 
 from hvdtrain.cli.shared import Command, Debug
 from hvdtrain.errors import UsageError
+from hvdtrain.system.settings import RUN_NAME
 
 if TYPE_CHECKING:
     from hvdtrain.launch.arguments import Split
@@ -107,7 +108,7 @@ def _keep(settings: Settings, options: Options) -> None:
         path = config_file.keep(
             settings,
             runs=options.environment.get("HVDTRAIN_RUNS", "runs"),
-            name=options.environment["HVDTRAIN_RUN_NAME"],
+            name=options.environment[RUN_NAME],
         )
         where = f" (kept in {path})" if path else ""
     except OSError as problem:

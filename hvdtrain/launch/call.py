@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from hvdtrain.distributed.watchdog.rank_exit import DEBUG
 from hvdtrain.launch.exchange import Exchange, Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.rank_output import Line, Lines
 from hvdtrain.system import process_tree
+from hvdtrain.system.settings import DEBUG
 
 _END_S = 10.0
 _REFUSED = "refused a request from "  # so Horovod's servers begin to tell of a stranger

@@ -13,8 +13,6 @@ from pathlib import Path
 from hvdtrain.distributed.watchdog.rank_exit import STALLED
 from hvdtrain.launch.rank_output import Lines
 
-STOPPED = 75  # EX_TEMPFAIL: stopped on request, to be started again
-
 # What mpirun and horovodrun over Gloo say of the rank that ended first.
 _SAID = re.compile(
     rb"process rank (?P<rank_signal>\d+) with PID \S+ on node (?P<node>\S+) exited on\s+signal (?P<signal>\d+)(?=\D)"

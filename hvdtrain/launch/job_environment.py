@@ -13,9 +13,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks
 from hvdtrain.launch import arguments, loopback, other_hosts
 from hvdtrain.system import open_mpi, start_ranks
-
-# What hvdtrain.training.run_id reads on the ranks; it is not imported here, where a job starts without NumPy.
-RUN_NAME, RUN_ID = "HVDTRAIN_RUN_NAME", "HVDTRAIN_RUN_ID"
+from hvdtrain.system.settings import RUN_ID, RUN_NAME
 
 
 def as_new_run(environment: Mapping[str, str], name: str, token: str) -> dict[str, str]:

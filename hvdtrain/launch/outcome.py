@@ -9,7 +9,8 @@ import cloudpickle
 
 from hvdtrain.errors import RankFailedError
 from hvdtrain.launch.exchange import Message, each
-from hvdtrain.launch.exit_cause import STOPPED, Cause
+from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.system.settings import EXIT_STOPPED
 
 
 class Ended(Protocol):
@@ -66,7 +67,7 @@ def _without_result(call: Ended, np: int, *, root_only: bool) -> RankFailedError
     left = next((left for left in exits if exits[left].facts["code"] == call.cause.code), None)
     if rank is None and left is not None and call.cause.code:  # Open MPI 5 does not always say which rank it was
         rank, text = left, f"rank {left} ended with status {call.cause.code} after {call.seconds:.0f} s"
-    elif call.cause.code in (0, STOPPED) or rank in failed:  # that rank is not where it began
+    elif call.cause.code in (0, EXIT_STOPPED) or rank in failed:  # that rank is not where it began
         silent = [rank for rank in range(np) if rank not in call.answers]
         rank = next(iter([*exits, *silent]))
         status = exits[rank].facts["code"] if rank in exits else call.cause.code

@@ -15,10 +15,11 @@ from typing import Any
 import cloudpickle
 
 from hvdtrain.distributed import watchdog
-from hvdtrain.distributed.watchdog.rank_exit import DEBUG, is_caused_by_others
+from hvdtrain.distributed.watchdog.rank_exit import is_caused_by_others
 from hvdtrain.launch import exchange
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.pickling import pack
+from hvdtrain.system.settings import DEBUG
 
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from hvdtrain.distributed import watchdog
 from hvdtrain.launch import exit_cause, job_folder, restarts, ssh
 from hvdtrain.launch.arguments import MPIRUN
-from hvdtrain.launch.exit_cause import STOPPED, Cause
+from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.job import Guard, Job, adopt_orphans
 from hvdtrain.launch.other_hosts import Way
 from hvdtrain.launch.signals import Signals
 from hvdtrain.system import process_tree, redact
+from hvdtrain.system.settings import EXIT_STOPPED
 
 _POLL_S = 0.5
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
@@ -130,10 +131,10 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
             return ending.cause.code or 1
         if ending.cause.code == 0:
             return 0
-        if ending.cause.code == STOPPED:
+        if ending.cause.code == EXIT_STOPPED:
             _end_elsewhere(options, run_dir)
             say("stopped on request; the same command goes on from the script's checkpoint, if it wrote one")
-            return STOPPED
+            return EXIT_STOPPED
         if ending.requested is not None:
             _end_elsewhere(options, run_dir)
             return _stopped_hard(ending, run_dir, job, host)
@@ -214,7 +215,7 @@ def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Endin
                 job.send(signal.SIGTERM)
         elif terminated_at is not None and now - terminated_at > _TERM_S:
             break
-        if cause is not None and cause.code not in (0, STOPPED) and not options.elastic:
+        if cause is not None and cause.code not in (0, EXIT_STOPPED) and not options.elastic:
             failed_at = failed_at or now
             if now - failed_at > _LAST_WORDS_S and asked_at is None:
                 break
@@ -233,8 +234,8 @@ def _cause(job: Job, status: int | None, launcher: str) -> Cause:
     said = job.listener.cause()
     if status == 0 and (said is None or said.code != exit_cause.LOST):
         return Cause(launcher, 0)
-    if status == STOPPED:
-        return Cause("the job", STOPPED)
+    if status == EXIT_STOPPED:
+        return Cause("the job", EXIT_STOPPED)
     if said is not None and said.code:
         return said
     if status is None:

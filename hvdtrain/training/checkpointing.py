@@ -24,7 +24,8 @@ from hvdtrain.distributed.rank_state import Arrays
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import scratch
-from hvdtrain.training import learning_rate, run_id
+from hvdtrain.system.settings import RUN_ID
+from hvdtrain.training import learning_rate
 from hvdtrain.training.run_id import RunId
 
 log = logging.getLogger("hvdtrain")
@@ -66,7 +67,7 @@ class Keeper:
         Raises:
             CheckpointError: another run is; on other ranks, a HvdTrainError that says so.
         """
-        job = os.environ.get(run_id.ID)
+        job = os.environ.get(RUN_ID)
 
         def is_own(other: Holder) -> bool:
             return (job is not None and other.job == job) or (before is not None and other.run == before.id)
@@ -88,7 +89,7 @@ class Keeper:
         """
 
         def check() -> None:
-            self._lock.describe(Holder.here(run.id, run.name, os.environ.get(run_id.ID)))
+            self._lock.describe(Holder.here(run.id, run.name, os.environ.get(RUN_ID)))
             # What the first step makes is not counted, so that no disk is refused that is large enough: the state of
             # most optimizers, and all of a model of lazy modules, which torch lets nobody ask for its weights yet.
             num_bytes = 0

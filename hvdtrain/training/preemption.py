@@ -11,8 +11,9 @@ from types import FrameType
 from typing import Any
 
 from hvdtrain.system.process_tree import hears
+from hvdtrain.system.settings import EXIT_STOPPED
 
-EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, start it again
+EXIT_CODE = EXIT_STOPPED
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

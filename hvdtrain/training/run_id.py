@@ -9,10 +9,9 @@ import uuid
 from dataclasses import asdict
 
 from hvdtrain.callbacks.context import RunId as RunId
-from hvdtrain.callbacks.run_folder import NAME, default_name
+from hvdtrain.callbacks.run_folder import default_name
 from hvdtrain.distributed.world import World
-
-ID = "HVDTRAIN_RUN_ID"
+from hvdtrain.system.settings import RUN_ID, RUN_NAME
 
 _runs_here = itertools.count(1)  # of a job that has an id
 
@@ -23,10 +22,10 @@ def meet(world: World) -> tuple[list[str], RunId]:
     A run that goes on has the one that its checkpoint names. All starts of one `hvdtrain run` are one run, of which
     there may be no checkpoint yet: their first run has one id, their second another, and so on.
     """
-    job = os.environ.get(ID)
+    job = os.environ.get(RUN_ID)
     own = RunId(
         id=f"{job}-{next(_runs_here)}" if job else uuid.uuid4().hex,
-        name=os.environ.get(NAME) or default_name(),
+        name=os.environ.get(RUN_NAME) or default_name(),
         resumed=bool(job),
     )
     everyones = world.allgather_object([socket.gethostname(), asdict(own)], name="hosts")

@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hvdtrain.distributed.watchdog.shared_facts import Board, process_state
+from hvdtrain.system.settings import DEBUG
 
 STALLED = 76  # exit status of a rank that had waited too long, or that others waited for
-DEBUG = "HVDTRAIN_DEBUG"
 
 _EXIT_FUNCTIONS_S = 10.0
 _FIRST_PRINTS_S = 2.0

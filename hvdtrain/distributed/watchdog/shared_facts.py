@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RUN_DIR = "HVDTRAIN_RUN_DIR"
+from hvdtrain.system.process_tree import RUN_DIR
 
 # What all ranks of one job on one host have in common, and no other job that runs at the same time.
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.watchdog import step_count, waits
 from hvdtrain.distributed.watchdog.rank_exit import STALLED, Endings, leave, say
-from hvdtrain.distributed.watchdog.shared_facts import RUN_DIR, open_board, process_state
+from hvdtrain.distributed.watchdog.shared_facts import open_board, process_state
+from hvdtrain.system.process_tree import RUN_DIR
 
 log = logging.getLogger("hvdtrain")
 

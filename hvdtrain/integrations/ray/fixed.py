@@ -14,7 +14,8 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker, placement_group
 from hvdtrain.launch.exchange import Message
-from hvdtrain.launch.exit_cause import STOPPED, Cause
+from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.system.settings import EXIT_STOPPED
 
 Follow = Callable[[Callable[[], bool], Callable[[], Sequence[Worker]]], None]
 
@@ -63,7 +64,7 @@ class Outcome:
 
 
 def _is_failure(answer: Message) -> bool:
-    return answer.facts["kind"] == "error" or answer.facts.get("code") not in (None, 0, STOPPED)
+    return answer.facts["kind"] == "error" or answer.facts.get("code") not in (None, 0, EXIT_STOPPED)
 
 
 def run(cluster: Cluster, request: Request, follow: Follow) -> Outcome:

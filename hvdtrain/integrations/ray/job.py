@@ -16,6 +16,7 @@ from hvdtrain.integrations.ray.cluster import Cluster, Request, Worker
 from hvdtrain.launch import job_environment, outcome
 from hvdtrain.launch.function import GRACE_S, check_call, make_task, name_of
 from hvdtrain.system import start_ranks
+from hvdtrain.system.process_tree import RUN_DIR
 
 log = logging.getLogger("hvdtrain")
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 # Variables of this process that ranks need on any node. Ray itself passes on those of its runtime_env.
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "KERAS_", "NCCL_", "TF_")
 _NOT_PASSED = (
-    "HVDTRAIN_RUN_DIR",
+    RUN_DIR,
     "HVDTRAIN_CALL_",
     proof.VARIABLE,
     "HOROVOD_CONTROLLER",

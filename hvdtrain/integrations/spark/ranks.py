@@ -14,9 +14,10 @@ from hvdtrain.integrations.spark import wire
 from hvdtrain.integrations.spark.job import SparkJob
 from hvdtrain.integrations.spark.task import Plan
 from hvdtrain.launch.exchange import Message
-from hvdtrain.launch.exit_cause import STOPPED, Cause
+from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.function import GRACE_S
 from hvdtrain.launch.rank_output import Line
+from hvdtrain.system.settings import EXIT_STOPPED
 
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
 _END_S = 30.0  # how long to wait for an end that was requested
@@ -192,7 +193,7 @@ class Ranks:
         self.seconds = max(self.seconds, float(heard["seconds"]))
         code = 0 if self._ending else heard["code"]  # an exit that was requested here is no cause
         self._ends.append(_End(rank, code, heard["answer"]))
-        if code not in (0, STOPPED) and not self._stopping:
+        if code not in (0, EXIT_STOPPED) and not self._stopping:
             self._end_others_at = min(self._end_others_at, time.monotonic() + _LAST_WORDS_S)
         if len(self._ends) == self._np:
             self._end_others_at = float("inf")

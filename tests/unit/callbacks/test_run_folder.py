@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.callbacks import Callback, RunFolder, run_folder
+from hvdtrain.system.settings import RUN_NAME
 from hvdtrain.telemetry import heartbeat
 from hvdtrain.training import loop
 
@@ -198,7 +199,7 @@ def test_a_run_has_a_folder_of_its_own_unless_the_job_names_one_or_wants_none(ma
     first, second = sorted((tmp_path / "runs").iterdir())
     assert (first.name, second.name) == ("train-20261121-100000", "train-20261121-100000-2")
     assert [line["kind"] for line in lines(first)].count("epoch") == 2
-    monkeypatch.setenv(run_folder.NAME, "mine")
+    monkeypatch.setenv(RUN_NAME, "mine")
     for _ in range(2):  # starts of a job whose script makes two Trainers
         monkeypatch.setattr(run_folder, "_runs_here", itertools.count(1))
         for _ in range(2):

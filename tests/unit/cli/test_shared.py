@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.cli import program
 from hvdtrain.distributed.watchdog import rank_exit
 from hvdtrain.horovod_build import build
-from hvdtrain.launch import exit_cause
+from hvdtrain.system import settings
 from hvdtrain.training import preemption
 
 COMMANDS = ("build", "doctor", "bench", "plan", "report", "run")
@@ -45,8 +45,8 @@ def test_the_overview_shows_whole_sentences_and_every_exit_status(call):
     assert status == 0
     assert "..." not in out.partition("Commands:")[2]
     statuses = [line.split()[0] for line in out.partition("Exit status:")[2].splitlines() if line.strip()]
-    assert statuses == ["0", "1", "2", str(exit_cause.STOPPED), str(rank_exit.STALLED), "130", "other"]
-    assert exit_cause.STOPPED == preemption.EXIT_CODE
+    assert statuses == ["0", "1", "2", str(settings.EXIT_STOPPED), str(rank_exit.STALLED), "130", "other"]
+    assert settings.EXIT_STOPPED == preemption.EXIT_CODE
 
 
 def test_without_a_command_the_overview_is_the_answer(call):

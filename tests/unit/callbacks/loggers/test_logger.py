@@ -16,6 +16,7 @@ import pytest
 from hvdtrain.callbacks import Callback, CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 from hvdtrain.callbacks.loggers import background, logger
 from hvdtrain.errors import PackageMissingError
+from hvdtrain.system import settings
 from hvdtrain.training import run_id
 
 
@@ -120,7 +121,7 @@ def test_a_run_that_goes_on_keeps_its_id_and_another_run_has_another(fit, killed
 
 def test_starts_of_one_job_are_one_run_without_a_checkpoint_too(fit, monkeypatch):
     sink = Listen()
-    monkeypatch.setenv(run_id.ID, "job")  # as `hvdtrain run` does
+    monkeypatch.setenv(settings.RUN_ID, "job")  # as `hvdtrain run` does
     for _ in ("killed", "started anew"):
         monkeypatch.setattr(run_id, "_runs_here", itertools.count(1))
         fit(Logger(sink), epochs=1)

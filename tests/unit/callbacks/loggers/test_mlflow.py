@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.callbacks import MLflowLogger
 from hvdtrain.callbacks.loggers import logger
+from hvdtrain.system import settings
 from hvdtrain.training import run_id
 
 pytestmark = [
@@ -79,7 +80,7 @@ def test_runs_that_do_not_go_on_are_runs_of_their_own_and_one_that_raises_has_fa
 def test_a_run_that_is_started_anew_before_its_first_checkpoint_is_one_run(
     fit, fit_until, client, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv(run_id.ID, "job")
+    monkeypatch.setenv(settings.RUN_ID, "job")
     fit_until(2, MLflowLogger(tmp_path / "ml", every_s=0))
     monkeypatch.setattr(run_id, "_runs_here", itertools.count(1))
     fit(MLflowLogger(tmp_path / "ml", every_s=0), epochs=1)

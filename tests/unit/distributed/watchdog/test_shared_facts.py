@@ -8,6 +8,7 @@ import threading
 import time
 
 from hvdtrain.distributed.watchdog import shared_facts
+from hvdtrain.system import process_tree
 
 
 def test_ranks_read_each_others_facts_and_one_alone_is_first(tmp_path):
@@ -55,7 +56,7 @@ def test_a_folder_that_the_last_rank_removes_while_another_one_reads_it_says_not
 
 def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_facts.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setenv(shared_facts.RUN_DIR, str(tmp_path / "another-hosts"))  # `hvdtrain run` runs there
+    monkeypatch.setenv(process_tree.RUN_DIR, str(tmp_path / "another-hosts"))  # `hvdtrain run` runs there
     for name in shared_facts._JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert shared_facts.open_board(0).directory is None

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.distributed import watchdog
-from hvdtrain.distributed.watchdog import shared_facts, step_count, thread
+from hvdtrain.distributed.watchdog import step_count, thread
+from hvdtrain.system import process_tree
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -86,7 +87,7 @@ STUCK = """
 def test_a_rank_that_waits_too_long_says_so_and_ends_by_an_error_or_else_with_its_process(tmp_path, how):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(STUCK))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), watchdog.LIMIT: "1", shared_facts.RUN_DIR: str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), watchdog.LIMIT: "1", process_tree.RUN_DIR: str(tmp_path)}
     run = subprocess.run([sys.executable, script, how], env=env, capture_output=True, text=True, timeout=60)
     assert run.returncode == watchdog.STALLED
     assert "rank 0 (host " in run.stderr
@@ -104,7 +105,7 @@ def test_a_job_that_may_be_started_anew_hears_of_the_first_step_at_once(tmp_path
     watching = thread.Watch(600)
     watching.stop()
     assert watching._next_tick_s() == 1.0
-    monkeypatch.setenv(shared_facts.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(process_tree.RUN_DIR, str(tmp_path))
     assert watching._next_tick_s() == 0.1
     watching._written = 0  # it has joined
     assert watching._next_tick_s() == 0.1
