@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdtrain.system.start_ranks import end_family, horovodrun, rank_environment
+from hvdtrain.system import process_tree
+from hvdtrain.system.start_ranks import horovodrun, rank_environment
 
 Plane = Literal["mpi", "gloo", "nccl"]
 
@@ -147,7 +148,8 @@ def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Pa
             error = f"horovodrun exited with status {status}" if status else ""
         except subprocess.TimeoutExpired:
             error = f"no answer within {timeout_s:g} s"
-            end_family(process)
+            process_tree.end(None, below=process.pid)
+            process.wait()
     return error, log.read_text(encoding="utf-8", errors="replace")
 
 

@@ -38,12 +38,13 @@ class Process:
     rank: int | None
 
 
-def members(run_dir: str, *, below: int | None = None, without: tuple[int, ...] = ()) -> dict[int, Process]:
+def members(run_dir: str | None, *, below: int | None = None, without: tuple[int, ...] = ()) -> dict[int, Process]:
     """Return the living processes of the job of `run_dir`, by pid.
 
     Args:
-        run_dir: what the job's processes carry as HVDTRAIN_RUN_DIR.
-        below: a process whose descendants belong to the job too: a program may write over its environment.
+        run_dir: what the job's processes carry as HVDTRAIN_RUN_DIR; None for a job that has no folder.
+        below: a process that belongs to the job with its descendants, unless it is the calling one: a program may
+            write over its environment.
         without: processes that do not belong to it, nor what they started.
     """
     mark = f"{RUN_DIR}={run_dir}".encode()
@@ -62,7 +63,7 @@ def members(run_dir: str, *, below: int | None = None, without: tuple[int, ...] 
         except OSError:  # it has ended, or is another user's
             continue
     left_out = {os.getpid(), *without}
-    job = {pid for pid, variables in environments.items() if mark in variables and pid not in left_out}
+    job = {pid for pid, variables in environments.items() if pid == below or (run_dir and mark in variables)} - left_out
     grown = True
     while grown:
         more = {pid for pid, parent in parents.items() if parent in job or (below is not None and parent == below)}
@@ -151,9 +152,17 @@ def send(pid: int, number: int) -> None:
         pass
 
 
-def end(run_dir: str, *, below: int | None = None, without: tuple[int, ...] = (), limit_s: float = 10.0) -> bool:
-    """Kill the job of `run_dir` (see `members`) until nothing of it is left; return whether nothing is."""
+def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ...] = (), limit_s: float = 10.0) -> bool:
+    """Kill a job (see `members`) until nothing of it is left; return whether nothing is."""
     deadline = time.monotonic() + limit_s
+    stopped: set[int] = set()
+    # Stop all before killing any: a child whose parent is gone may have nothing to be found by.
+    while (new := members(run_dir, below=below, without=without).keys() - stopped) and time.monotonic() < deadline:
+        for pid in new:
+            send(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        send(pid, signal.SIGKILL)
     quiet = 0
     # One that is about to fork when it is killed leaves a child that the scan before did not see.
     while quiet < _QUIET_SCANS:

@@ -1,14 +1,10 @@
-"""What it takes to start ranks on behalf of a user: the command, their environment, and an end to them."""
+"""What it takes to start ranks: the beginning of the command, and their environment."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import signal
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.system import open_mpi
 
@@ -38,30 +34,3 @@ def rank_environment(chosen: Mapping[str, str], *, without: tuple[str, ...] = ()
     # More ranks than cores is the caller's decision.
     found = {"OMPI_MCA_rmaps_base_oversubscribe": "1", **kept, "PATH": open_mpi.search_path()}
     return open_mpi.for_both(found | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **chosen})
-
-
-def end_family(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and every process below it; mpirun's ranks have process groups of their own."""
-    psutil = importlib.import_module("psutil")
-    family = {process.pid: psutil.Process(process.pid)}
-    stopped: set[int] = set()
-    # Stopped first, from the launcher down: one that starts ranks at this moment would leave them behind.
-    while new := [member for pid, member in family.items() if pid not in stopped]:
-        for member in new:
-            _send(member, signal.SIGSTOP)
-            stopped.add(member.pid)
-        try:
-            family |= {member.pid: member for member in family[process.pid].children(recursive=True)}
-        except psutil.NoSuchProcess:
-            break
-    for member in family.values():
-        _send(member, signal.SIGKILL)
-    process.kill()
-    process.wait()
-
-
-def _send(member: Any, number: int) -> None:
-    try:
-        member.send_signal(number)
-    except importlib.import_module("psutil").NoSuchProcess:
-        pass

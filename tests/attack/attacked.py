@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.system import start_ranks
+from hvdtrain.system import process_tree, start_ranks
 
 UID = 60_417  # of the other user, who owns nothing
 # Begins that user's command on a host that is a namespace: Python with the standard library alone.
@@ -124,7 +124,8 @@ class Job(Command):
     def kill(self) -> None:
         """End it at once with all that it started, unless it has ended."""
         if self.process.poll() is None:
-            start_ranks.end_family(self.process)
+            process_tree.end(None, below=self.process.pid)
+            self.process.wait()
 
 
 def total(ranks: int) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.launch import loopback
-from hvdtrain.system import start_ranks
+from hvdtrain.system import process_tree, start_ranks
 
 HERE = Path(__file__).parent
 HOSTS = ("localhost", "127.0.0.1")
@@ -79,7 +79,8 @@ def run(
             status = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             status = None
-            start_ranks.end_family(process)
+            process_tree.end(None, below=process.pid)
+            process.wait()
     job = Job(folder, (folder / "output").read_text())
     assert status == 0, f"status {status} (None: no end within {LIMIT_S} s)\n{job.output[-6000:]}\n{job.facts}"
     return job

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.system.start_ranks import end_family, rank_environment
+from hvdtrain.system import process_tree
+from hvdtrain.system.start_ranks import rank_environment
 
 HERE = Path(__file__).parent
 
@@ -26,7 +27,7 @@ def launch(script: str, *arguments: str, ranks: int = 2, environment: dict[str, 
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        end_family(process)
+        process_tree.end(None, below=process.pid)
         output, _ = process.communicate()
     text = output.decode(errors="replace")
     assert process.returncode == 0, text

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hvdtrain.errors import HvdTrainError, UsageError
 from hvdtrain.launch import arguments, other_hosts, ssh
-from hvdtrain.system import open_mpi
-from hvdtrain.system.start_ranks import end_family, horovodrun, rank_environment
+from hvdtrain.system import open_mpi, process_tree
+from hvdtrain.system.start_ranks import horovodrun, rank_environment
 
 _EXIT_GRACE_S = 20.0
 _POLL_S = 0.05
@@ -155,7 +155,8 @@ def run_ranks(
             status = _wait(process, log.fileno(), answers, mark, began + timeout_s)
         finally:
             if process.poll() is None:
-                end_family(process)
+                process_tree.end(None, below=process.pid)
+                process.wait()
             for each in ending:
                 signal.signal(each, signal.SIG_DFL)
         log.seek(0)

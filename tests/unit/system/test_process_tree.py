@@ -137,3 +137,20 @@ def test_a_guard_that_is_dismissed_touches_nothing(folder: Path) -> None:
     assert not (folder / "elsewhere").exists()
     process_tree.end(str(folder))
     shell.wait()
+
+
+def test_what_a_launcher_starts_while_it_is_ended_is_ended_too(tmp_path: Path) -> None:
+    loop = "while :; do sleep 60 & sleep 0.002; done"
+    environment = {**os.environ, process_tree.RUN_DIR: str(tmp_path)}
+    process = subprocess.Popen(["/bin/sh", "-c", loop], env=environment, start_new_session=True)
+    try:
+        until = time.monotonic() + 30
+        while len(process_tree.members(str(tmp_path))) < 5:
+            assert time.monotonic() < until
+        assert process_tree.end(None, below=process.pid)
+        process.wait()
+        while process_tree.members(str(tmp_path)) and time.monotonic() < until:  # the killed ones take a moment
+            time.sleep(0.1)
+        assert process_tree.members(str(tmp_path)) == {}
+    finally:
+        process_tree.end(str(tmp_path))

@@ -1,17 +1,14 @@
-"""What ranks get of the environment that they are started from, and how all that was started ends."""
+"""What ranks get of the environment that they are started from."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 import hvdtrain
-from hvdtrain.system import process_tree
-from hvdtrain.system.start_ranks import end_family, rank_environment
+from hvdtrain.system.start_ranks import rank_environment
 
 HOME = str(Path(hvdtrain.__file__).resolve().parents[1])
 
@@ -44,19 +41,3 @@ def test_what_is_chosen_wins_over_the_user_and_the_user_over_the_default(monkeyp
     monkeypatch.setenv(name, "0")
     assert rank_environment({})[name] == "0"
     assert rank_environment({name: "2"})[name] == "2"
-
-
-def test_what_a_launcher_starts_while_it_is_ended_is_ended_too(tmp_path: Path) -> None:
-    loop = "while :; do sleep 60 & sleep 0.002; done"
-    environment = {**os.environ, process_tree.RUN_DIR: str(tmp_path)}
-    process = subprocess.Popen(["/bin/sh", "-c", loop], env=environment, start_new_session=True)
-    try:
-        until = time.monotonic() + 30
-        while len(process_tree.members(str(tmp_path))) < 5:
-            assert time.monotonic() < until
-        end_family(process)
-        while process_tree.members(str(tmp_path)) and time.monotonic() < until:  # the killed ones take a moment
-            time.sleep(0.1)
-        assert process_tree.members(str(tmp_path)) == {}
-    finally:
-        process_tree.end(str(tmp_path))
