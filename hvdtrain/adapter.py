@@ -6,7 +6,6 @@ inside its own optimizer, asks World for the size, and never asks which rank it 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.sources import Batch
+from hvdtrain.distributed import frameworks
 from hvdtrain.distributed.world import World
 
 Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
@@ -120,9 +120,7 @@ def adapter_for(
     Raises:
         TypeError: the model is neither a keras.Model nor a torch.nn.Module.
     """
-    framework = framework_of(model)
-    module = importlib.import_module(f"hvdtrain.{framework}.adapter")
-    adapter: Adapter = module.make_adapter(
+    adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
         model, optimizer=optimizer, loss=loss, metrics=metrics, options=options, world=world
     )
     return adapter

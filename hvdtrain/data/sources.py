@@ -7,7 +7,6 @@ cost no communication; anything that can only be iterated is counted in step by 
 
 from __future__ import annotations
 
-import importlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data import sharding
-from hvdtrain.distributed import agreement
+from hvdtrain.distributed import agreement, frameworks
 from hvdtrain.distributed.world import SoloWorld, World
 from hvdtrain.errors import HvdTrainError
-
-# Datasets that belong to a framework are read in that framework's folder, found by where their class was defined.
-_FRAMEWORK_SOURCES = {
-    "torch": "hvdtrain.torch.loader",
-    "tensorflow": "hvdtrain.keras.data",
-    "keras": "hvdtrain.keras.data",
-}
 
 
 @dataclass(frozen=True)
@@ -242,14 +234,14 @@ def _make_source(data: Any, *, batch_size: int, world: World, seed: int) -> Sour
     if isinstance(data, Sharded):
         return IteratedSource(_own_share(data.data, batch_size=batch_size, seed=seed, world=world), world=world)
     for base in type(data).__mro__:
-        home = _FRAMEWORK_SOURCES.get(base.__module__.partition(".")[0])
-        if home is None:
-            continue
-        source: Source | None = importlib.import_module(home).as_source(
-            data, batch_size=batch_size, world=world, seed=seed
-        )
-        if source is not None:
-            return source
+        # A framework's own datasets are read in its folder.
+        framework = base.__module__.partition(".")[0]
+        if frameworks.knows(framework):
+            source: Source | None = frameworks.load(framework, "sources").as_source(
+                data, batch_size=batch_size, world=world, seed=seed
+            )
+            if source is not None:
+                return source
     if (
         isinstance(data, tuple | list)
         and 1 <= len(data) <= 3

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.distributed import devices, forks, launch_environment, tuning, wait_time, watchdog
+from hvdtrain.distributed import devices, forks, frameworks, launch_environment, tuning, wait_time, watchdog
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 from hvdtrain.horovod_build import installed
 
@@ -27,9 +27,6 @@ log = logging.getLogger("hvdtrain")
 Framework = Literal["torch", "tensorflow"]
 Op = Literal["sum", "mean", "min", "max"]
 Array = NDArray[Any]
-
-# Where each engine's host collectives live: the only places that turn a numpy array into that framework's tensor.
-_COLLECTIVES = {"torch": "hvdtrain.torch.collectives", "tensorflow": "hvdtrain.keras.collectives"}
 
 _world: World | None = None
 _loaded: dict[str, ModuleType] = {}
@@ -165,7 +162,7 @@ class HorovodWorld(World):
         self.engine = engine
         self._horovod = horovod
         # A module is the simplest object with these functions.
-        self._collectives: Collectives = importlib.import_module(_COLLECTIVES[engine])
+        self._collectives: Collectives = frameworks.load(engine, "collectives")
         self._device = device
 
     @property
@@ -298,7 +295,7 @@ def init_engine(
     module = load_engine(framework)
     if module is None:
         return None
-    host: Collectives = importlib.import_module(_COLLECTIVES[framework])
+    host: Collectives = frameworks.load(framework, "collectives")
     if pick and not on_jax and not launch_environment.is_alone() and (why := host.why_not(module)):
         raise HorovodMismatchError(f"rank {launch_environment.rank()}: {why}")
     if module.is_initialized():
@@ -384,7 +381,7 @@ def make(engine: Framework | None, *args: Any, on_jax: bool, **kwargs: Any) -> W
     """Join the ranks and pick this rank's device; see `init_engine`."""
     if engine is None:
         return SoloWorld()
-    host: Any = importlib.import_module("hvdtrain.keras.jax_device" if on_jax else _COLLECTIVES[engine])
+    host = frameworks.load("keras", "jax_device") if on_jax else frameworks.load(engine, "collectives")
     module = init_engine(engine, *args, on_jax=on_jax, pick=host.pick_device, **kwargs)
     return SoloWorld(host.pick_device(0)) if module is None else HorovodWorld(engine, module, devices.picked)
 

@@ -30,8 +30,6 @@ _ANSWERS = "HVDTRAIN_PROBE_ANSWERS"
 _SIZE_BYTES = 1 << 20
 _REPEATS = 20
 _TAIL_LINES = 12
-# Where each framework takes a training step between ranks and beside it that of one process.
-_STEPS = {"torch": "hvdtrain.torch.proof", "tensorflow": "hvdtrain.keras.proof"}
 _STEP_TOLERANCE = 1e-5
 
 
@@ -216,7 +214,9 @@ def _measure(framework: str, plane: str) -> dict[str, Any]:
 def _take_step(framework: str) -> None:
     """Take a training step with the other ranks, and one of one process on all their data."""
     world = importlib.import_module("hvdtrain.distributed.world").init(framework)
-    difference = importlib.import_module(_STEPS[framework]).step_difference(world)
+    difference = (
+        importlib.import_module("hvdtrain.distributed.frameworks").load(framework, "proof").step_difference(world)
+    )
     if not difference <= _STEP_TOLERANCE:
         raise RuntimeError(
             f"after one training step on {world.size} ranks a weight is {difference:g} from one process's"

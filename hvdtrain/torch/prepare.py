@@ -13,8 +13,8 @@ from hvdtrain.data.sources import as_source, tree_map
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import training_state
 from hvdtrain.torch.adapter import check_parameters
-from hvdtrain.torch.loader import LoaderSource
 from hvdtrain.torch.losses import as_tensor
+from hvdtrain.torch.sources import LoaderSource
 
 
 def prepare(

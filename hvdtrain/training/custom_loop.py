@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from hvdtrain.adapter import framework_of
+from hvdtrain.distributed import frameworks
 from hvdtrain.distributed.world import init
 
 
@@ -30,6 +30,7 @@ def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32) -> tup
     """
     framework = framework_of(model)
     world = init(framework)
-    module = importlib.import_module(f"hvdtrain.{framework}.prepare")
-    prepared: tuple[Any, ...] = module.prepare(model, optimizer, data, batch_size=batch_size, world=world)
+    prepared: tuple[Any, ...] = frameworks.load(framework, "prepare").prepare(
+        model, optimizer, data, batch_size=batch_size, world=world
+    )
     return prepared

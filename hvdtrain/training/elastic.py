@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.adapter import Adapter, framework_of
-from hvdtrain.distributed import elastic
+from hvdtrain.distributed import elastic, frameworks
 from hvdtrain.distributed.rank_state import Arrays
 from hvdtrain.distributed.world import World
 from hvdtrain.training import checkpointing
@@ -69,7 +69,7 @@ class FitState(elastic.State):
 
 def run(trainer: Trainer, once: Callable[[], None], adapter: Adapter) -> None:
     """Run `once`, which fits from the last commit on, again whenever ranks come, go or die."""
-    reset = importlib.import_module(f"hvdtrain.{framework_of(trainer.model)}.elastic").reset
+    reset = frameworks.load(framework_of(trainer.model), "elastic").reset
     trainer.kept = FitState(adapter, trainer.world)
     try:
         elastic.run_fn(lambda _: once(), reset)(trainer.kept)

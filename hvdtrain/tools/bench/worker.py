@@ -7,7 +7,6 @@ with MARK.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.distributed import frameworks
 from hvdtrain.distributed.world import World, init
 from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import WARMUP_STEPS, RankTimes, Spread
@@ -70,7 +70,7 @@ def _copy_bandwidth(num_bytes: int, world: World) -> Spread:
 
 def measure_sweep(plan: Plan, world: World) -> list[sweep.Point]:
     """Return a point a size."""
-    subject = importlib.import_module(f"hvdtrain.{plan.framework}.bench")
+    subject = frameworks.load(plan.framework, "bench")
     points = []
     for num_bytes in sweep.sizes(plan.max_bytes):
         reduce = subject.allreduce_of(num_bytes, device=world.device)
@@ -91,13 +91,13 @@ def measure_steps(plan: Plan, world: World) -> RankTimes:
 
     recorder = step_times.Recorder()
     step_times.start(recorder)
-    detach = importlib.import_module(f"hvdtrain.{plan.framework}.step_marks").attach(recorder)
+    detach = frameworks.load(plan.framework, "step_marks").attach(recorder)
     random = np.random.default_rng(0)
     count = (WARMUP_STEPS + plan.steps) * plan.batch_size * world.size
     # Rows that overlap in memory, or every rank would hold the samples of all.
     inputs = np.lib.stride_tricks.sliding_window_view(random.random(count + INPUTS - 1, np.float32), INPUTS)
     targets = random.integers(0, CLASSES, count)
-    subject = importlib.import_module(f"hvdtrain.{plan.framework}.bench")
+    subject = frameworks.load(plan.framework, "bench")
     trainer = Trainer(**subject.mlp(INPUTS, plan.hidden, CLASSES))
     recorder.begin()
     trainer.fit((inputs, targets), batch_size=plan.batch_size, progress=False)

@@ -9,7 +9,7 @@ pytest.importorskip("keras")
 
 from hvdtrain.data.sources import Consumed  # noqa: E402
 from hvdtrain.distributed.world import SoloWorld  # noqa: E402
-from hvdtrain.keras.data import as_source  # noqa: E402
+from hvdtrain.keras.sources import as_source  # noqa: E402
 from hvdtrain.training.progress import check_data  # noqa: E402
 
 

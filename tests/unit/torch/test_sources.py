@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import hvdtrain
 from hvdtrain.data.sources import as_source
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.torch.loader import ShardSampler
+from hvdtrain.torch.sources import ShardSampler
 
 
 class FakeWorld(SoloWorld):

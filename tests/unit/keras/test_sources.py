@@ -8,7 +8,7 @@ pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
 from hvdtrain.distributed.world import SoloWorld  # noqa: E402
-from hvdtrain.keras.data import as_source  # noqa: E402
+from hvdtrain.keras.sources import as_source  # noqa: E402
 
 
 class TwoRanks(SoloWorld):

@@ -1,0 +1,25 @@
+"""Load a framework's part of hvdtrain: the one place where the core imports a framework's folder, by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_FOLDERS = {"torch": "torch", "keras": "keras", "tensorflow": "keras"}
+
+
+def knows(framework: str) -> bool:
+    """Return whether hvdtrain has a folder for `framework`, the name of a package."""
+    return framework in _FOLDERS
+
+
+def load(framework: str, part: str) -> Any:
+    """Return the module `part` of a framework's folder. It imports the framework, so load it when it is needed.
+
+    Args:
+        framework: "torch", "keras" or "tensorflow", which is in Keras's folder.
+        part: adapter (the Trainer's steps), bench and step_marks (`hvdtrain bench`), collectives (host arrays between
+            ranks), elastic, jax_device, prepare (custom loops), proof (`hvdtrain build`), sources (the framework's
+            data).
+    """
+    return importlib.import_module(f"hvdtrain.{_FOLDERS[framework]}.{part}")
