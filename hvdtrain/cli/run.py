@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +15,7 @@ from hvdtrain.system.settings import RUN_NAME
 if TYPE_CHECKING:
     from hvdtrain.launch.arguments import Split
     from hvdtrain.launch.config_file import Settings
-    from hvdtrain.launch.supervisor import Options
+    from hvdtrain.launch.supervisor import Launch
 
 _SPLIT = "hvdtrain.launch.split"
 _READ = "hvdtrain.launch.read"
@@ -87,6 +84,7 @@ def run(
     """
     from hvdtrain.launch import job_folder, supervisor
     from hvdtrain.launch.config_file import DEFAULTS, Settings
+    from hvdtrain.launch.prepare import prepare
 
     parts: Split = ctx.meta[_SPLIT]
     typed = Settings(ranks, max_restarts, grace, launcher, parts.passed, program=parts.program)
@@ -94,12 +92,12 @@ def run(
     settings = settings.over(DEFAULTS)
     os.environ.update(settings.environment)  # as if it had been set before the command
     with job_folder.removed_at_the_end():
-        options, run_dir = _prepare(settings)
-        _keep(settings, options)
-        raise typer.Exit(supervisor.run(options, run_dir))
+        launch, run_dir = prepare(settings)
+        _save(settings, launch)
+        raise typer.Exit(supervisor.run(launch, run_dir))
 
 
-def _keep(settings: Settings, options: Options) -> None:
+def _save(settings: Settings, launch: Launch) -> None:
     """Say what is run, and write it into the run's folder."""
     from hvdtrain.launch import config_file, supervisor
 
@@ -107,79 +105,10 @@ def _keep(settings: Settings, options: Options) -> None:
         # The folder that `hvdtrain.callbacks.RunFolder` takes.
         path = config_file.keep(
             settings,
-            runs=options.environment.get("HVDTRAIN_RUNS", "runs"),
-            name=options.environment[RUN_NAME],
+            runs=launch.environment.get("HVDTRAIN_RUNS", "runs"),
+            name=launch.environment[RUN_NAME],
         )
         where = f" (kept in {path})" if path else ""
     except OSError as problem:
         where = f" (not kept: {problem})"
     supervisor.say(f"{settings}{where}")
-
-
-def _prepare(settings: Settings) -> tuple[Options, Path]:
-    """Check everything that can be checked before anything is started, and return what to run.
-
-    Raises:
-        UsageError: what was asked for cannot be done.
-    """
-    from hvdtrain.distributed import tuning
-    from hvdtrain.launch import arguments, job_environment, job_folder, loopback, other_hosts, slurm, supervisor
-
-    launcher, passed = settings.launcher, settings.options
-    if launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
-        raise UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {launcher}")
-    if settings.ranks is None:
-        raise UsageError("say how many ranks: hvdtrain run -np 2 train.py")
-    count = arguments.whole_number("-np", settings.ranks, least=1)
-    restarts = arguments.whole_number("--max-restarts", settings.max_restarts, least=0)
-    grace_s = arguments.seconds("--grace", settings.grace or "")
-    job_environment.check_place()
-    program = arguments.program(settings.program)
-    slots = arguments.hosts(passed)
-    elastic = arguments.value(passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None
-    given = {} if slots or elastic else slurm.hosts(os.environ)
-    if given:
-        slurm.check_ranks(count, given)
-    hosts = slots or given
-    crowded = arguments.check_ranks(count, slots=hosts, elastic=elastic, cores=tuning.usable_cores())
-    if crowded:
-        supervisor.say(crowded)
-    job_environment.check_host(launcher, count if loopback.is_here(hosts) else 0)
-    over_gloo = elastic or (launcher == arguments.HOROVODRUN and "--gloo" in passed)
-    run_dir, elsewhere = job_folder.make(0 if over_gloo else count)
-    if elsewhere:
-        supervisor.say(elsewhere)
-    script = next((Path(word).stem for word in program if word.endswith(".py")), Path(program[0]).stem)
-    environment = job_environment.environment(
-        run_dir, name=script, launcher=launcher, passed=passed, slots=hosts, elastic=elastic
-    )
-    line = [*_launcher(launcher), "-np", str(count), *arguments.marks(launcher, passed, environment), *passed]
-    if launcher == arguments.MPIRUN and not loopback.is_here(slots):
-        line += other_hosts.exports(passed, environment)
-    named = arguments.value(passed, "-H", "--hosts") or ""
-    # mpirun asks Slurm itself, and takes a host without a number.
-    if launcher == arguments.HOROVODRUN and (given or any(":" not in item for item in named.split(",") if item)):
-        line += ["-H", slurm.listed(hosts)]
-    flags = loopback.elastic_flags(passed) if launcher == arguments.HOROVODRUN and elastic else []
-    line += flags
-    here = bool(flags) if elastic and not hosts else loopback.is_here(hosts)
-    is_known = not elastic and (launcher == arguments.HOROVODRUN or other_hosts.fills_in_order(passed))
-    options = supervisor.Options(
-        [*line, *program], environment, restarts, grace_s, elastic,
-        far=bool(hosts) and not any(loopback.is_here([host]) for host in hosts),
-        way=None if elastic else other_hosts.way(hosts, launcher, passed, environment),
-        by_rank=() if here else other_hosts.by_rank(hosts, count, own=socket.gethostname(), is_known=is_known),
-    )  # fmt: skip
-    return options, run_dir
-
-
-def _launcher(name: str) -> list[str]:
-    from hvdtrain.launch import arguments
-    from hvdtrain.system import open_mpi, start_ranks
-
-    if name == arguments.HOROVODRUN:
-        return start_ranks.horovodrun(Path(sys.executable))
-    found = open_mpi.program(name)
-    if found is None:
-        raise UsageError("there is no mpirun on PATH. Try: pip install 'hvdtrain[mpi]', or leave --launcher out")
-    return [found]

@@ -277,7 +277,13 @@ def hosts(passed: Sequence[str]) -> dict[str, int]:
 
 
 def check_ranks(
-    ranks: int, *, slots: dict[str, int], elastic: bool, cores: int, name: str = "-np ", insist: str = "-H localhost:{}"
+    ranks: int,
+    *,
+    slots: Mapping[str, int],
+    elastic: bool,
+    cores: int,
+    name: str = "-np ",
+    insist: str = "-H localhost:{}",
 ) -> str:
     """Refuse more ranks than there is room for; return "", or what to say of ranks that share cores.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from hvdtrain.launch.exchange import Exchange, Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.rank_output import Line, Lines
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import process_tree
 from hvdtrain.system.settings import DEBUG
 
@@ -26,11 +27,11 @@ class Call:
     """A job that runs a function. Everything happens in the calling thread: an interrupt reaches it at any moment.
 
     Args:
+        spec: what is launched.
         line: the launcher's command line.
         environment: of the launcher and its ranks.
         run_dir: the job's private folder.
         task: the function, for `hvdtrain.launch.rank`.
-        size: number of ranks.
         grace_s: what ranks get to stop in order after an interrupt.
         show: takes lines that ranks print as they come, and with rank None what is said about the job.
         rank: the one that the command line is, where it is no launcher; its lines have no mark.
@@ -42,12 +43,12 @@ class Call:
 
     def __init__(
         self,
+        spec: LaunchSpec,
         line: Sequence[str],
         *,
         environment: Mapping[str, str],
         run_dir: Path,
         task: Message,
-        size: int,
         grace_s: float,
         show: Callable[[Sequence[Line]], None],
         rank: int | None = None,
@@ -57,7 +58,7 @@ class Call:
         self._run_dir, self._show, self._rank = run_dir, show, rank
         self._output = [Lines(), Lines()]
         self._said = b""
-        self._exchange = Exchange(run_dir, task, size=size)
+        self._exchange = Exchange(run_dir, task, size=spec.ranks)
         report, write_end = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -68,6 +69,7 @@ class Call:
                     str(write_end),
                     str(grace_s),
                     str(run_dir),
+                    spec.launcher,
                     *line,
                 ],
                 env={**environment, **self._exchange.environment()},

@@ -12,11 +12,12 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.distributed import tuning
 from hvdtrain.errors import UsageError
-from hvdtrain.launch import arguments, job_environment, job_folder, loopback, outcome
+from hvdtrain.launch import arguments, job_environment, job_folder, outcome
 from hvdtrain.launch.call import Call
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.pickling import pack
 from hvdtrain.launch.rank_output import Line
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import start_ranks
 
 T = TypeVar("T")
@@ -55,12 +56,12 @@ def run(
         RankFailedError: a rank was killed or ended without a result. It is also the cause (`__cause__`) of an exception
             that `fn` raised on a rank, which is raised here as it is, and has the rank and its traceback.
     """
-    slots, passed, crowded = _check(fn, args, np, output, options)
+    spec, crowded = _check(fn, args, np, output, options)
     task = make_task(fn, args, kwargs)
     show = functools.partial(show_lines, output=output)
     if crowded:
         show([(None, f"hvdtrain.run: {crowded}")])
-    call = _run_job(task, name_of(fn), np=np, passed=passed, slots=slots, show=show)
+    call = _run_job(spec, task, name_of(fn), show)
     problem = outcome.problem(call, np, root_only=output == "root")
     if problem is not None:
         raise problem
@@ -111,12 +112,9 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int, output: str
 
 
 def _run_job(
+    spec: LaunchSpec,
     task: Message,
     name: str,
-    *,
-    np: int,
-    passed: Sequence[str],
-    slots: Mapping[str, int],
     show: Callable[[Sequence[Line]], None],
 ) -> Call:
     """Start the ranks and return when all have ended.
@@ -124,17 +122,15 @@ def _run_job(
     Raises:
         KeyboardInterrupt: there was one; now they have ended.
     """
-    run_dir, elsewhere = job_folder.make(0 if "--gloo" in passed else np)
+    run_dir, elsewhere = job_folder.make(0 if spec.over_gloo else spec.ranks)
     if elsewhere:
         show([(None, f"hvdtrain.run: {elsewhere}")])
     try:
-        environment = job_environment.environment(
-            run_dir, name=name, launcher=arguments.HOROVODRUN, passed=passed, slots=slots
-        )
+        environment = job_environment.environment(run_dir, spec, name=name)
         # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
         environment = {**tuning.without_ours(environment), "PYTHONUNBUFFERED": "1"}
-        line = [*start_ranks.horovodrun(Path(sys.executable)), "-np", str(np), *passed, *_WORKER]
-        call = Call(line, environment=environment, run_dir=run_dir, task=task, size=np, grace_s=GRACE_S, show=show)
+        line = [*start_ranks.horovodrun(Path(sys.executable)), "-np", str(spec.ranks), *spec.options, *spec.program]
+        call = Call(spec, line, environment=environment, run_dir=run_dir, task=task, grace_s=GRACE_S, show=show)
         try:
             _follow(call)
         finally:
@@ -146,31 +142,32 @@ def _run_job(
 
 def _check(
     fn: Callable[..., Any], args: Sequence[Any], np: int, output: str, options: Sequence[str]
-) -> tuple[dict[str, int], Sequence[str], str]:
+) -> tuple[LaunchSpec, str]:
     """Check what can be checked before anything is started.
 
     Returns:
-        {host: slots}, the launcher's options, and what to say of ranks that share cores.
+        What to launch, and what to say of ranks that share cores.
     """
     check_call(fn, args, np, output)
     job_environment.check_place("hvdtrain.run")
-    job_environment.check_host(arguments.HOROVODRUN, np)
     parts = arguments.split([*options, "fn"])
     if parts.ours or parts.program != ["fn"]:
         raise UsageError(f"options are horovodrun's, each word by itself. Received: options={options!r}")
     if arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None:
         raise UsageError("hvdtrain.run has a fixed number of ranks. `hvdtrain run` starts elastic jobs")
-    slots = arguments.hosts(parts.passed)
-    if not loopback.is_here(slots):
-        raise UsageError(f"hvdtrain.run is for this host, and {', '.join(slots)} is not all here. Use `hvdtrain run`")
+    spec = LaunchSpec(ranks=np, options=parts.passed, hosts=arguments.hosts(parts.passed), program=_WORKER)
+    if not spec.is_here:
+        named = ", ".join(spec.hosts)
+        raise UsageError(f"hvdtrain.run is for this host, and {named} is not all here. Use `hvdtrain run`")
+    job_environment.check_host(spec)
     try:
         crowded = arguments.check_ranks(
-            np, slots=slots, elastic=False, cores=tuning.usable_cores(), name="np=",
+            np, slots=spec.hosts, elastic=False, cores=tuning.usable_cores(), name="np=",
             insist='options=("-H", "localhost:{}")',
         )  # fmt: skip
     except UsageError as error:
         raise ValueError(str(error)) from None
-    return slots, parts.passed, crowded
+    return spec, crowded
 
 
 def _cells() -> dict[str, list[str]]:

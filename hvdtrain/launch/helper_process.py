@@ -3,7 +3,7 @@
 A process of its own, since it becomes the parent of all orphans, takes over signals, and ends whatever is below it:
 none of this may happen to a notebook. Started as
 
-    python -m hvdtrain.launch.helper_process REPORT GRACE RUN_DIR COMMAND...
+    python -m hvdtrain.launch.helper_process REPORT GRACE RUN_DIR LAUNCHER COMMAND...
 
 Standard output and error are the launcher's. What this process has to say goes through the file descriptor REPORT:
 lines for people, then one of JSON on how the job ended.
@@ -20,15 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.launch import supervisor
+from hvdtrain.launch.spec import LaunchSpec
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the job; see above."""
-    report, grace_s, run_dir, *line = arguments
+    report, grace_s, run_dir, launcher, *line = arguments
     sys.stderr = os.fdopen(int(report), "w", buffering=1, encoding="utf-8")
     os.set_inheritable(int(report), False)
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    ending = supervisor.once(supervisor.Options(line, dict(os.environ), 0, float(grace_s)), Path(run_dir))
+    launch = supervisor.Launch(LaunchSpec(launcher), line, dict(os.environ), 0, float(grace_s))
+    ending = supervisor.once(launch, Path(run_dir))
     cause = ending.cause
     told = {"who": cause.who, "code": cause.code, "rank": cause.rank, "seconds": ending.seconds}
     try:

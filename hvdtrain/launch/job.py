@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from hvdtrain.launch.arguments import MPIRUN
 from hvdtrain.launch.exit_cause import Listener
 from hvdtrain.launch.rank_output import Whole, without_mark
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import log_filter, open_mpi, process_tree
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -87,23 +87,23 @@ class Job:
     def __init__(
         self,
         line: Sequence[str],
+        spec: LaunchSpec,
         *,
         environment: Mapping[str, str],
         run_dir: Path,
         guard: Guard,
         host: str,
         by_rank: Sequence[str] = (),
-        far: bool = False,
     ) -> None:
         self.run_dir = run_dir
-        self._far = far
+        self._is_elsewhere = spec.is_elsewhere
         self.listener = Listener(host, by_rank)
         self.began = time.monotonic()
         self._guard = guard
         self._told: set[int] = set()
         # A scheduler sends SIGTERM to every process of a job. mpirun would kill its ranks a moment later, in the midst
         # of a checkpoint; deaf to it, it waits for them. It starts ranks that hear everything.
-        self._is_deaf = Path(line[0]).name == MPIRUN
+        self._is_deaf = spec.is_mpirun
         # Now: what is still below this process when the job has ended, mpirun --version too, is killed.
         open_mpi.spaces_marks()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self._is_deaf else set())
@@ -141,7 +141,7 @@ class Job:
         """Ask its ranks to stop, each once; return False if there is none."""
         job = self.members()
         process_tree.ask_to_stop(job, told=self._told, pids=pids)
-        if self._far:
+        if self._is_elsewhere:
             if self._is_deaf and self._process.pid not in self._told:
                 self._told.add(self._process.pid)
                 process_tree.send(self._process.pid, signal.SIGUSR1)  # mpirun passes it on

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.distributed import launch_environment
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks
 from hvdtrain.launch import arguments, loopback, other_hosts
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import open_mpi, start_ranks
 from hvdtrain.system.settings import RUN_ID, RUN_NAME
 
@@ -47,46 +48,41 @@ def check_place(who: str = "it") -> None:
         raise UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
 
 
-def check_host(launcher: str, ranks: int) -> None:
-    """Raise where this host cannot start so many ranks; 0 for ranks of which some are elsewhere.
+def check_host(spec: LaunchSpec) -> None:
+    """Raise where this host cannot start the ranks.
 
     Raises:
         UsageError: too few open files are allowed, or /dev/shm has no room for horovodrun's semaphores.
     """
     try:
-        start_checks.check_open_files(ranks or 2)
-        if launcher == arguments.HOROVODRUN:
+        start_checks.check_open_files(spec.ranks if spec.is_here else 2)
+        if not spec.is_mpirun:
             start_checks.check_semaphores()
     except start_checks.CannotStartError as problem:
         raise UsageError(str(problem)) from None
 
 
-def environment(
-    run_dir: Path, *, name: str, launcher: str, passed: Sequence[str], slots: Mapping[str, int], elastic: bool = False
-) -> dict[str, str]:
+def environment(run_dir: Path, spec: LaunchSpec, *, name: str) -> dict[str, str]:
     """Return the environment of a launcher and its ranks.
 
     Args:
         run_dir: the job's private folder.
+        spec: what is launched.
         name: of what is run, for the folder of the training.
-        launcher: "horovodrun" or "mpirun".
-        passed: the launcher's options.
-        slots: {host: slots} as they name them.
-        elastic: hosts may come and go.
     """
     found = as_new_run(start_ranks.rank_environment({}), name, run_dir.name[-4:])
     # A rank that failed has failed the others too: none of them has anything to wait for.
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
-    if launcher == arguments.MPIRUN:  # as horovodrun does it: containers run as root, and `init` shares cores out
+    if spec.is_mpirun:  # as horovodrun does it: containers run as root, and `init` shares cores out
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        if not slots:
+        if not spec.hosts:
             found = {**open_mpi.OVERSUBSCRIBE_IN_5, **found}
-        if not arguments.places_ranks(passed):
+        if not arguments.places_ranks(spec.options):
             found.setdefault("OMPI_MCA_hwloc_base_binding_policy", "none")
-    if not loopback.is_here(slots):
+    if not spec.is_here:
         found = {**other_hosts.settings(), **found}
-        if launcher == arguments.MPIRUN:
-            found |= loopback.listening(slots, passed, found)
-    elif not elastic:
-        found |= loopback.settings(run_dir, launcher, passed, found)
+        if spec.is_mpirun:
+            found |= loopback.listening(spec, found)
+    elif not spec.elastic:
+        found |= loopback.settings(run_dir, spec, found)
     return open_mpi.for_both(found)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.launch.other_hosts import Way
+from hvdtrain.launch.other_hosts import SshRoute
 from hvdtrain.system import process_tree
 
 _LIMIT_S = 15.0  # ssh's own limit is for the connection alone
@@ -32,12 +32,12 @@ def _sleep(seconds: float) -> bool:
 
 
 def on_every_host(
-    way: Way, task: str, run_dir: Path, *, wait: Callable[[float], bool] = _sleep, limit_s: float = _LIMIT_S
+    route: SshRoute, task: str, run_dir: Path, *, wait: Callable[[float], bool] = _sleep, limit_s: float = _LIMIT_S
 ) -> dict[str, str]:
     """Do something with a job's processes on every other host at once; return {host: why} of those where it failed.
 
     Args:
-        way: the hosts, and how they are reached.
+        route: the hosts, and how they are reached.
         task: "end" or "ask", see `hvdtrain.system.process_tree`.
         run_dir: the job's folder, by which its processes are found.
         wait: waits for so many seconds, or until a child ends; returns whether to give up.
@@ -45,9 +45,9 @@ def on_every_host(
     """
     probes: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for host in way.hosts:
+        for host in route.hosts:
             probes[host] = subprocess.Popen(
-                line(way, host, task, run_dir),
+                line(route, host, task, run_dir),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -59,7 +59,7 @@ def on_every_host(
                 break
         return {host: _why(host, probe) for host, probe in probes.items() if probe.returncode != 0}
     except OSError as problem:
-        return dict.fromkeys(way.hosts, f"{way.ssh[0]} does not start: {problem}")
+        return dict.fromkeys(route.hosts, f"{route.ssh[0]} does not start: {problem}")
     finally:
         for probe in probes.values():
             probe.kill()
@@ -68,16 +68,16 @@ def on_every_host(
             probe.stderr.close()
 
 
-def line(way: Way, host: str, task: str, run_dir: Path) -> list[str]:
+def line(route: SshRoute, host: str, task: str, run_dir: Path) -> list[str]:
     """Return the command line for one host: this Python and this file are at the same place there."""
-    return [*way.ssh, host, shlex.join([sys.executable, "-I", "-S", process_tree.__file__, str(run_dir), task])]
+    return [*route.ssh, host, shlex.join([sys.executable, "-I", "-S", process_tree.__file__, str(run_dir), task])]
 
 
-def ending(way: Way | None, run_dir: Path) -> list[str]:
+def ending(route: SshRoute | None, run_dir: Path) -> list[str]:
     """Return one command that ends a job on every other host; none where there is no other."""
-    if way is None:
+    if route is None:
         return []
-    return ["sh", "-c", "".join(f"{shlex.join(line(way, host, 'end', run_dir))} & " for host in way.hosts) + "wait"]
+    return ["sh", "-c", "".join(f"{shlex.join(line(route, host, 'end', run_dir))} & " for host in route.hosts) + "wait"]
 
 
 def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
@@ -95,14 +95,14 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
 
 
 def wait_for_hosts(
-    way: Way, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
+    route: SshRoute, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
 ) -> str:
     """Wait until all hosts can be reached; return what stands in the way at the end, "" for nothing.
 
     What an earlier start of the job has left there is ended.
 
     Args:
-        way: the hosts, and how they are reached.
+        route: the hosts, and how they are reached.
         run_dir: the job's folder.
         limit_s: how long.
         wait: as for `on_every_host`.
@@ -110,11 +110,11 @@ def wait_for_hosts(
     """
     began = time.monotonic()
     told: dict[str, str] = {}
-    while lost := on_every_host(way, "end", run_dir, wait=wait):
+    while lost := on_every_host(route, "end", run_dir, wait=wait):
         text = "; ".join(f"host {host} {why}" for host, why in lost.items())
         left_s = limit_s - (time.monotonic() - began)
         if any(word in text for word in _HOPELESS) or left_s <= 0 or wait(0):
-            return f"{text}. Try: {' '.join([*way.ssh, next(iter(lost)), sys.executable, '--version'])}"
+            return f"{text}. Try: {' '.join([*route.ssh, next(iter(lost)), sys.executable, '--version'])}"
         if lost.keys() != told.keys():
             say(f"{text}; trying for {limit_s:.0f} s")
             told = lost

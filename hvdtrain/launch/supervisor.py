@@ -15,11 +15,11 @@ from pathlib import Path
 
 from hvdtrain.distributed import watchdog
 from hvdtrain.launch import exit_cause, job_folder, restarts, ssh
-from hvdtrain.launch.arguments import MPIRUN
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.job import Guard, Job, adopt_orphans
-from hvdtrain.launch.other_hosts import Way
+from hvdtrain.launch.other_hosts import SshRoute
 from hvdtrain.launch.signals import Signals
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import process_tree, redact
 from hvdtrain.system.settings import EXIT_STOPPED
 
@@ -34,27 +34,25 @@ _CLOSING_S = 5.0  # for a launcher without ranks: where they have ended, their s
 
 
 @dataclass(frozen=True)
-class Options:
+class Launch:
     """What is run, and how.
 
     Attributes:
+        spec: what was asked for.
         line: the launcher's command line.
         environment: of the launcher and its ranks.
-        max_restarts: how often it is started anew.
+        max_restarts: how often it is restarted.
         grace_s: from a request to stop to the end of patience.
-        elastic: the launcher replaces ranks itself, so a rank's end is not the job's.
-        far: every rank is on another host.
-        way: to other hosts, where it is by ssh.
+        ssh: the route to other hosts, if it is by ssh.
         by_rank: the host of each rank, "" where it is not known; empty for this one.
     """
 
+    spec: LaunchSpec
     line: Sequence[str]
     environment: Mapping[str, str]
     max_restarts: int
     grace_s: float
-    elastic: bool = False
-    far: bool = False
-    way: Way | None = None
+    ssh: SshRoute | None = None
     by_rank: Sequence[str] = ()
 
 
@@ -67,27 +65,25 @@ class Ending:
     requested: signal.Signals | None  # the first request to stop, if there was one
 
 
-def run(options: Options, run_dir: Path) -> int:
+def run(launch: Launch, run_dir: Path) -> int:
     """Run the job to its end and return the exit status.
 
     0: every rank ended with 0. 75: stopped on request, to be gone on with. Else that of the rank that ended first.
 
     Args:
-        options: see there.
+        launch: see there.
         run_dir: the job's private folder; removed at the end.
     """
-    with _supervision(run_dir, ssh.ending(options.way, run_dir)) as (guard, signals):
-        return _run(options, run_dir, guard, signals)
+    with _supervision(run_dir, ssh.ending(launch.ssh, run_dir)) as (guard, signals):
+        return _run(launch, run_dir, guard, signals)
 
 
-def once(options: Options, run_dir: Path) -> Ending:
+def once(launch: Launch, run_dir: Path) -> Ending:
     """Run the job a single time and return how it ended; the folder is removed here too."""
     with _supervision(run_dir) as (guard, signals):
-        job = Job(
-            options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=socket.gethostname()
-        )
+        job = _start(launch, run_dir, guard)
         try:
-            return _follow(job, options, signals, guard)
+            return _follow(job, launch, signals, guard)
         finally:
             if not job.end():
                 say(_UNDYING)
@@ -107,23 +103,19 @@ def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple
             guard.dismiss()
 
 
-def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int:
-    host = socket.gethostname()
+def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
     attempts: list[restarts.Attempt] = []
     while True:
-        barred = _reach(options, run_dir, signals, is_first=not attempts)
+        barred = _reach(launch, run_dir, signals, is_first=not attempts)
         if signals.requests:
             say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
             return 128 + signals.requests[0]
         if barred:
             say(f"gave up: {barred}")
             return attempts[-1].cause.code if attempts else 1
-        job = Job(
-            options.line, environment=options.environment, run_dir=run_dir, guard=guard, host=host,
-            by_rank=options.by_rank, far=options.far,
-        )  # fmt: skip
+        job = _start(launch, run_dir, guard)
         try:
-            ending = _follow(job, options, signals, guard)
+            ending = _follow(job, launch, signals, guard)
         finally:
             gone = job.end()
         if not gone:
@@ -132,21 +124,21 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
         if ending.cause.code == 0:
             return 0
         if ending.cause.code == EXIT_STOPPED:
-            _end_elsewhere(options, run_dir)
+            _end_elsewhere(launch, run_dir)
             say("stopped on request; the same command goes on from the script's checkpoint, if it wrote one")
             return EXIT_STOPPED
         if ending.requested is not None:
-            _end_elsewhere(options, run_dir)
-            return _stopped_hard(ending, run_dir, job, host)
+            _end_elsewhere(launch, run_dir)
+            return _stopped_hard(ending, run_dir, job)
         error = exit_cause.first_error(run_dir, listener=job.listener, cause=ending.cause)
         step = exit_cause.latest_step(run_dir, rank=ending.cause.rank)
         attempts.append(restarts.Attempt(ending.cause, ending.seconds, step, error))
-        verdict = restarts.judge(attempts, max_restarts=options.max_restarts)
+        verdict = restarts.judge(attempts, max_restarts=launch.max_restarts)
         if verdict.pause_s is None:
-            _end_elsewhere(options, run_dir)
+            _end_elsewhere(launch, run_dir)
             return _give_up(attempts, verdict)
         say(
-            f"restart {len(attempts)} of {options.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
+            f"restart {len(attempts)} of {launch.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
             + (f", at step {step}" if step is not None else "")
             + (f" ({error.last_line})" if error else "")
             + "; starting it again"
@@ -158,18 +150,25 @@ def _run(options: Options, run_dir: Path, guard: Guard, signals: Signals) -> int
             signals.wait(deadline - time.monotonic())
 
 
-def _end_elsewhere(options: Options, run_dir: Path) -> None:
+def _start(launch: Launch, run_dir: Path, guard: Guard) -> Job:
+    return Job(
+        launch.line, launch.spec, environment=launch.environment, run_dir=run_dir, guard=guard,
+        host=socket.gethostname(), by_rank=launch.by_rank,
+    )  # fmt: skip
+
+
+def _end_elsewhere(launch: Launch, run_dir: Path) -> None:
     """End what other hosts have of a job that is not started again: a launcher that was killed leaves ranks there."""
-    if options.way is not None:
-        ssh.on_every_host(options.way, "end", run_dir)
+    if launch.ssh is not None:
+        ssh.on_every_host(launch.ssh, "end", run_dir)
 
 
-def _reach(options: Options, run_dir: Path, signals: Signals, *, is_first: bool) -> str:
+def _reach(launch: Launch, run_dir: Path, signals: Signals, *, is_first: bool) -> str:
     """Wait until the job's other hosts can be reached; return what stands in the way, "" for nothing.
 
     One that has just died may start again, which takes minutes: as long as a rank may wait for others.
     """
-    if options.way is None:
+    if launch.ssh is None:
         return ""
 
     def wait(seconds: float) -> bool:
@@ -177,10 +176,10 @@ def _reach(options: Options, run_dir: Path, signals: Signals, *, is_first: bool)
         return bool(signals.requests)
 
     limit_s = _STARTING_S if is_first else min(watchdog.limit_s(), _AWAY_S)
-    return ssh.wait_for_hosts(options.way, run_dir, limit_s=limit_s, wait=wait, say=say)
+    return ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=wait, say=say)
 
 
-def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Ending:
+def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
     """Wait until the launcher has ended, or the job is beyond hope."""
     asked_at: float | None = None
     ranks_at = 0.0  # when there were ranks last, once it was asked to stop
@@ -201,32 +200,32 @@ def _follow(job: Job, options: Options, signals: Signals, guard: Guard) -> Endin
             break
         if signals.requests and asked_at is None:
             asked_at = ranks_at = now
-            say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(options.grace_s)}")
-            if options.way is not None and not options.line[0].endswith(MPIRUN):  # which passes it on itself
-                ssh.on_every_host(options.way, "ask", job.run_dir, wait=wait_and_hear)
+            say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(launch.grace_s)}")
+            if launch.ssh is not None and not launch.spec.is_mpirun:  # which passes it on itself
+                ssh.on_every_host(launch.ssh, "ask", job.run_dir, wait=wait_and_hear)
         if asked_at is not None and terminated_at is None:
             ranks = job.ask_to_stop(exit_cause.rank_pids(job.run_dir))
             if ranks:
                 ranks_at = now
-            if now - asked_at > options.grace_s if ranks else now - ranks_at > _CLOSING_S:
+            if now - asked_at > launch.grace_s if ranks else now - ranks_at > _CLOSING_S:
                 terminated_at = now
                 if ranks:
-                    say(f"the ranks have not ended within {_time(options.grace_s)}: ending them")
+                    say(f"the ranks have not ended within {_time(launch.grace_s)}: ending them")
                 job.send(signal.SIGTERM)
         elif terminated_at is not None and now - terminated_at > _TERM_S:
             break
-        if cause is not None and cause.code not in (0, EXIT_STOPPED) and not options.elastic:
+        if cause is not None and cause.code not in (0, EXIT_STOPPED) and not launch.spec.elastic:
             failed_at = failed_at or now
             if now - failed_at > _LAST_WORDS_S and asked_at is None:
                 break
-        if job.listener.is_aborted() and not options.elastic:
+        if job.listener.is_aborted() and not launch.spec.elastic:
             aborted_at = aborted_at or now
             if now - aborted_at > _ABORTED_S:
                 break
         signals.wait(_POLL_S if asked_at is None and failed_at is None else 0.1)
     seconds = job.seconds()
     job.end()  # what it printed is whole only now
-    cause = _cause(job, status, os.path.basename(options.line[0]))
+    cause = _cause(job, status, launch.spec.launcher)
     return Ending(cause, seconds, signals.requests[0] if signals.requests else None)
 
 
@@ -244,7 +243,7 @@ def _cause(job: Job, status: int | None, launcher: str) -> Cause:
     return Cause(launcher, 128 - status if status < 0 else status)
 
 
-def _stopped_hard(ending: Ending, run_dir: Path, job: Job, host: str) -> int:
+def _stopped_hard(ending: Ending, run_dir: Path, job: Job) -> int:
     assert ending.requested is not None
     error = exit_cause.first_error(run_dir, listener=job.listener, cause=ending.cause)
     if error is not None:

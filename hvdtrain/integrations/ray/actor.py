@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.launch import loopback
 from hvdtrain.launch.exchange import Message
+from hvdtrain.system import network
 
 
 class Rank:
@@ -36,7 +36,7 @@ class Rank:
             "host": socket.gethostname(),
             "node": ray.get_runtime_context().get_node_id(),
             "address": address,
-            "interface": loopback.interface(address),
+            "interface": network.interface(address),
             "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
         }
 

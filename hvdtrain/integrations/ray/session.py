@@ -20,7 +20,7 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build import owners
-from hvdtrain.launch import loopback
+from hvdtrain.system import network
 
 log = logging.getLogger("hvdtrain")
 
@@ -139,7 +139,7 @@ def _base() -> Path:
 
 def _other_listener(host: str, port: int) -> str:
     """Return a reason not to trust a port: it is on this host, and another user listens there. Else ""."""
-    if not loopback.is_here([host]):
+    if not network.is_here([host]):
         return ""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):

@@ -20,12 +20,13 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.spark import wire
-from hvdtrain.launch import job_environment, job_folder, loopback
+from hvdtrain.launch import job_environment, job_folder
 from hvdtrain.launch.call import Call
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.rank_output import Line
-from hvdtrain.system import start_ranks
+from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.system import network, start_ranks
 
 _WORKER = ["-m", "hvdtrain.launch.rank"]
 _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # address and secret of a worker's executor: not for ranks
@@ -133,8 +134,8 @@ def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) ->
     for place in places:
         counts[place.host] += 1
     slots = hosts.get_host_assignments([hosts.HostInfo(*each) for each in counts.items()], len(places))
-    meeting, address = None, loopback.ADDRESS if len(counts) == 1 else places[0].address
-    interface = _interface(loopback.ADDRESS if len(counts) == 1 else places[rank].address)
+    meeting, address = None, network.LOOPBACK if len(counts) == 1 else places[0].address
+    interface = _interface(network.LOOPBACK if len(counts) == 1 else places[rank].address)
     try:
         port = 0
         if rank == 0:
@@ -159,7 +160,7 @@ def visible_gpus(rank: int, places: Sequence[Place]) -> dict[str, str]:
 
 def _interface(address: str) -> str:
     """Return the name of the network interface that has an IP address."""
-    name = loopback.interface(address)
+    name = network.interface(address)
     if not name:
         raise UsageError(f"no network interface has the address {address}, by which this executor reaches the driver")
     return name
@@ -191,8 +192,8 @@ def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection
     run_dir, _ = job_folder.make(0)
     try:
         call = Call(
-            [sys.executable, *_WORKER],
-            environment=environment, run_dir=run_dir, task=task, size=1, grace_s=plan.grace_s, show=show, rank=rank,
+            LaunchSpec("python"), [sys.executable, *_WORKER],
+            environment=environment, run_dir=run_dir, task=task, grace_s=plan.grace_s, show=show, rank=rank,
         )  # fmt: skip
         try:
             call.follow({connection: heed})

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hvdtrain.errors import HvdTrainError, UsageError
 from hvdtrain.launch import arguments, other_hosts, ssh
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import open_mpi, process_tree
 from hvdtrain.system.start_ranks import horovodrun, rank_environment
 
@@ -134,8 +135,8 @@ def run_ranks(
     """
     line = [*_horovodrun(hosts), sys.executable, *program]
     given = rank_environment({"PYTHONUNBUFFERED": "1", **environment})
-    way = other_hosts.way(hosts.names, arguments.HOROVODRUN, [], given)
-    lost = {} if way is None else ssh.on_every_host(way, "end", Path(tempfile.gettempdir(), "hvdtrain-bench"))
+    route = other_hosts.ssh_route(LaunchSpec(ranks=hosts.ranks, hosts=hosts.names), given)
+    lost = {} if route is None else ssh.on_every_host(route, "end", Path(tempfile.gettempdir(), "hvdtrain-bench"))
     if lost:
         raise BenchError("; ".join(f"host {host} {why}" for host, why in lost.items()))
     began = time.monotonic()

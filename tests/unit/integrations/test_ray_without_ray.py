@@ -10,9 +10,9 @@ import pytest
 
 from hvdtrain.errors import PackageMissingError, UsageError
 from hvdtrain.integrations.ray import cluster, fixed, job, run
-from hvdtrain.launch import loopback
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.system import network
 
 
 def nothing() -> None:
@@ -67,8 +67,8 @@ def test_ranks_get_what_concerns_them_of_this_environment_and_no_launchers_marks
 
 
 def test_the_interface_of_an_address_is_found() -> None:
-    assert loopback.interface("127.0.0.1") == "lo"
-    assert loopback.interface("203.0.113.9") == ""
+    assert network.interface("127.0.0.1") == "lo"
+    assert network.interface("203.0.113.9") == ""
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch import job
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import open_mpi
 
 # Says which signals it was started deaf to, then waits to be asked.
@@ -29,12 +30,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     guard = job.Guard(tmp_path)
     jobs: list[job.Job] = []
 
-    def begin(name: str, **options: bool) -> job.Job:
+    def begin(name: str, **hosts: int) -> job.Job:
         program = tmp_path / name
         program.write_text(PROGRAM)
         program.chmod(0o755)
         line = [str(program)]
-        jobs.append(job.Job(line, environment=dict(os.environ), run_dir=tmp_path, guard=guard, host="h", **options))
+        spec = LaunchSpec(name, hosts=hosts)
+        jobs.append(job.Job(line, spec, environment=dict(os.environ), run_dir=tmp_path, guard=guard, host="h"))
         deadline = time.monotonic() + 30
         while not (tmp_path / "blocked").exists():
             assert time.monotonic() < deadline
@@ -58,7 +60,7 @@ def test_mpirun_alone_does_not_hear_a_schedulers_sigterm(
 
 
 def test_ranks_that_are_all_on_other_hosts_are_asked_through_mpirun(start: Callable[..., job.Job]) -> None:
-    running = start("mpirun", far=True)
+    running = start("mpirun", **{"192.0.2.77": 2})
     running.ask_to_stop({})
     deadline = time.monotonic() + 30
     while running.status() is None:
@@ -83,7 +85,7 @@ def test_ranks_lines_come_whole_and_without_frameworks_notes(tmp_path: Path, cap
     text += "[1,0]<stderr>:W0000 la[1,1]<stderr>:one\n[1,0]<stderr>:st\n"
     guard = job.Guard(tmp_path)
     line = [sys.executable, "-c", f"import os; os.write(2, {text!r}.encode())"]
-    running = job.Job(line, environment=dict(os.environ), run_dir=tmp_path, guard=guard, host="h")
+    running = job.Job(line, LaunchSpec(), environment=dict(os.environ), run_dir=tmp_path, guard=guard, host="h")
     deadline = time.monotonic() + 30
     while running.status() is None:
         assert time.monotonic() < deadline

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import loopback
+from hvdtrain.launch.spec import LaunchSpec
 
 HERE = Path("/dev/shm/x")
 
@@ -15,13 +15,6 @@ HERE = Path("/dev/shm/x")
 def preloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "tmp_path" not in request.fixturenames:
         monkeypatch.setattr(loopback, "_preload", lambda before: "library")
-
-
-def test_this_host_is_known_by_its_names() -> None:
-    assert loopback.is_here(["localhost", "127.0.0.1", socket.gethostname()])
-    assert loopback.is_here([])
-    assert not loopback.is_here(["localhost", "192.0.2.77"])
-    assert not loopback.is_here(["no-such-host.invalid"])
 
 
 @pytest.mark.parametrize(
@@ -45,17 +38,17 @@ def test_a_discovery_script_that_fails_is_named() -> None:
 
 
 def test_under_mpirun_ranks_talk_through_shared_memory_alone() -> None:
-    chosen = loopback.settings(HERE, "mpirun", [], {})
+    chosen = loopback.settings(HERE, LaunchSpec("mpirun"), {})
     assert "tcp" in chosen["OMPI_MCA_btl"]
     assert chosen["OMPI_MCA_btl"].startswith("^")
     assert chosen["OMPI_MCA_orte_tmpdir_base"] == str(HERE)
-    assert "OMPI_MCA_btl" not in loopback.settings(HERE, "horovodrun", [], {})
+    assert "OMPI_MCA_btl" not in loopback.settings(HERE, LaunchSpec("horovodrun"), {})
 
 
 def test_the_users_settings_stay() -> None:
-    assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", [], {"OMPI_MCA_btl": "self,tcp"})
-    assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", ["--mca", "btl", "self,tcp"], {})
-    assert "OMPI_MCA_btl" not in loopback.settings(HERE, "mpirun", [], {"HVDTRAIN_LOOPBACK": "0"})
+    assert "OMPI_MCA_btl" not in loopback.settings(HERE, LaunchSpec("mpirun"), {"OMPI_MCA_btl": "self,tcp"})
+    assert "OMPI_MCA_btl" not in loopback.settings(HERE, LaunchSpec("mpirun", options=["--mca", "btl", "self,tcp"]), {})
+    assert "OMPI_MCA_btl" not in loopback.settings(HERE, LaunchSpec("mpirun"), {"HVDTRAIN_LOOPBACK": "0"})
 
 
 def test_mpirun_is_not_started_where_it_cannot_be_kept_to_loopback(
@@ -63,18 +56,18 @@ def test_mpirun_is_not_started_where_it_cannot_be_kept_to_loopback(
 ) -> None:
     monkeypatch.setattr("hvdtrain.horovod_build.installed.package_folder", lambda name: tmp_path)
     with pytest.raises(UsageError, match=r"libhvdtrain_listen\.so is missing.*HVDTRAIN_LOOPBACK=0") as caught:
-        loopback.settings(HERE, "mpirun", [], {})
+        loopback.settings(HERE, LaunchSpec("mpirun"), {})
     assert "\n" not in str(caught.value)
-    assert "LD_PRELOAD" not in loopback.settings(HERE, "mpirun", [], {"HVDTRAIN_LOOPBACK": "0"})
+    assert "LD_PRELOAD" not in loopback.settings(HERE, LaunchSpec("mpirun"), {"HVDTRAIN_LOOPBACK": "0"})
 
 
 def test_horovodrun_is_not_started_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hvdtrain.horovod_build.installed.package_folder", lambda name: tmp_path)
     monkeypatch.setattr("hvdtrain.horovod_build.installed.record", lambda: {"data_planes": "gloo,mpi"})
     with pytest.raises(UsageError, match="HVDTRAIN_LOOPBACK=0"):
-        loopback.settings(HERE, "horovodrun", [], {})
+        loopback.settings(HERE, LaunchSpec("horovodrun"), {})
     for passed in (["--gloo"], ["--network-interfaces", "eth0"]):
-        loopback.settings(HERE, "horovodrun", passed, {})
+        loopback.settings(HERE, LaunchSpec("horovodrun", options=passed), {})
 
 
 def test_a_library_that_does_not_load_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -82,4 +75,4 @@ def test_a_library_that_does_not_load_is_noticed(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "runner" / "libhvdtrain_listen.so").write_bytes(b"no library")
     monkeypatch.setattr("hvdtrain.horovod_build.installed.package_folder", lambda name: tmp_path)
     with pytest.raises(UsageError, match=r"cannot be preloaded.*HVDTRAIN_LOOPBACK=0"):
-        loopback.settings(HERE, "mpirun", [], {})
+        loopback.settings(HERE, LaunchSpec("mpirun"), {})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch import ssh
-from hvdtrain.launch.other_hosts import Way
+from hvdtrain.launch.other_hosts import SshRoute
 from hvdtrain.system import process_tree
 
 SSH = """#!/bin/sh
@@ -26,22 +26,22 @@ exec sh -c "$2"
 
 
 @pytest.fixture
-def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Way:
+def route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SshRoute:
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "ssh"
     program.write_text(SSH)
     program.chmod(0o755)
-    return Way(("a", "b"), (str(program),))
+    return SshRoute(("a", "b"), (str(program),))
 
 
 def mark(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sleep", "60"], env={**os.environ, process_tree.RUN_DIR: str(folder)})
 
 
-def test_what_is_left_of_a_job_on_other_hosts_is_ended(way: Way, tmp_path: Path) -> None:
+def test_what_is_left_of_a_job_on_other_hosts_is_ended(route: SshRoute, tmp_path: Path) -> None:
     left, other = mark(tmp_path), mark(tmp_path / "other")
     try:
-        assert ssh.on_every_host(way, "end", tmp_path) == {}
+        assert ssh.on_every_host(route, "end", tmp_path) == {}
         assert left.wait(30) == -9
         assert sorted(Path("reached").read_text().split()) == ["a", "b"]
         assert other.poll() is None
@@ -50,15 +50,15 @@ def test_what_is_left_of_a_job_on_other_hosts_is_ended(way: Way, tmp_path: Path)
         other.wait()
 
 
-def test_one_command_ends_a_job_everywhere(way: Way, tmp_path: Path) -> None:
+def test_one_command_ends_a_job_everywhere(route: SshRoute, tmp_path: Path) -> None:
     left = mark(tmp_path)
-    subprocess.run(ssh.ending(way, tmp_path), check=True, timeout=60)
+    subprocess.run(ssh.ending(route, tmp_path), check=True, timeout=60)
     assert left.wait(30) == -9
     assert sorted(Path("reached").read_text().split()) == ["a", "b"]
     assert ssh.ending(None, tmp_path) == []
 
 
-def test_a_host_that_comes_up_in_time_is_waited_for(way: Way, tmp_path: Path) -> None:
+def test_a_host_that_comes_up_in_time_is_waited_for(route: SshRoute, tmp_path: Path) -> None:
     Path("down").write_text("b connect to host b port 22: Connection refused\n")
     said: list[str] = []
 
@@ -68,7 +68,7 @@ def test_a_host_that_comes_up_in_time_is_waited_for(way: Way, tmp_path: Path) ->
         time.sleep(min(seconds, 0.05))
         return False
 
-    assert ssh.wait_for_hosts(way, tmp_path, limit_s=100, wait=wait, say=said.append) == ""
+    assert ssh.wait_for_hosts(route, tmp_path, limit_s=100, wait=wait, say=said.append) == ""
     assert said == [
         "host b cannot be reached by ssh: connect to host b port 22: Connection refused; trying for 100 s",
         "b can be reached",
@@ -83,10 +83,10 @@ def test_a_host_that_comes_up_in_time_is_waited_for(way: Way, tmp_path: Path) ->
     ],
 )
 def test_the_wait_has_an_end_and_none_is_made_where_it_does_not_help(
-    way: Way, tmp_path: Path, down: str, limit_s: float, expected: str
+    route: SshRoute, tmp_path: Path, down: str, limit_s: float, expected: str
 ) -> None:
     Path("down").write_text(f"{down}\n")
-    problem = ssh.wait_for_hosts(way, tmp_path, limit_s=limit_s, wait=ssh._sleep, say=print)
+    problem = ssh.wait_for_hosts(route, tmp_path, limit_s=limit_s, wait=ssh._sleep, say=print)
     assert problem.startswith(expected)
 
 
@@ -96,25 +96,27 @@ def test_a_host_with_another_key_is_told_in_one_line(forget: str, tmp_path: Path
         f"@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n@@@\n  {forget}\nHost key verification failed.\n"
     )
     (tmp_path / "page").write_text(page)
-    changed = Way(("a",), ("sh", "-c", f"cat {tmp_path / 'page'} >&2; exit 255"))
+    changed = SshRoute(("a",), ("sh", "-c", f"cat {tmp_path / 'page'} >&2; exit 255"))
     problem = ssh.wait_for_hosts(changed, tmp_path, limit_s=1e9, wait=ssh._sleep, say=print)
     said = f"host a has a changed ssh host key. If the host was reinstalled, type: {forget or 'ssh-keygen -R a'}"
     assert problem.startswith(f"{said}. Try: ")
 
 
-def test_a_host_without_this_python_is_named_at_once(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_this_python_is_named_at_once(
+    route: SshRoute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/gone/python")
-    problem = ssh.wait_for_hosts(way, tmp_path, limit_s=1e9, wait=ssh._sleep, say=print)
+    problem = ssh.wait_for_hosts(route, tmp_path, limit_s=1e9, wait=ssh._sleep, say=print)
     assert "host a does not run /gone/python: " in problem
     assert "not found" in problem
 
 
 def test_a_host_that_says_nothing_has_a_limit(tmp_path: Path) -> None:
-    silent = Way(("a",), ("sh", "-c", "sleep 60"))
+    silent = SshRoute(("a",), ("sh", "-c", "sleep 60"))
     assert ssh.on_every_host(silent, "end", tmp_path, limit_s=0.2) == {"a": "cannot be reached by ssh: no answer"}
 
 
 def test_without_ssh_there_is_a_word_for_it(tmp_path: Path) -> None:
-    nothing = Way(("a",), (str(tmp_path / "ssh"),))
+    nothing = SshRoute(("a",), (str(tmp_path / "ssh"),))
     problem = ssh.wait_for_hosts(nothing, tmp_path, limit_s=1e9, wait=ssh._sleep, say=print)
     assert "does not start" in problem
