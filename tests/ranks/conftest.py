@@ -1,7 +1,8 @@
 """Which rank tests run at this world size, and the folder that the ranks of one test share.
 
 Every test says at which world sizes it holds: `@pytest.mark.world_size(2)` or `world_size(2, 3)`. At other sizes it
-is deselected. A test without the mark is an error, because it would run nowhere and look green.
+is deselected. A test without the mark is an error, because it would run nowhere and look green. The other marks say
+where it runs beside its first place: PyTorch for the Trainer's tests, the TensorFlow backend for Keras's.
 
 Start them with `python tests/ranks/run.py`. Horovod is started by the conftest of each framework's folder, not here.
 """
@@ -31,8 +32,18 @@ WORLD_SIZE = _world_size()
 collect_ignore_glob = ["*"] if WORLD_SIZE == 1 else []
 
 
+MARKS = {
+    "world_size(*sizes)": "the numbers of ranks at which a test of tests/ranks runs",
+    "every_backend": "runs on each of Keras's backends, at 2 ranks, without --all too",
+    "on_keras": "of the Trainer: runs on PyTorch and on Keras's TensorFlow backend, without --all too",
+    "three_ranks": "of Keras: runs at 3 ranks too, on TensorFlow: uneven shares, the order of sums, sets of ranks",
+    "over_gloo": "of PyTorch: runs over Gloo too: collectives, join, errors",
+}
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "world_size(*sizes): the numbers of ranks at which a test of tests/ranks runs")
+    for mark, meaning in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: {meaning}")
 
 
 def pytest_report_header() -> str | None:

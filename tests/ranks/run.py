@@ -1,8 +1,12 @@
 """Run the rank tests: pytest itself under horovodrun, at 2 and 3 ranks, for every framework and Keras backend.
 
-    python tests/ranks/run.py                                   # everything
-    python tests/ranks/run.py --np 2 --only keras-jax -- -k accumulation
+    python tests/ranks/run.py                                   # each claim at the cheapest place that can prove it
+    python tests/ranks/run.py --all                             # every test everywhere it holds
+    python tests/ranks/run.py --all --np 2 --only keras-jax -- -k accumulation
     python tests/ranks/run.py --core                            # what a framework's new version would break first
+
+A claim about the Trainer is proven on PyTorch; the marks `every_backend` and `on_keras` say which of these tests run on
+Keras too. At 3 ranks Keras runs what no 2 ranks can show (`three_ranks`, or `world_size(3)` alone).
 
 What this promises, each proven in tests/e2e/project/test_harness.py: a rank that fails a test fails the run and shows
 that rank's own traceback once; the other ranks are ended and the tests that are left go on in fresh ranks; a hang ends
@@ -26,17 +30,22 @@ from pathlib import Path
 from launch import HERE, Launch, Limits, Outcome
 
 SIZES = (2, 3)
+EVERY_TEST = ""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One row of the matrix: a folder of tests and the environment that it runs in."""
+    """A folder of tests, the environment that it runs in, and which of its tests run at which world size.
+
+    `marks` has pytest's -m expression by world size. With --all, a group runs whole at each of `sizes`.
+    """
 
     name: str
     folder: str
     framework: str
     backend: str | None = None
     launcher_options: tuple[str, ...] = ()
+    marks: dict[int, str] = field(default_factory=lambda: dict.fromkeys(SIZES, EVERY_TEST))
     sizes: tuple[int, ...] = SIZES
 
     def environment(self) -> dict[str, str]:
@@ -51,12 +60,14 @@ class Group:
 
 GROUPS = (
     Group("torch", "torch", "torch"),
-    Group("torch-gloo", "torch", "torch", launcher_options=("--gloo",), sizes=(2,)),
-    *(Group(f"keras-{backend}", "keras", "keras", backend) for backend in ("tensorflow", "torch", "jax")),
+    Group("torch-gloo", "torch", "torch", None, ("--gloo",), marks={2: "over_gloo"}, sizes=(2,)),
+    Group("keras-tensorflow", "keras", "keras", "tensorflow", marks={2: EVERY_TEST, 3: "three_ranks"}),
+    *(Group(f"keras-{backend}", "keras", "keras", backend, marks={2: "every_backend"}) for backend in ("torch", "jax")),
     Group("trainer-torch", "training", "torch"),
-    *(Group(f"trainer-keras-{backend}", "training", "keras", backend) for backend in ("tensorflow", "torch")),
+    Group("trainer-keras-tensorflow", "training", "keras", "tensorflow", marks={2: "every_backend or on_keras"}),
+    Group("trainer-keras-torch", "training", "keras", "torch", marks={2: "every_backend"}),
     # JAX compiles for minutes here. keras-jax has three ranks of its collectives, the groups above of the Trainer.
-    Group("trainer-keras-jax", "training", "keras", "jax", sizes=(2,)),
+    Group("trainer-keras-jax", "training", "keras", "jax", marks={2: "every_backend"}, sizes=(2,)),
 )
 
 # `--core`, by folder: that ranks train as one process does, through each framework's optimizers, steps and state.
@@ -119,6 +130,8 @@ class Progress:
 def run_group(group: Group, size: int, options: argparse.Namespace, base: Path, totals: Totals) -> None:
     """Run one group at one world size, in fresh ranks again after each failed test, and add to `totals`."""
     label = f"{group.name} np={size}"
+    whole = options.all or options.core or options.path
+    expression = EVERY_TEST if whole else group.marks.get(size, EVERY_TEST)
     folder = HERE / group.folder
     targets = [folder / name for name in CORE[group.folder]] if options.core else [folder]
     targets = targets if options.path is None else [options.path.resolve()]
@@ -138,7 +151,7 @@ def run_group(group: Group, size: int, options: argparse.Namespace, base: Path, 
             directory=base / f"{group.name}-{size}-{len(outcomes)}",
             environment=group.environment(),
             launcher_options=group.launcher_options,
-            pytest_arguments=options.pytest_arguments,
+            pytest_arguments=[*(("-m", expression) if expression else ()), *options.pytest_arguments],
             done=done,
             limits=Limits(test_s=options.test_limit, start_s=options.start_limit, group_s=options.group_limit),
             on_test=progress,
@@ -188,6 +201,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--np", type=int, action="append", help="only at this world size (may be repeated)")
     names = [group.name for group in GROUPS]
     parser.add_argument("--only", action="append", choices=names, help="only this group (may be repeated)")
+    parser.add_argument("--all", action="store_true", help="every test on every backend, not only what is marked so")
     parser.add_argument("--core", action="store_true", help="only the files in CORE, at 2 ranks, not over --gloo")
     parser.add_argument("--path", type=Path, help="run this file or folder instead of the group's folder")
     parser.add_argument("--test-limit", type=float, default=120.0, help="seconds a test may take [120]")
@@ -212,8 +226,9 @@ def select(options: argparse.Namespace) -> list[tuple[Group, int]]:
         if lacking := missing(group):
             print(f"{group.name}: skipped, {lacking} is not installed", flush=True)
             continue
-        sizes = options.np or ([2] if options.core else group.sizes)
-        rows += [(group, size) for size in sizes if options.only or size in group.sizes or size not in SIZES]
+        usual = group.sizes if options.all else tuple(group.marks)
+        sizes = options.np or ([2] if options.core else usual)
+        rows += [(group, size) for size in sizes if options.only or size in usual or size not in SIZES]
     return rows
 
 

@@ -48,6 +48,8 @@ def _train_alone(kit, counts, steps=None):
 COUNTS = {2: [[4, 4], [5, 2], [3, 0], [0, 1]], 3: [[4, 4, 4], [3, 1, 2], [2, 2, 0], [0, 0, 1]]}
 
 
+@pytest.mark.every_backend
+@pytest.mark.three_ranks
 @pytest.mark.parametrize("steps", [None, 2])
 def test_uneven_and_empty_batches_equal_one_process(kit, steps):
     counts = COUNTS[hvd.size()]
@@ -64,6 +66,7 @@ def test_the_weight_is_neither_state_nor_saved(kit):
     assert len(weighted.variables) == len(plain.variables)
 
 
+@pytest.mark.every_backend
 def test_a_weight_after_compiled_steps_is_refused(kit):
     model = kit.together(kit.model(), hvd.DistributedOptimizer(_optimizer()))
     if kit.backend == "torch":

@@ -12,6 +12,7 @@ from hvdtrain.keras.host_collectives import to_numpy
 pytestmark = pytest.mark.world_size(2, 3)
 
 
+@pytest.mark.every_backend
 def test_broadcast_gives_all_ranks_the_roots_weights(kit):
     root = hvd.size() - 1
     alone = kit.alone(kit.model(seed=1 + 10 * root), keras.optimizers.SGD(0.1, momentum=0.9))
@@ -22,6 +23,7 @@ def test_broadcast_gives_all_ranks_the_roots_weights(kit):
     kit.assert_same_everywhere(model)
 
 
+@pytest.mark.every_backend
 def test_broadcast_gives_all_ranks_the_roots_optimizer_state(kit):
     """Only the root has trained before: its momentum, its step count and its weights reach the others."""
     alone = kit.alone(kit.model(), keras.optimizers.Adam(0.01))
@@ -51,6 +53,7 @@ def test_broadcast_changes_nothing_on_the_root_and_no_seeds(kit):
     kit.assert_same_everywhere(model)
 
 
+@pytest.mark.every_backend
 def test_broadcast_carries_every_dtype_bit_for_bit(kit):
     values = [np.array([1, -2], "int32"), np.array([True, False]), np.array([np.nan, 1e-40], "float32")]
     values += [np.array([1.5, -0.0], "float16"), np.arange(3, dtype="uint8")]
@@ -141,7 +144,7 @@ def test_warmup_rises_from_one_ranks_rate_to_all_ranks(kit):
     kit.assert_same_everywhere(model)
 
 
-@pytest.mark.parametrize("correction", [True, False])
+@pytest.mark.parametrize("correction", [pytest.param(True, marks=pytest.mark.every_backend), False])
 def test_momentum_follows_the_rate(kit, correction):
     """With correction, a step after the rate changed is v = momentum * new / old * v - new * g, as in the paper."""
     x, y = kit.data()

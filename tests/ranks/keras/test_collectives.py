@@ -9,7 +9,7 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain.keras import basics, process_sets
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.every_backend]
 
 
 def _value(tensor):

@@ -11,6 +11,7 @@ import hvdtrain.keras as hvd
 pytestmark = pytest.mark.world_size(2)
 
 
+@pytest.mark.every_backend
 def test_state_goes_back_to_the_last_commit(kit):
     model = kit.together(kit.model(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), epochs=1)
     state = hvd.elastic.KerasState(model, epoch=3, batch=0)
@@ -49,6 +50,7 @@ def test_run_gives_new_ranks_the_roots_state_and_trains_on(kit):
     assert np.isfinite(kit.flat(model)).all()
 
 
+@pytest.mark.every_backend
 def test_training_goes_on_after_ranks_have_met_anew(kit):
     """As after a reset: the state is synchronized, compiled steps are made anew, training goes on."""
     model = kit.together(kit.model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), epochs=1)

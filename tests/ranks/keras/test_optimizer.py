@@ -28,7 +28,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+EVERY_BACKEND = ("sgd", "accumulation")  # the others differ in what Keras itself does
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.every_backend] * (name in EVERY_BACKEND)) for name in OPTIMIZERS]
+)
 def test_ranks_equal_one_process(kit, name):
     alone = kit.alone(kit.model(), OPTIMIZERS[name]())
     together = kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS[name]()))
@@ -44,6 +49,7 @@ def test_without_averaging_ranks_would_differ(kit):
     assert len(set(digests)) == hvd.size()
 
 
+@pytest.mark.every_backend
 def test_reductions_really_run(kit, monkeypatch):
     calls = kit.count_calls(monkeypatch)
     kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), epochs=2)
@@ -51,6 +57,7 @@ def test_reductions_really_run(kit, monkeypatch):
     assert len(calls) in {"tensorflow": (1, 2), "torch": (4,), "jax": (4,)}[kit.backend]
 
 
+@pytest.mark.every_backend
 @pytest.mark.world_size(2)
 def test_the_timeline_shows_gradients_and_nothing_between_updates(kit, tmp_path):
     file = tmp_path / f"timeline-{hvd.rank()}.json"
@@ -71,6 +78,7 @@ def test_the_timeline_shows_gradients_and_nothing_between_updates(kit, tmp_path)
         assert len(gradients) == 1  # small ones travel together
 
 
+@pytest.mark.every_backend
 def test_sums_on_request(kit):
     rate = 0.1 / hvd.size()
     alone = kit.alone(kit.model(), keras.optimizers.SGD(0.1, momentum=0.9))
@@ -78,7 +86,7 @@ def test_sums_on_request(kit):
     kit.assert_close(together, alone)
 
 
-@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("average", [False, pytest.param(True, marks=pytest.mark.every_backend)])
 def test_backward_passes_are_summed_or_averaged(kit, average):
     alone = kit.alone(kit.model(), keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
     optimizer = hvd.DistributedOptimizer(
@@ -101,7 +109,14 @@ def test_backward_passes_multiply_with_keras_accumulation(kit):
     kit.assert_close(kit.together(kit.model(), optimizer), alone)
 
 
-@pytest.mark.parametrize("options", [{"groups": 2}, {"gradient_predivide_factor": 2.0}, {"num_groups": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"groups": 2}, marks=pytest.mark.every_backend),
+        pytest.param({"gradient_predivide_factor": 2.0}, marks=pytest.mark.every_backend),
+        {"num_groups": 1},
+    ],
+)
 def test_groups_and_predivision_change_nothing(kit, options):
     alone = kit.alone(kit.model(), OPTIMIZERS["sgd"]())
     together = kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS["sgd"](), **options))
@@ -121,12 +136,14 @@ def test_eager_steps_equal_compiled_ones(kit):
     kit.assert_close(kit.together(kit.model(), optimizer, run_eagerly=True), alone)
 
 
+@pytest.mark.every_backend
 def test_xla_is_turned_off_where_horovod_does_not_compile(kit):
     model = kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), jit_compile=True)
     assert bool(model.jit_compile) == (kit.backend == "jax")
     kit.assert_same_everywhere(model)
 
 
+@pytest.mark.every_backend
 def test_several_steps_an_execution_equal_single_steps(kit):
     if kit.backend == "torch":
         pytest.skip("Keras has no steps_per_execution on torch")
@@ -135,7 +152,7 @@ def test_several_steps_an_execution_equal_single_steps(kit):
     kit.assert_close(together, alone)
 
 
-@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("as_dense", [pytest.param(False, marks=pytest.mark.every_backend), True])
 def test_embedding_gradients_equal_one_process(kit, as_dense):
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 11, size=(48, 4))
@@ -162,6 +179,7 @@ def test_embedding_gradients_equal_one_process(kit, as_dense):
     kit.assert_same_everywhere(together)
 
 
+@pytest.mark.every_backend
 def test_local_layers_keep_their_own_gradients(kit):
     model = kit.model()
     optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.get_layer("head"))
@@ -219,6 +237,7 @@ def test_an_optimizer_mid_training_keeps_its_state(kit):
         kit.assert_same_everywhere(model)
 
 
+@pytest.mark.three_ranks
 @pytest.mark.world_size(3)
 def test_process_sets_train_apart(kit):
     pair = hvd.add_process_set(hvd.ProcessSet([0, 1]))

@@ -66,7 +66,7 @@ def test_plain_keras_goes_on_where_ranks_stopped(kit, tmp_path):
     assert np.abs(result - kit.flat(alone)).max() < 1e-6
 
 
-@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.parametrize("suffix", [pytest.param(".keras", marks=pytest.mark.every_backend), ".h5"])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_load_model_goes_on_with_ranks(kit, tmp_path, suffix):
     loss = keras.losses.MeanSquaredError()  # Keras cannot load an HDF5 file that says just "mse"

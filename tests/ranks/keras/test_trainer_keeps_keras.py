@@ -19,6 +19,7 @@ def equal_on_all_ranks(model):
     return bool((everybody == everybody[0]).all())
 
 
+@pytest.mark.every_backend
 @SIZES
 def test_keras_callbacks_run_with_what_keras_would_pass_them(kit):
     x, y = kit.data()
@@ -75,6 +76,7 @@ def test_a_torch_dataloader_trains_what_arrays_of_its_samples_train(kit):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.every_backend
 @SIZES
 def test_a_train_step_of_the_users_own_is_run(kit):
     inner = kit.model()
@@ -100,6 +102,7 @@ def test_a_train_step_of_the_users_own_is_run(kit):
     assert equal_on_all_ranks(model)
 
 
+@pytest.mark.every_backend
 @SIZES
 def test_a_model_that_its_first_batch_builds_starts_from_the_roots_weights(kit):
     keras.utils.set_random_seed(hvd.rank())
@@ -155,6 +158,7 @@ def test_bad_input_is_shown(kit):
         hvdtrain.Trainer(kit.model(), optimizer=keras.optimizers.SGD(clipnorm=1.0), loss="mse", clip_norm=1.0)
 
 
+@pytest.mark.three_ranks
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("evaluate_first", [True, False])
 def test_ranks_without_samples_neither_count_nor_lack_a_metric(kit, evaluate_first):

@@ -10,6 +10,7 @@ import torch
 pytestmark = pytest.mark.world_size(2, 3)
 
 
+@pytest.mark.over_gloo
 def test_parameters_of_every_kind_arrive(hvd, rank, assert_same_on_all_ranks):
     def tensors():
         torch.manual_seed(rank)

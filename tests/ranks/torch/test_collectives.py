@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.over_gloo]
 EVERY_TYPE = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hvdtrain.errors import DesyncError
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.over_gloo]
 
 
 @pytest.mark.parametrize(("width", "expected"), [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.over_gloo]
 
 
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"compression": "fp16"}, {"compression": "bf16"},

@@ -296,6 +296,7 @@ def test_a_process_set_reduces_among_its_own(hvd, task, rank, size, difference):
         hvd.remove_process_set(process_set)
 
 
+@pytest.mark.over_gloo
 @pytest.mark.world_size(2)
 def test_adasum_averages_equal_steps_and_adds_orthogonal_ones(hvd, rank):
     param = torch.nn.Parameter(torch.zeros(2))
@@ -317,6 +318,7 @@ def test_adasum_averages_equal_steps_and_adds_orthogonal_ones(hvd, rank):
         optimizer.skip_synchronize()
 
 
+@pytest.mark.over_gloo
 @pytest.mark.parametrize("options", [
     {"groups": 2}, {"groups": "by layer"}, {"gradient_predivide_factor": 2.0},
     {"compression": "fp16"}, {"compression": "bf16"}, {"compression": "bf16", "groups": 2},

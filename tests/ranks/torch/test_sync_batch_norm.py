@@ -60,6 +60,7 @@ def test_too_few_values_are_an_error_on_every_rank(hvd, rank):
         layer(torch.randn(1 if rank == 0 else 0, 2))
 
 
+@pytest.mark.over_gloo
 def test_trains_like_one_process(hvd, task, difference):
     def model(norm):
         layers = task.model()

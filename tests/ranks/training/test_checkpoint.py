@@ -35,6 +35,7 @@ def test_ranks_that_go_on_beside_ranks_that_start_anew_are_an_error(kit, world, 
         kit.trainer(kit.model()).fit(DATA, batch_size=2, checkpoint_dir=str(tmp_path), resume=resume, progress=False)
 
 
+@pytest.mark.every_backend
 @pytest.mark.world_size(2)
 def test_what_must_be_finite_is_what_gradients_change(kit, world):
     state = kit.trainer(kit.norm_model()).state()

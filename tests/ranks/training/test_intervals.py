@@ -40,6 +40,7 @@ def fit(trainer, *callbacks, samples=48, epochs=2):
     return trainer.fit(data(samples), epochs=epochs, batch_size=BATCH, callbacks=callbacks, progress=False)
 
 
+@pytest.mark.on_keras
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.world_size(2, 3)
 def test_intervals_are_equal_on_all_ranks_and_their_metrics_exact(kit, world):
@@ -67,7 +68,14 @@ def test_listening_changes_no_metric(kit, world, monkeypatch):
 
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("what", ["computing", "waiting for data", "what it does between steps"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("computing", marks=pytest.mark.every_backend),
+        "waiting for data",
+        "what it does between steps",
+    ],
+)
 def test_a_slow_rank_is_found_by_all_and_for_the_right_reason(kit, world, monkeypatch, what):
     trainer = kit.trainer(kit.model())
     late = world.size - 1

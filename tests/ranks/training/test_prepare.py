@@ -8,7 +8,7 @@ from test_trainer import BATCH, assert_equal_on_all_ranks, data, one_process_gro
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("num_samples", [1, 2, 24, 50])
+@pytest.mark.parametrize("num_samples", [1, 2, 24, pytest.param(50, marks=pytest.mark.every_backend)])
 def test_an_own_loop_trains_the_weights_of_one_process(kit, world, num_samples):
     x, y = data(num_samples)
     net, reference = kit.model(seed=world.rank), kit.model(seed=0)
@@ -19,6 +19,7 @@ def test_an_own_loop_trains_the_weights_of_one_process(kit, world, num_samples):
     assert_equal_on_all_ranks(world, kit.weights(net))
 
 
+@pytest.mark.on_keras
 @pytest.mark.world_size(2)
 def test_data_that_can_only_be_iterated_is_refused_with_the_way_out(kit, world):
     with pytest.raises(TypeError, match=r"Use hvdtrain\.Trainer"):

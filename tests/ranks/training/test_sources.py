@@ -27,7 +27,7 @@ def seen_by_all(world, data, *, epoch=0, shuffle=True):
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("num_samples", [1, 3, 20, 36])
+@pytest.mark.parametrize("num_samples", [1, 3, pytest.param(20, marks=pytest.mark.on_keras), 36])
 def test_every_sample_is_seen_exactly_once(kit, world, num_samples):
     for name, data in kit.datasets(num_samples).items():
         for epoch in (0, 1):
@@ -44,6 +44,7 @@ def test_validation_keeps_one_order_and_training_does_not(kit, world):
     assert still[0] == still[1]
 
 
+@pytest.mark.on_keras
 @pytest.mark.world_size(2)
 def test_orders_that_differ_between_ranks_are_refused_or_replaced(kit, world):
     kit.check_random_orders(lambda data: seen_by_all(world, data), num_samples=24)

@@ -75,6 +75,7 @@ def assert_equal_on_all_ranks(world, trainer):
         assert (everybody.view(np.uint8) == everybody[:1].view(np.uint8)).all(), name
 
 
+@pytest.mark.every_backend
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("what", ["weight", "momentum"])
 def test_one_flipped_bit_on_one_rank_is_named_at_the_next_check(kit, world, what):
@@ -142,7 +143,7 @@ def test_a_root_that_is_alone_does_not_spread_what_it_holds(kit, world):
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("samples", [48, 50])
+@pytest.mark.parametrize("samples", [48, pytest.param(50, marks=pytest.mark.every_backend)])
 def test_running_statistics_raise_no_alarm_until_they_are_settled(kit, world, samples, caplog):
     net, _ = kit.batch_norm_model()
     with caplog.at_level(logging.WARNING, logger="hvdtrain"):
@@ -159,7 +160,13 @@ def test_running_statistics_raise_no_alarm_until_they_are_settled(kit, world, sa
 
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize(
-    "options", [{"accumulate": 3}, {"precision": "fp16"}, {"precision": "bf16"}, {"clip_norm": 0.1}]
+    "options",
+    [
+        pytest.param({"accumulate": 3}, marks=pytest.mark.every_backend),
+        {"precision": "fp16"},
+        {"precision": "bf16"},
+        {"clip_norm": 0.1},
+    ],
 )
 def test_healthy_runs_raise_no_alarm(kit, world, options):
     trainer = kit.trainer(kit.model(), **options)
@@ -172,6 +179,7 @@ def test_random_draws_of_each_rank_raise_no_alarm(kit, world):
     fit(kit, SyncCheck(every=1), net=kit.random_model(), samples=50)
 
 
+@pytest.mark.on_keras
 @pytest.mark.world_size(2, 3)
 def test_a_flip_in_a_frozen_weight_is_found_before_anything_averages_it(kit, world):
     net = kit.model()

@@ -38,8 +38,14 @@ def assert_equal_on_all_ranks(world, arrays):
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("num_samples", [48, 50, 53])
-@pytest.mark.parametrize(("accumulate", "clip_norm"), [(1, None), (3, 0.05)])
+@pytest.mark.parametrize(
+    ("num_samples", "accumulate", "clip_norm"),
+    [
+        *[(num_samples, 1, None) for num_samples in (48, 50, 53)],
+        pytest.param(50, 3, 0.05, marks=pytest.mark.every_backend),
+        *[(num_samples, 3, 0.05) for num_samples in (48, 53)],
+    ],
+)
 def test_ranks_train_the_weights_of_one_process(kit, world, num_samples, accumulate, clip_norm):
     x, y = data(num_samples)
     net, reference = kit.model(seed=world.rank), kit.model(seed=0)
@@ -54,7 +60,7 @@ def test_ranks_train_the_weights_of_one_process(kit, world, num_samples, accumul
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize("num_samples", [pytest.param(1, marks=pytest.mark.every_backend), 2])
 def test_fewer_samples_than_ranks_train_as_one_process(kit, world, num_samples):
     x, y = data(num_samples)
     net, reference = kit.model(), kit.model()
@@ -66,7 +72,7 @@ def test_fewer_samples_than_ranks_train_as_one_process(kit, world, num_samples):
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("num_samples", [2, 50])
+@pytest.mark.parametrize("num_samples", [2, pytest.param(50, marks=pytest.mark.every_backend)])
 def test_metrics_are_exact_over_all_ranks(kit, world, num_samples):
     x, y = data(num_samples)
     net = kit.model()
@@ -84,6 +90,7 @@ def test_evaluating_before_fit_runs_the_roots_model_on_every_rank(kit, world):
     assert ours.evaluate((x, y))["loss"] == pytest.approx(roots.evaluate((x, y))["loss"], abs=1e-6)
 
 
+@pytest.mark.every_backend
 @pytest.mark.world_size(2, 3)
 def test_training_metrics_count_every_sample_once(kit, world):
     x, y = data(50)
@@ -98,7 +105,7 @@ def test_training_metrics_count_every_sample_once(kit, world):
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("num_samples", [1, 2, 17])
+@pytest.mark.parametrize("num_samples", [1, 2, pytest.param(17, marks=pytest.mark.every_backend)])
 def test_predict_returns_everything_in_input_order_on_every_rank(kit, world, num_samples):
     x, _ = data(num_samples)
     net = kit.model()
@@ -106,6 +113,7 @@ def test_predict_returns_everything_in_input_order_on_every_rank(kit, world, num
     np.testing.assert_allclose(predicted, kit.outputs(net, x), atol=1e-6)
 
 
+@pytest.mark.every_backend
 @pytest.mark.world_size(2)
 def test_gradients_really_travel(kit, world, shared_tmp_path):
     x, y = data(32)
@@ -135,6 +143,7 @@ def test_history_is_equal_on_every_rank(kit, world):
     assert all(each == everybody[0] for each in everybody)
 
 
+@pytest.mark.every_backend
 @pytest.mark.world_size(2, 3)
 def test_linear_scaling_warms_up_step_by_step_and_then_lets_go(kit, world):
     seen = []
@@ -222,6 +231,7 @@ def test_ranks_that_end_with_different_weights_are_found(kit, world):
         kit.trainer(net).fit(data(16), epochs=1, batch_size=BATCH, callbacks=[Sabotage()], progress=False)
 
 
+@pytest.mark.every_backend
 @pytest.mark.world_size(2, 3)
 def test_running_statistics_are_equal_after_fit(kit, world):
     net, statistics = kit.batch_norm_model()
@@ -230,6 +240,7 @@ def test_running_statistics_are_equal_after_fit(kit, world):
     assert all(np.isfinite(each).all() for each in statistics())
 
 
+@pytest.mark.on_keras
 @pytest.mark.world_size(2, 3)
 def test_iterables_of_unequal_length_neither_hang_nor_lose_samples(kit, world):
     x, y = data(40)
@@ -263,7 +274,7 @@ def test_iterables_are_shared_out_batch_by_batch(kit, world):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.on_keras), "fp16"])
 def test_lower_precision_trains_and_keeps_ranks_equal(kit, world, precision):
     x, y = data(64)
     y = (x[:, 0] > 0).astype(np.int64)
@@ -276,7 +287,7 @@ def test_lower_precision_trains_and_keeps_ranks_equal(kit, world, precision):
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("compression", [pytest.param("fp16", marks=pytest.mark.on_keras), "bf16"])
 def test_compression_changes_rounding_only(kit, world, compression):
     x, y = data(50)
     net, reference = kit.model(), kit.model()
@@ -313,6 +324,7 @@ def test_a_damaged_checkpoint_is_skipped_and_an_older_one_taken(kit, world, shar
     assert len(history["loss"]) == 3
 
 
+@pytest.mark.every_backend
 @pytest.mark.world_size(2)
 def test_a_checkpoint_of_another_model_names_the_tensor_on_every_rank(kit, world, shared_tmp_path):
     trainer = kit.trainer(kit.model())
