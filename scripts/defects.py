@@ -1,0 +1,316 @@
+"""The defects of `make mutants`, and which part of `make test` catches each; scripts/mutants.py runs them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+Command = tuple[str, ...]
+
+
+def unit(*files: str) -> Command:
+    """Return the command that runs tests of one process."""
+    paths = [f"tests/unit/{file}" for file in files]
+    return (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths)
+
+
+def ranks(group: str, words: str, *, np: int = 2) -> Command:
+    """Return the command that runs a group's rank tests whose names hold these words, with pytest's -k."""
+    limits = ("--max-failures", "1", "--test-limit", "40")
+    return (sys.executable, "tests/ranks/run.py", "--np", str(np), "--only", group, *limits, "--", "-k", words)
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A wrong program: `before`, which stands once in `file`, becomes `after`; `command` must then fail."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    command: Command
+
+
+SHARDING = unit("data/test_sharding.py")
+LEARNING_RATE = unit("training/test_learning_rate.py")
+FILES = unit("checkpoint")
+TORCH = ranks("torch", "uneven or bf16 or join or options or predivide or shape or resume")
+TRAINER = ranks("trainer-torch", "weights_of_one_process or metrics or disagree or skip or stopped or statistics")
+KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or load_model or groups")
+
+DEFECTS = (
+    # How samples are shared out
+    Defect(
+        "sharding: the short tail of an epoch is skipped",
+        "hvdtrain/data/sharding.py",
+        "return -(-num_samples // (batch_size * size))",
+        "return num_samples // (batch_size * size)",
+        SHARDING,
+    ),
+    Defect(
+        "sharding: every epoch has the order of the first",
+        "hvdtrain/data/sharding.py",
+        "% (seed, epoch))",
+        "% (seed, 0))",
+        SHARDING,
+    ),
+    Defect(
+        "sharding: each rank begins one sample too late",
+        "hvdtrain/data/sharding.py",
+        "range(min(start + rank, num_samples)",
+        "range(min(start + rank + 1, num_samples)",
+        SHARDING,
+    ),
+    Defect(
+        "sources: a short batch weighs as much as a full one",
+        "hvdtrain/data/sharding.py",
+        "return max(0, min(batch_size * size, num_samples - step * batch_size * size))",
+        "return batch_size * size",
+        TRAINER,
+    ),
+    Defect(
+        "sources: an epoch ends with the first rank that has no more batches",
+        "hvdtrain/data/sources.py",
+        "if not going_on:",
+        "if going_on < self._world.size:",
+        ranks("trainer-torch", "iterables"),
+    ),
+    # What a loss weighs
+    Defect(
+        "losses: targets that are ignored count",
+        "hvdtrain/torch/losses.py",
+        "kept = targets != loss.ignore_index",
+        "kept = targets == targets",
+        unit("torch/test_losses.py"),
+    ),
+    Defect(
+        "losses: gradients are not multiplied by the number of ranks",
+        "hvdtrain/torch/losses.py",
+        "self.counted[index].weight * size / self.expected",
+        "self.counted[index].weight / self.expected",
+        TRAINER,
+    ),
+    Defect(
+        "metrics: each rank reports the mean of its own samples",
+        "hvdtrain/torch/metrics.py",
+        "reduce(self.numbers).reshape(2, -1)",
+        "self.numbers.reshape(2, -1)",
+        TRAINER,
+    ),
+    # How gradients are reduced on PyTorch
+    Defect(
+        "reducer: ranks that have joined count in the mean",
+        "hvdtrain/torch/reducer.py",
+        "correction = size / found.active",
+        "correction = 1.0",
+        TORCH,
+    ),
+    Defect(
+        "reducer: what was divided before the sum is not multiplied after it",
+        "hvdtrain/torch/reduction_unit.py",
+        "return Reduction(Average, 1.0 / predivide, scale * predivide, options.process_set)",
+        "return Reduction(Average, 1.0 / predivide, scale, options.process_set)",
+        TORCH,
+    ),
+    Defect(
+        "bucket: the last gradient of each bucket is that of an earlier step",
+        "hvdtrain/torch/bucket.py",
+        "torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])",
+        "torch._foreach_copy_(self._views[:-1], [dense_gradient(p) for p in self.params[:-1]])",
+        TRAINER,
+    ),
+    Defect(
+        "bucket: a parameter of a new shape is sent in the old one's place",
+        "hvdtrain/torch/bucket.py",
+        "if [p.shape for p in self.params] != self._shapes:",
+        "if not self._shapes:",
+        TORCH,
+    ),
+    Defect(
+        "gradient flags: a gradient that a rank lacks counts as if it had it",
+        "hvdtrain/torch/gradient_flags.py",
+        "one = factor / self.size if self.how.op == Average else factor",
+        "one = factor",
+        TORCH,
+    ),
+    Defect(
+        "bf16: the sum is taken in bfloat16",
+        "hvdtrain/torch/bf16.py",
+        ".view(self._size, -1).float().sum(0)",
+        ".view(self._size, -1).sum(0).float()",
+        TORCH,
+    ),
+    Defect(
+        "sync batch norm: each rank's mean weighs the same",
+        "hvdtrain/torch/sync_batch_norm.py",
+        "mean = (means * counts).sum(0) / count",
+        "mean = means.mean(0)",
+        ranks("torch", "batch_norm and uneven"),
+    ),
+    # What all ranks begin with, and must agree on
+    Defect(
+        "adapter: weights are not broadcast",
+        "hvdtrain/torch/adapter.py",
+        "hvd.broadcast_parameters(tensors, root_rank=0)",
+        "pass",
+        TRAINER,
+    ),
+    Defect(
+        "optimizer state: the root's moments do not arrive",
+        "hvdtrain/torch/optimizer_state.py",
+        "optimizer.state.update(new_state)",
+        "pass",
+        ranks("torch", "resume or optimizer_state"),
+    ),
+    Defect(
+        "agreement: each rank is compared with itself",
+        "hvdtrain/distributed/agreement.py",
+        "if value != seen[0]]",
+        "if value != seen[rank]]",
+        TRAINER,
+    ),
+    Defect(
+        "world: the greatest number over ranks is their sum",
+        "hvdtrain/distributed/world.py",
+        '"sum" if op == "mean" else op,',
+        '"sum",',
+        ranks("trainer-torch", "healthy or flipped"),
+    ),
+    Defect(
+        "adapter: running statistics are the root's, not the mean",
+        "hvdtrain/torch/adapter.py",
+        'self._settle(floats, torch.float64, "mean")',
+        'self._settle(floats, torch.float64, "max")',
+        TRAINER,
+    ),
+    # Where a run resumes
+    Defect(
+        "training state: a resumed run has no moments",
+        "hvdtrain/torch/training_state.py",
+        'optimizer.load_state_dict({"state": entries,',
+        'optimizer.load_state_dict({"state": {},',
+        TRAINER,
+    ),
+    Defect(
+        "progress: only this rank's samples count as done",
+        "hvdtrain/training/progress.py",
+        "sum(batch.global_count for batch in batches)",
+        "sum(batch.local_count for batch in batches)",
+        TRAINER,
+    ),
+    Defect(
+        "progress: a resumed run counts its steps from 0",
+        "hvdtrain/training/progress.py",
+        'for name in ("epoch", "step", "global_step", "seconds")',
+        'for name in ("epoch", "step", "seconds")',
+        unit("training/test_progress.py", "training/test_resuming.py"),
+    ),
+    Defect(
+        "rank state: all ranks draw the root's random numbers",
+        "hvdtrain/distributed/rank_state.py",
+        "return before[rank]",
+        "return before[0]",
+        unit("distributed/test_rank_state.py"),
+    ),
+    Defect(
+        "NaN policy: a step that is skipped leaves its samples in the metrics",
+        "hvdtrain/torch/adapter.py",
+        "self._guard.go_back()",
+        "pass",
+        TRAINER,
+    ),
+    # Rates and signals
+    Defect(
+        "learning rate: the warmup is one step late",
+        "hvdtrain/training/learning_rate.py",
+        "* (step + 1) / ramp",
+        "* step / ramp",
+        LEARNING_RATE,
+    ),
+    Defect(
+        "learning rate: it is scaled unasked",
+        "hvdtrain/training/learning_rate.py",
+        '"none": lambda size: 1.0',
+        '"none": float',
+        LEARNING_RATE,
+    ),
+    Defect(
+        "heartbeat: a request to stop stays on its rank",
+        "hvdtrain/telemetry/heartbeat.py",
+        "vector[0] = asked",
+        "vector[0] = 0.0",
+        ranks("trainer-torch", "test_stop"),
+    ),
+    Defect(
+        "preemption: SIGUSR1 is not taken",
+        "hvdtrain/training/preemption.py",
+        "_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)",
+        "_SIGNALS = (signal.SIGTERM,)",
+        unit("training/test_preemption.py"),
+    ),
+    # Files
+    Defect(
+        "store: the last finite checkpoint is pruned",
+        "hvdtrain/checkpoint/store.py",
+        "if path not in (best, finite)",
+        "if path not in (best,)",
+        FILES,
+    ),
+    Defect(
+        "lock: two runs may write to one folder",
+        "hvdtrain/checkpoint/lock.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        FILES,
+    ),
+    Defect(
+        "files: a hash is not compared",
+        "hvdtrain/checkpoint/files.py",
+        "hashlib.sha256(content).hexdigest() != entry.sha256",
+        "len(content) != entry.size",
+        FILES,
+    ),
+    # Keras
+    Defect(
+        "Keras on TensorFlow: NaN of a rank without samples is sent",
+        "hvdtrain/keras/backends/tensorflow.py",
+        "return tf.where(tf.equal(weight, 0), tf.zeros_like(value), value * weight)",
+        "return value * weight",
+        KERAS,
+    ),
+    Defect(
+        "Keras: each rank decides alone whether a gradient is finite",
+        "hvdtrain/keras/optimizer.py",
+        'return _backend.everywhere(finite, f"{self._prefix}.finite", how)',
+        "return finite",
+        KERAS,
+    ),
+    Defect(
+        "Keras: saved files name hvdtrain's class",
+        "hvdtrain/keras/wrapping.py",
+        '"__module__": base.__module__',
+        '"__module__": __name__',
+        ranks("keras-tensorflow", "plain_keras"),
+    ),
+    Defect(
+        "Keras: predivision is not undone",
+        "hvdtrain/keras/reduction.py",
+        '"postscale_factor": self.predivide * self.factor',
+        '"postscale_factor": self.factor',
+        KERAS,
+    ),
+    Defect(
+        "Keras on JAX: gradients travel in every pass of an accumulation",
+        "hvdtrain/keras/backends/jax.py",
+        "return jax.lax.cond(is_update_step, function, list, list(gradients))",
+        "return function(gradients)",
+        ranks("keras-jax", "timeline"),
+    ),
+    Defect(
+        "Keras on torch: a rank's batch weighs nothing special",
+        "hvdtrain/keras/adapter.py",
+        "share * self._world.size if batch.local_count else 0.0",
+        "1.0 if batch.local_count else 0.0",
+        ranks("trainer-keras-torch", "weights_of_one_process"),
+    ),
+)
