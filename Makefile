@@ -14,6 +14,9 @@ TARGET ?= cpu
 # Passed on to the benchmarks: make bench BENCH="--workload lenet --peer ddp,trainer"
 BENCH ?=
 
+# Debian's, of test-packages.
+TEST_PACKAGES := openssh-server iproute2 util-linux slurmctld slurmd slurm-client munge default-jre-headless
+
 # `python` and `horovodrun` are the environment's, in every recipe and in what they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 PIP := python -m pip install --quiet --disable-pip-version-check
@@ -26,12 +29,12 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit ranks e2e engines attack faults faults-short: export CUDA_VISIBLE_DEVICES :=
+check test unit ranks ranks-all e2e engines attack faults faults-short mutants: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks e2e engines gpu-build-test attack faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks ranks-all e2e mutants test-packages engines gpu-build-test attack faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,16 +74,27 @@ types: $(STAMP) ## mypy
 unit: $(STAMP) ## Tests of one process
 	python -m pytest tests/unit
 
-ranks: $(STAMP) ## Tests under horovodrun
+ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to prove
 	python tests/ranks/run.py
+
+ranks-all: $(STAMP) ## Each of them on every framework and Keras backend, at every world size (35 minutes)
+	python tests/ranks/run.py --all
 
 e2e: $(STAMP) ## Commands as a person types them
 	python -m pytest tests/e2e
 
+mutants: $(STAMP) ## Put defects into a copy of the core, one at a time: tests of `make test` must catch each (ARGS="bucket loss": some)
+	python scripts/mutants.py $(ARGS)
+
+test-packages: $(STAMP) ## As root: install what tests skip without (sshd, Slurm, Java, Ray, Spark, MLflow, W&B)
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(TEST_PACKAGES) < /dev/null
+	$(PIP) -e ".[ray,spark,loggers]"
+
 engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, several hosts: what this machine lacks is skipped
 	python -c "import ray, pyspark, pyarrow" 2>/dev/null || $(PIP) -e ".[ray,spark]"
 	-python -c "import mlflow, wandb" 2>/dev/null || $(PIP) -e ".[loggers]"
-	python -m pytest tests/engines tests/unit/callbacks/loggers
+	python -m pytest --continue-on-collection-errors tests/engines tests/unit/callbacks/loggers
 
 gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was built: needs no GPU
 	$(MAKE) VENV=.venv-gpu HVDTRAIN_GPU=1 setup

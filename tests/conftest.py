@@ -1,9 +1,10 @@
-"""What every kind of test shares: the `gpu` and `hosts` marks. Imports no framework and starts no Horovod."""
+"""What every kind of test shares: its marks, and which skips are failures. Imports no framework, starts no Horovod."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -15,6 +16,13 @@ import pytest
 GPU_SWITCH = "HVDTRAIN_TEST_GPU"
 # Set to 1, they make a skip a failure: a run that skips its tests proves nothing, so it must not look green.
 SWITCHES = {"gpu": GPU_SWITCH, "hosts": "HVDTRAIN_TEST_HOSTS", "nccl": "HVDTRAIN_TEST_NCCL"}
+
+# Set to 1 where all packages are installed, as .ci/run does as root. Then a skip for want of one is a failure.
+INSTALLED_SWITCH = "HVDTRAIN_TEST_INSTALLED"
+FOR_WANT_OF_A_PACKAGE = re.compile(
+    r"(apt-get|pip) install|make setup|not installed|could not import|No module named|needs Java|no \S+ compiler|"
+    r"no Open MPI|no ompi_info|built without MPI"
+)
 
 # A GPU host's .venv has none: it is built for CUDA 12, torch and JAX for CUDA 13.
 HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
@@ -53,14 +61,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: set {GPU_SWITCH}=1 on a machine that has one"))
 
 
+def _must_not_skip(report: pytest.TestReport | pytest.CollectReport, switch: str) -> None:
+    """Make a skip a failure."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"{report.nodeid} did not run although {switch}=1. {reason}"
+
+
+def _wants_a_package(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    if not report.skipped or os.environ.get(INSTALLED_SWITCH) != "1":
+        return False
+    return FOR_WANT_OF_A_PACKAGE.search(str(report.longrepr)) is not None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     for mark, switch in SWITCHES.items():
         if report.skipped and os.environ.get(switch) == "1" and item.get_closest_marker(mark):
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            report.outcome = "failed"
-            report.longrepr = f"{item.nodeid} did not run although {switch}=1. {reason}"
+            _must_not_skip(report, switch)
+    if _wants_a_package(report):
+        _must_not_skip(report, INSTALLED_SWITCH)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if _wants_a_package(report):  # of a whole file
+        _must_not_skip(report, INSTALLED_SWITCH)
     return report
 
 

@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,8 +182,8 @@ def report(
         failed = 0 if narrowed else 1
     elif outcomes[-1].failures and outcomes[-1].repeatable:
         print(f"{label}: stopped after {len(outcomes)} launches with failures; some tests did not run")
-    for reason in sorted(set(skipped.values())):
-        print(f"  skipped: {reason}")
+    for reason, number in sorted(Counter(skipped.values()).items()):
+        print(f"  skipped {number}: {reason}")
     counts = [f"{passed} passed"] + [f"{failed} failed"] * bool(failed) + [f"{len(skipped)} skipped"] * bool(skipped)
     print(f"{label}: {', '.join(counts)} in {seconds:.0f} s", flush=True)
     totals.passed += passed

@@ -16,10 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 STEPS = 5
 
 
-def run(tree: Path, *, blocks: str = "true", minutes: int = 1, **recipes: str) -> tuple[int, str]:
+def run(tree: Path, *, blocks: str = "true", minutes: int = 1, install: str = "0", **recipes: str) -> tuple[int, str]:
     (tree / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tree / ".ci")
-    lines = {"test": "echo '== 7 passed, 1 skipped in 2.00s =='; ", "engines": "", "docs": "", "docker-test": ""}
+    lines = {
+        "test": "echo '== 7 passed, 1 skipped in 2.00s =='; ",
+        "engines": "",
+        "docs": "",
+        "docker-test": "",
+        "test-packages": "",
+    }
     targets = [f"{name}:\n\t@{line}{recipes.get(name, 'true')}\n" for name, line in lines.items()]
     # The folder docs is there, as in the project.
     (tree / "Makefile").write_text(f".PHONY: {' '.join(lines)}\n{''.join(targets)}")
@@ -28,7 +34,7 @@ def run(tree: Path, *, blocks: str = "true", minutes: int = 1, **recipes: str) -
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\necho '2 passed, 0 failed'\n{blocks}\n")
     python.chmod(0o755)
-    environment = {**os.environ, "HVDTRAIN_CI_MINUTES": str(minutes)}
+    environment = {**os.environ, "HVDTRAIN_CI_MINUTES": str(minutes), "HVDTRAIN_CI_INSTALL": install}
     result = subprocess.run([tree / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60)
     return result.returncode, result.stdout
 
@@ -66,3 +72,18 @@ def test_the_whole_ends_within_the_hour_and_a_half_that_ci_allows() -> None:
     assert found is not None
     assert int(found[1]) < 90
     assert len(re.findall(r"^step \d+ ", script, re.M)) == STEPS
+
+
+def test_where_it_may_install_packages_a_skip_for_want_of_one_is_a_failure(tmp_path: Path) -> None:
+    status, output = run(tmp_path, install="1", test='[ "$$HVDTRAIN_TEST_INSTALLED" = 1 ]')
+    assert status == 0, output
+    assert output.partition("===== summary =====")[2].splitlines()[1].startswith("ok     make test-packages")
+
+
+def test_the_closing_lines_say_how_many_tests_were_skipped_and_why(tmp_path: Path) -> None:
+    skips = "echo 'SKIPPED [3] tests/a.py:12: no sshd'; echo 'SKIPPED [1] tests/b.py:7: Skipped: no sshd: none'"
+    _, output = run(
+        tmp_path, test=f"{skips}; echo '  skipped 12: not on torch'; echo 'SKIPPED [2] tests/c.py: no sshd'"
+    )
+    summary = output.partition("===== summary =====")[2]
+    assert "18 tests skipped:\n  12: not on torch\n  5: no sshd\n  1: Skipped: no sshd: none\n" in summary
