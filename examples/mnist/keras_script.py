@@ -1,4 +1,4 @@
-"""A Keras script as Horovod's users write them; the one change is the import of hvdtrain.keras.
+"""A Keras script written for Horovod. The only change is the import of hvdtrain.keras.
 
 horovodrun -np 2 python keras_script.py
 KERAS_BACKEND=jax horovodrun -np 2 python keras_script.py
@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import hvdtrain.keras as hvd  # isort: skip  before Keras: then TensorFlow's start-up notes are left out
+import hvdtrain.keras as hvd  # isort: skip  before Keras: hides TensorFlow's start-up notes
 import keras
 import mnist_data
 
 
 def make_model(side: int) -> keras.Model:
-    """Return two convolutions and a dense layer that gives logits: (batch, 10)."""
+    """Return two convolutions and a dense layer. Output: logits, (batch, 10)."""
     return keras.Sequential(
         [
             keras.Input((side, side, 1)),
@@ -30,9 +30,9 @@ def make_model(side: int) -> keras.Model:
 
 
 def shard(images: mnist_data.Images) -> mnist_data.Images:
-    """Return this rank's images, as many as every other rank's: fit must take the same steps on all of them.
+    """Return this rank's images. All ranks get the same number, because Keras's fit must take equal steps on each.
 
-    Up to size - 1 images are left out. hvdtrain.Trainer leaves none out.
+    Up to size - 1 images are dropped. hvdtrain.Trainer drops none.
     """
     even = len(images.y) // hvd.size() * hvd.size()
     mine = slice(hvd.rank(), even, hvd.size())
@@ -40,16 +40,16 @@ def shard(images: mnist_data.Images) -> mnist_data.Images:
 
 
 def main() -> None:
-    """Train on this rank's share, test, save on rank 0."""
+    """Train on this rank's shard, test, save on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step; default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step; default: %(default)s")
     parser.add_argument("--lr", type=float, default=0.005, help="learning rate; default: %(default)s")
     parser.add_argument("--save", default="checkpoints/mnist.keras", metavar="FILE", help="default: %(default)s")
     mnist_data.add_arguments(parser)
     args = parser.parse_args()
 
-    hvd.init()  # also makes this rank's GPU the current one, by local rank
+    hvd.init()  # also selects this rank's GPU, by local rank
     keras.utils.set_random_seed(0)
     train, test = mnist_data.load_or_exit(args)
 
@@ -60,7 +60,7 @@ def main() -> None:
         metrics=["accuracy"],
     )
     callbacks = [
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # every rank starts from rank 0's weights
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # every rank starts with rank 0's weights
         hvd.callbacks.MetricAverageCallback(),  # before all callbacks that read metrics
         hvd.callbacks.LearningRateWarmupCallback(args.lr, warmup_epochs=1),
     ]

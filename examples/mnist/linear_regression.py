@@ -1,4 +1,4 @@
-"""A loop of one's own, made distributed by two lines: hvdtrain.init and hvdtrain.prepare.
+"""A custom loop, made distributed by two lines: hvdtrain.init and hvdtrain.prepare.
 
 horovodrun -np 2 python linear_regression.py
 """
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvdtrain
 
-# y = 3 x0 - 2 x1 + 0.5, without noise: what training must find again.
+# y = 3 x0 - 2 x1 + 0.5, without noise: training must find these coefficients.
 WEIGHTS, BIAS = torch.tensor([[3.0, -2.0]]), 0.5
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     """Fit the line and print its coefficients."""
     world = hvdtrain.init(seed=0)
     torch.manual_seed(0)
-    x = torch.randn(1001, 2)  # not divisible by the number of ranks: a short batch weighs what it holds
+    x = torch.randn(1001, 2)  # not divisible by the number of ranks: a short batch is weighted by its samples
     y = x @ WEIGHTS.T + BIAS
 
     model = torch.nn.Linear(2, 1)
@@ -27,7 +27,7 @@ def main() -> None:
     model, optimizer, loader = hvdtrain.prepare(model, optimizer, loader)
 
     for _ in range(10):
-        for inputs, targets in loader:  # this rank's share, on its device
+        for inputs, targets in loader:  # this rank's shard, on its device
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()

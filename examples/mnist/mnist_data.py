@@ -1,7 +1,7 @@
-"""The images that all examples train on: scikit-learn's handwritten digits, or MNIST.
+"""The images for all examples: scikit-learn's handwritten digits, or MNIST.
 
 The digits (1,797 images of 8 x 8) come with scikit-learn and need no download. MNIST is read from its IDX files, or
-fetched by whoever has a network.
+downloaded.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose the data."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--data-dir", metavar="DIR", help="read MNIST's four IDX files, gzipped or not, from DIR")
-    where.add_argument("--download", action="store_true", help="fetch MNIST with scikit-learn, which keeps a copy")
+    where.add_argument("--download", action="store_true", help="download MNIST with scikit-learn, which caches it")
 
 
 def load(*, data_dir: str | None = None, download: bool = False) -> tuple[Images, Images]:
-    """Return (train, test): the digits, unless MNIST is asked for. Every rank gets all of it.
+    """Return (train, test): the digits, or MNIST if an option selects it. Every rank gets all images.
 
     Raises:
         DataError: see its message.
@@ -52,7 +52,7 @@ def load(*, data_dir: str | None = None, download: bool = False) -> tuple[Images
 
 
 def load_or_exit(args: argparse.Namespace) -> tuple[Images, Images]:
-    """Return (train, test) for the options of `add_arguments`; end the script with one line where that fails."""
+    """Return (train, test) for the options of `add_arguments`; end the script with one line if that fails."""
     try:
         return load(data_dir=args.data_dir, download=args.download)
     except DataError as error:
@@ -62,16 +62,16 @@ def load_or_exit(args: argparse.Namespace) -> tuple[Images, Images]:
 def load_digits() -> tuple[Images, Images]:
     """Return scikit-learn's digits, in a split that is the same in every run: 1,437 to train, 360 to test."""
     digits = _datasets().load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))  # as they come, they are sorted by writer
+    order = np.random.default_rng(0).permutation(len(digits.target))  # scikit-learn sorts them by writer
     x, y = digits.images[order].astype(np.float32) / 16, digits.target[order].astype(np.int64)
     return Images(x[:-360], y[:-360]), Images(x[-360:], y[-360:])
 
 
 def download_mnist() -> tuple[Images, Images]:
-    """Return MNIST, fetched on rank 0 alone and sent to the others, who may be on other hosts."""
+    """Return MNIST, downloaded on rank 0 and broadcast to the other ranks, which may be on other hosts."""
     world = hvdtrain.init()
     pixels, labels, problem = np.empty(MNIST_SHAPE, np.uint8), np.empty(MNIST_SHAPE[0], np.uint8), ""
-    if world.is_root:  # I/O only: the others wait in the broadcast below, whether this succeeds or not
+    if world.is_root:  # only I/O here: the other ranks wait in the broadcast below
         try:
             pixels, labels = _fetch_mnist()
         except DataError as error:
@@ -91,7 +91,7 @@ def _fetch_mnist() -> tuple[np.ndarray, np.ndarray]:
         mnist = datasets.fetch_openml("mnist_784", version=1, as_frame=False, parser="liac-arff")
     except (OSError, ValueError) as error:
         raise DataError(
-            f"MNIST could not be fetched: {error}. Without a network, leave --download out to train on scikit-learn's "
+            f"MNIST could not be fetched: {error}. Without a network, omit --download to train on scikit-learn's "
             "digits, or give --data-dir a folder with MNIST's IDX files."
         ) from error
     if mnist.data.size != np.prod(MNIST_SHAPE):
@@ -125,7 +125,7 @@ def read_idx(directory: Path, name: str, *, dimensions: int) -> tuple[Path, np.n
         raise DataError(f"{paths[0]} is missing, and so is {paths[1].name}. Expected one of MNIST's four IDX files")
     try:
         data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":  # gzip says so itself, whatever the file is called
+        if data[:2] == b"\x1f\x8b":  # gzip's magic number, whatever the file's name is
             data = gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read. Expected an IDX file, gzipped or not. Found: {error}") from error

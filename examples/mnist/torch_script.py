@@ -1,4 +1,4 @@
-"""A PyTorch script as Horovod's users write them; the one change is the import of hvdtrain.torch.
+"""A PyTorch script written for Horovod. The only change is the import of hvdtrain.torch.
 
 horovodrun -np 2 python torch_script.py
 """
@@ -34,7 +34,7 @@ class Net(torch.nn.Module):
 
 
 def evaluate(model: Net, images: mnist_data.Images, device: str) -> tuple[float, float]:
-    """Return loss and accuracy over all images; each rank looks at every size-th of them."""
+    """Return loss and accuracy over all images; each rank takes every size-th of them."""
     x = torch.from_numpy(images.x[hvd.rank() :: hvd.size()]).unsqueeze(1).to(device)
     y = torch.from_numpy(images.y[hvd.rank() :: hvd.size()]).to(device)
     model.eval()
@@ -42,16 +42,16 @@ def evaluate(model: Net, images: mnist_data.Images, device: str) -> tuple[float,
         logits = model(x)
     loss = functional.cross_entropy(logits, y, reduction="sum")
     correct = (logits.argmax(1) == y).sum()
-    # Sums, not means: shards may differ in length, and a mean of means would weigh them wrongly.
+    # Sums, not means: shards may differ in length, and a mean of means would weight them wrongly.
     totals = hvd.allreduce(torch.stack([loss, correct.float()]), op=hvd.Sum, name="evaluate") / len(images.y)
     return totals[0].item(), totals[1].item()
 
 
 def main() -> None:
-    """Train on this rank's share, test, save on rank 0."""
+    """Train on this rank's shard, test, save on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step; default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step; default: %(default)s")
     parser.add_argument("--lr", type=float, default=0.005, help="learning rate; default: %(default)s")
     parser.add_argument("--save", default="checkpoints/mnist.pt", metavar="FILE", help="default: %(default)s")
     mnist_data.add_arguments(parser)
@@ -61,31 +61,31 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cpu"
     if torch.cuda.is_available():
-        torch.cuda.set_device(hvd.local_rank())  # one GPU a rank
+        torch.cuda.set_device(hvd.local_rank())  # one GPU per rank
         device = "cuda"
 
     train, test = mnist_data.load_or_exit(args)
     dataset = TensorDataset(torch.from_numpy(train.x).unsqueeze(1), torch.from_numpy(train.y))
-    # Gives every rank as many samples, by giving a few out twice. hvdtrain.prepare shares them out exactly.
+    # It repeats a few samples, so that all shards have the same length. hvdtrain.prepare repeats none.
     sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
     loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
 
     model = Net(side=train.x.shape[1]).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    # Every rank starts from rank 0's weights, and steps with the mean of all ranks' gradients.
+    # Every rank starts with rank 0's weights, and applies the mean of all ranks' gradients.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
     for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # or every epoch has the same order
+        sampler.set_epoch(epoch)  # without it every epoch has the same order
         model.train()
         for x, y in loader:
             optimizer.zero_grad()
             functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
             optimizer.step()
 
-    loss, accuracy = evaluate(model, test, device)  # on every rank: it calls allreduce
+    loss, accuracy = evaluate(model, test, device)  # call it on every rank: it calls allreduce
     if hvd.rank() == 0:  # only I/O in here
         path = Path(args.save)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Train a small ConvNet with hvdtrain.Trainer: one script, PyTorch or Keras, one process or many ranks.
+"""Train a small ConvNet with hvdtrain.Trainer, in PyTorch or Keras, on one process or many ranks.
 
 python train.py
 horovodrun -np 2 python train.py --framework torch
@@ -17,7 +17,7 @@ import hvdtrain
 
 
 def torch_parts(side: int, args: argparse.Namespace) -> dict:
-    """Return the model and what to train it with, in PyTorch."""
+    """Return model, optimizer and loss, in PyTorch."""
     import torch
 
     torch.manual_seed(args.seed)
@@ -40,7 +40,7 @@ def torch_parts(side: int, args: argparse.Namespace) -> dict:
 
 
 def keras_parts(side: int, args: argparse.Namespace) -> dict:
-    """Return the same in Keras, for whichever backend KERAS_BACKEND names."""
+    """Return model, optimizer and loss, in Keras, for the backend that KERAS_BACKEND names."""
     import keras
 
     keras.utils.set_random_seed(args.seed)
@@ -70,18 +70,18 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=sorted(PARTS), default="torch", help="default: %(default)s")
     parser.add_argument("--epochs", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=32, help="images a rank and step; default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step; default: %(default)s")
     parser.add_argument("--lr", type=float, default=0.005, help="learning rate; default: %(default)s")
     parser.add_argument("--lr-scaling", choices=["none", "linear", "sqrt"], default="none", help="by number of ranks")
-    parser.add_argument("--warmup-epochs", type=float, default=0, help="in which the rate rises; default: %(default)s")
+    parser.add_argument("--warmup-epochs", type=float, default=0, help="epochs of rising rate; default: %(default)s")
     parser.add_argument("--optimizer", choices=["adam", "sgd"], default="adam", help="sgd has momentum 0.9")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and the samples' order; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and sample order; default: %(default)s")
     mnist_data.add_arguments(parser)
     return parser.parse_args()
 
 
 def print_table(row: dict[str, str]) -> None:
-    """Print names over values, in one write, so that lines of other ranks do not come in between."""
+    """Print names above values, in one write, so that other ranks' lines do not mix with them."""
     widths = [max(len(name), len(value)) for name, value in row.items()]
     lines = [[cell.rjust(width) for cell, width in zip(cells, widths, strict=True)] for cells in (row, row.values())]
     sys.stdout.write("".join("  ".join(cells) + "\n" for cells in lines))
@@ -91,19 +91,19 @@ def print_table(row: dict[str, str]) -> None:
 def main() -> None:
     """Train, test and print the result."""
     args = parse_arguments()
-    # Before the model is made, so that it is made on this rank's GPU.
+    # Before the model is created: init selects this rank's GPU.
     world = hvdtrain.init(args.framework)
     if world.is_root:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("hvdtrain").setLevel(logging.INFO)
 
     train, test = mnist_data.load_or_exit(args)
-    # Every rank gives the same data and the same options; the Trainer shares the samples out.
+    # All ranks pass the same data and the same options; the Trainer shards the samples.
     parts = PARTS[args.framework](side=train.x.shape[1], args=args)
     schedule = {"lr_scaling": args.lr_scaling, "warmup_epochs": args.warmup_epochs}
     trainer = hvdtrain.Trainer(**parts, metrics=["accuracy"], **schedule, seed=args.seed)
     history = trainer.fit(train, epochs=args.epochs, batch_size=args.batch_size)
-    result = trainer.evaluate(test)  # on all ranks: each tests its share, and all get the whole result
+    result = trainer.evaluate(test)  # call it on all ranks: all get the result over all images
 
     seconds = sum(history["seconds"])
     if world.is_root:
