@@ -1,7 +1,7 @@
 """The contract between the Trainer and a framework, on one screen.
 
-The Trainer decides what happens and when; an adapter knows how its framework does it. An adapter reduces over ranks
-inside its own optimizer, asks World for the size, and never asks which rank it is.
+The Trainer decides what happens and when. An adapter does it with one framework. An adapter reduces over ranks in its
+optimizer. It reads the world size from World, and never needs its own rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Options:
-    """How to train, in words that both frameworks share; see `Trainer` for each."""
+    """The Trainer's options that concern a framework; `Trainer` explains each."""
 
     accumulate: int = 1
     clip_norm: float | None = None
@@ -33,13 +33,13 @@ class Options:
 
 @dataclass
 class State:
-    """All that training changes on all ranks alike: arrays by name, and whatever JSON can hold.
+    """The state that training changes in the same way on all ranks: arrays by name, and JSON values.
 
     Attributes:
         arrays: names begin with "model." or "optimizer.".
-        meta: the optimizer's settings, the precision scaler.
-        unsettled: names of those that each rank changes on its own between two calls of `Adapter.settle`.
-        trained: names of those that gradients change.
+        meta: settings of the optimizer, state of the precision scaler.
+        unsettled: names of arrays that each rank changes by itself between two calls of `Adapter.settle`.
+        trained: names of arrays that gradients change.
     """
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Fault:
 
     Attributes:
         reduced: name of the first such parameter.
-        own: name of the first whose gradient on this rank alone is not finite; None where all are.
-        loss: this rank's, the mean over its batches.
+        own: name of the first parameter whose gradient before the reduction is not finite on this rank, or None.
+        loss: this rank's mean loss over its batches.
     """
 
     reduced: str
@@ -66,19 +66,19 @@ class Fault:
 class Adapter(Protocol):
     """What a framework does for the Trainer."""
 
-    learning_rates: list[float]  # one a parameter group; assigning changes the optimizer's
-    fault: Fault | None  # of the last train_step; only where options.nan_policy is given, then on all ranks or none
-    rank_state: dict[str, NDArray[Any]]  # what this rank alone holds, named as in `rank_state`; assigning takes it on
+    learning_rates: list[float]  # one per parameter group; assigning changes the optimizer's
+    fault: Fault | None  # of the last train_step; needs options.nan_policy; set on all ranks or on none
+    rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it
 
     def start(self) -> None:
-        """Give every rank the root's weights and optimizer state, and change nothing else."""
+        """Broadcast the root's weights and optimizer state. Change nothing else."""
         ...
 
     def train_step(self, batches: Sequence[Batch]) -> None:
-        """Take one optimizer step over `batches` (more than one under accumulation), reduced over all ranks.
+        """Take one optimizer step over `batches` (several with accumulation), reduced over all ranks.
 
-        The step equals one process's over all samples of all ranks: each sample weighs the same. A batch with
-        local_count 0 adds nothing, but the rank takes part in the reduction.
+        The step equals the step of one process over the samples of all ranks: each sample has the same weight. A batch
+        with local_count 0 adds nothing, but its rank takes part in the reduction.
         """
         ...
 
@@ -91,24 +91,24 @@ class Adapter(Protocol):
         ...
 
     def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
-        """Return the metrics since they were started, exact over all ranks, and start them anew.
+        """Return the metrics since the last reset, exact over all ranks, and reset them.
 
         Args:
-            reduce: sums a float64 vector over ranks; to be called exactly once, with all that the metrics need.
-            keep: go on with them instead: an epoch is under way.
+            reduce: sums a float64 vector over ranks; call it exactly once, with all that the metrics need.
+            keep: do not reset them: the epoch is not over.
         """
         ...
 
     def settle(self) -> None:
-        """Make equal on all ranks what no gradient trains, such as running means; called after each epoch."""
+        """Synchronize state that no gradient trains, such as running means; called after each epoch."""
         ...
 
     def state(self) -> State:
-        """Return weights, optimizer state and precision scaler, as arrays that the next step may change."""
+        """Return weights, optimizer state and precision scaler. The next step may change the arrays."""
         ...
 
     def load_state(self, state: State) -> None:
-        """Take on a state that `state` returned. Raises ValueError naming the first tensor that does not fit."""
+        """Restore what `state` returned. Raises ValueError naming the first tensor that does not fit."""
         ...
 
 

@@ -1,14 +1,14 @@
-"""The errors hvdtrain raises; each message says what was received, on which rank, and what to do next."""
+"""Errors that users may catch. Each message says what was received, on which rank, and what to do next."""
 
 from __future__ import annotations
 
 
 class HvdTrainError(RuntimeError):
-    """Base of every error that hvdtrain raises on its own account."""
+    """Base class of hvdtrain's own errors."""
 
 
 class UsageError(HvdTrainError):
-    """What was asked of a command cannot be done; one line says why and what to type. The exit status is 2."""
+    """A command got wrong arguments. Its message is one line that says what to type; the exit status is 2."""
 
 
 class HorovodMissingError(HvdTrainError, ImportError):
@@ -16,22 +16,22 @@ class HorovodMissingError(HvdTrainError, ImportError):
 
 
 class HorovodMismatchError(HvdTrainError, ImportError):
-    """Horovod is installed, but was built for other framework versions than the installed ones."""
+    """Horovod is installed, but it was built for other versions of the frameworks."""
 
 
 class EngineConflictError(HvdTrainError):
-    """Two engines were asked for in one process; Horovod keeps separate native state for each."""
+    """One process requested two engines. Horovod has separate native state for each, and supports one per process."""
 
 
 class LaunchError(HvdTrainError):
-    """The launcher announced more ranks than Horovod found: N silent copies, each training alone."""
+    """The launcher started more ranks than Horovod found. Without this error, each of them would train alone."""
 
 
 class RankFailedError(HvdTrainError):
-    """A rank of `hvdtrain.run` ended without a result; as the cause of another exception, where that was raised.
+    """A rank of `hvdtrain.run` ended without a result. If the rank raised, this is the cause of its exception.
 
     Attributes:
-        rank: which one; None where it was not a rank that ended first.
+        rank: the rank that failed first; None if another process failed first.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
@@ -40,11 +40,11 @@ class RankFailedError(HvdTrainError):
 
 
 class DesyncError(HvdTrainError):
-    """Ranks that must hold the same thing (model, weights, configuration) do not."""
+    """Ranks have different models, weights, data or options, which must be equal on all ranks."""
 
 
 class NonFiniteError(HvdTrainError):
-    """A gradient holds NaN or infinity; weights were not touched by it."""
+    """A gradient contains NaN or infinity. The step was not taken."""
 
 
 class CheckpointError(HvdTrainError):
@@ -52,4 +52,4 @@ class CheckpointError(HvdTrainError):
 
 
 class PackageMissingError(HvdTrainError, ImportError):
-    """Something was asked for that an optional package does, and it is not installed."""
+    """A feature needs an optional package that is not installed."""

@@ -1,4 +1,4 @@
-"""Learning rate against world size: scaled only when asked, with a warmup in steps."""
+"""Scale the learning rate by world size, if requested, with a warmup in steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _FACTORS = {"none": lambda size: 1.0, "linear": float, "sqrt": math.sqrt}
 class LearningRate:
     """The rate of each parameter group at each optimizer step.
 
-    Linear scaling and gradual warmup are those of Goyal et al., "Accurate, Large Minibatch SGD" (2017): with k ranks
-    the rate ramps from the base rate to k times it over the first epochs. Without scaling (or with one rank) there is
-    no smaller rate to start from, so the ramp starts near zero.
+    Linear scaling and gradual warmup follow Goyal et al., "Accurate, Large Minibatch SGD" (2017): with k ranks the rate
+    rises from the base rate to k times the base rate over the first epochs. Without scaling, or with one rank, the ramp
+    starts near zero.
 
     Args:
-        base: the user's own rate of each parameter group.
-        scaling: "none", "linear" (factor `size`) or "sqrt" (its root, after Krizhevsky 2014).
+        base: the user's rate of each parameter group.
+        scaling: "none", "linear" (factor `size`) or "sqrt" (factor sqrt(size), Krizhevsky 2014).
         size: number of ranks.
         warmup_epochs: length of the ramp; 0 for none.
 
@@ -33,23 +33,23 @@ class LearningRate:
         self.scale_to(size)
 
     def scale_to(self, size: int) -> None:
-        """Take on another number of ranks."""
+        """Scale to another number of ranks."""
         self._size = size
         self.factor = factor(self._scaling, size)
 
     @property
     def is_fixed(self) -> bool:
-        """True when the user's rates are never touched."""
+        """Whether the user's rates never change."""
         return self.factor == 1.0 and not self._warmup_epochs
 
     def at(self, step: int, *, steps_per_epoch: int | None) -> list[float] | None:
-        """Return each group's rate for global step `step`; None where there is nothing to set.
+        """Return each group's rate for global step `step`; None if the rate must not be set.
 
-        After the ramp the rate is set once more and then left alone, so that schedules of the user's own keep working.
+        The ramp's last step sets the scaled rate. Later steps set none, so that the user's own schedules still work.
         """
         if self.is_fixed:
             return None
-        # The Trainer refuses a warmup where an epoch's length is not known before it ends.
+        # The Trainer refuses a warmup if the epoch's length is unknown.
         ramp = max(1, math.ceil(self._warmup_epochs * (steps_per_epoch or 0)))
         if step >= ramp:
             return None
@@ -57,7 +57,7 @@ class LearningRate:
         return [rate * (start + (self.factor - start) * (step + 1) / ramp) for rate in self.base]
 
     def describe(self, *, batch_size: int | None, accumulate: int) -> list[str]:
-        """Return lines that tell the effective batch, and the rate or how to ask for a scaled one."""
+        """Return log lines: the effective batch, and the rate, or the option that scales it."""
         ranks = f"{self._size} rank{'s' if self._size > 1 else ''}"
         lines = []
         if batch_size and self._size * accumulate > 1:
@@ -72,7 +72,7 @@ class LearningRate:
 
 
 def factor(scaling: str, size: int) -> float:
-    """Return what the rate is multiplied by on `size` ranks."""
+    """Return the factor of the rate on `size` ranks."""
     return float(_FACTORS[scaling](size))
 
 
