@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.distributed.watchdog.rank_exit import STALLED
-from hvdtrain.launch.rank_output import Lines
+from hvdtrain.launch.rank_output import OutputLines
 
 # What mpirun and horovodrun over Gloo say of the rank that ended first.
 _SAID = re.compile(
@@ -189,7 +189,7 @@ def told_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
 def _by_rank(printed: str) -> dict[int, list[str]]:
     """Return rank -> the lines that it printed, without the launcher's own."""
     found: dict[int, list[str]] = {}
-    lines = Lines()
+    lines = OutputLines()
     for rank, text in [*lines.feed(printed.encode()), *lines.end()]:
         if rank is not None:
             found.setdefault(rank, []).append(text)

@@ -12,17 +12,16 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.distributed import tuning
 from hvdtrain.errors import UsageError
-from hvdtrain.launch import arguments, job_environment, job_folder, outcome
-from hvdtrain.launch.call import Call
-from hvdtrain.launch.exchange import Message
-from hvdtrain.launch.pickling import pack
+from hvdtrain.launch import arguments, job_environment, job_folder
+from hvdtrain.launch.exchange import Message, pack
+from hvdtrain.launch.function_job import GRACE_S, FunctionJob, until_ended
+from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import start_ranks
 
 T = TypeVar("T")
 
-GRACE_S = 30.0  # as in `hvdtrain run`
 _WORKER = [sys.executable, "-m", "hvdtrain.launch.rank"]
 
 
@@ -61,14 +60,12 @@ def run(
     show = functools.partial(show_lines, output=output)
     if crowded:
         show([(None, f"hvdtrain.run: {crowded}")])
-    call = _run_job(spec, task, name_of(fn), show)
-    problem = outcome.problem(call, np, root_only=output == "root")
-    if problem is not None:
-        raise problem
-    if call.cause is None or call.cause.code:
-        how = call.cause or "the process that ran the ranks was killed"
+    outcome = _run_job(spec, task, name_of(fn), show)
+    values = outcome.values(root_only=output == "root")
+    if outcome.cause is None or outcome.cause.code:
+        how = outcome.cause or "the process that ran the ranks was killed"
         show([(None, f"hvdtrain.run: {how}, after the function had returned on every rank")])
-    return [outcome.value(rank, call.answers.pop(rank)) for rank in range(np)]
+    return values
 
 
 def make_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Message:
@@ -77,8 +74,10 @@ def make_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     Raises:
         TypeError: something cannot be pickled.
     """
+    cached = linecache.cache.items()  # a notebook's cells have no file
+    cells = {name: list(entry[2]) for name, entry in cached if len(entry) == 4 and entry[1] is None}
     return Message(
-        {"path": [str(path) for path in sys.path], "cells": _cells()},
+        {"path": [str(path) for path in sys.path], "cells": cells},
         pack({"fn": fn, "args": tuple(args), "kwargs": dict(kwargs or {})}, where="be sent to the ranks"),
     )
 
@@ -111,12 +110,7 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int, output: str
         raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
 
 
-def _run_job(
-    spec: LaunchSpec,
-    task: Message,
-    name: str,
-    show: Callable[[Sequence[Line]], None],
-) -> Call:
+def _run_job(spec: LaunchSpec, task: Message, name: str, show: Callable[[Sequence[Line]], None]) -> Outcome:
     """Start the ranks and return when all have ended.
 
     Raises:
@@ -129,15 +123,16 @@ def _run_job(
         environment = job_environment.environment(run_dir, spec, name=name)
         # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
         environment = {**tuning.without_ours(environment), "PYTHONUNBUFFERED": "1"}
-        line = [*start_ranks.horovodrun(Path(sys.executable)), "-np", str(spec.ranks), *spec.options, *spec.program]
-        call = Call(spec, line, environment=environment, run_dir=run_dir, task=task, grace_s=GRACE_S, show=show)
+        launcher = start_ranks.horovodrun(Path(sys.executable))
+        line = [*launcher, "-np", str(spec.ranks), *spec.options, *spec.program]
+        job = FunctionJob(spec, line, environment=environment, run_dir=run_dir, task=task, grace_s=GRACE_S, show=show)
         try:
-            _follow(call)
+            until_ended(job.follow, job.interrupt)
         finally:
-            call.close()
+            job.close()
     finally:
         job_folder.remove(run_dir)
-    return call
+    return job.outcome
 
 
 def _check(
@@ -168,28 +163,3 @@ def _check(
     except UsageError as error:
         raise ValueError(str(error)) from None
     return spec, crowded
-
-
-def _cells() -> dict[str, list[str]]:
-    """Return the sources that have no file: a notebook's cells."""
-    entries = ((name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None)
-    return {name: list(entry[2]) for name, entry in entries}
-
-
-def _follow(call: Call) -> None:
-    """Wait for the end of the job.
-
-    Raises:
-        KeyboardInterrupt: there was one; now the job has ended.
-    """
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            if interrupt is not None:
-                call.interrupt()
-            call.follow()
-            break
-        except KeyboardInterrupt as again:
-            interrupt = interrupt or again
-    if interrupt is not None:
-        raise interrupt.with_traceback(None)  # not of where this file was

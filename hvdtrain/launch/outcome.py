@@ -1,47 +1,86 @@
-"""What came of a function's run: the values, or why there are none."""
+"""How a function's run ended: the values that it returned, or why there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import cloudpickle
 
 from hvdtrain.errors import RankFailedError
-from hvdtrain.launch.exchange import Message, each
+from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.system.settings import EXIT_STOPPED
 
 
-class Ended(Protocol):
-    """A function's run that has ended; `hvdtrain.launch.call.Call` says what these are."""
+@dataclass
+class Outcome:
+    """How a function's run ended.
 
-    @property
-    def cause(self) -> Cause | None: ...  # noqa: D102
-    @property
-    def seconds(self) -> float: ...  # noqa: D102
-    @property
-    def answers(self) -> Mapping[int, Message]: ...  # noqa: D102
+    Attributes:
+        size: number of ranks.
+        answers: {rank: its answer}; facts["kind"] is "result", "error" or "exit".
+        cause: what ended the job; None where nobody can tell.
+        seconds: how long it ran.
+        tails: {rank: the last lines that it printed}; rank None is the launcher.
+        status: exit status of the process that ran the ranks.
+    """
 
-    def tail(self, rank: int | None) -> Sequence[str]: ...  # noqa: D102
-    def status(self) -> int: ...  # noqa: D102
+    size: int
+    answers: dict[int, Message] = field(default_factory=dict)
+    cause: Cause | None = None
+    seconds: float = 0.0
+    tails: dict[int | None, list[str]] = field(default_factory=dict)
+    status: int = 0
 
+    def of_kind(self, kind: str) -> dict[int, Message]:
+        """Return the answers of a kind, by rank."""
+        return {rank: self.answers[rank] for rank in sorted(self.answers) if self.answers[rank].facts["kind"] == kind}
 
-def problem(call: Ended, np: int, *, root_only: bool) -> Exception | None:
-    """Return what is to be raised; None where every rank has returned."""
-    failed = dict(each(call.answers, "error"))
-    own = {rank: answer for rank, answer in failed.items() if not answer.facts["others"]}
-    # What the peers of a rank that was killed, or has left, raise is a consequence, not the reason.
-    cause = call.cause
-    killed = cause is not None and cause.killed and cause.rank not in call.answers
-    lost = cause is not None and cause.rank is not None and cause.rank not in call.answers
-    left = killed or lost or any(each(call.answers, "exit"))
-    first = min(own or failed, key=lambda rank: float(failed[rank].facts["time"]), default=None)
-    if first is not None and ((first in own and not killed) or not left):
-        return _raised(first, failed[first])
-    if len(dict(each(call.answers, "result"))) < np:
-        return _without_result(call, np, root_only=root_only)
-    return None
+    def values(self, *, root_only: bool = False) -> list[Any]:
+        """Return what the function returned on each rank; the answers are gone then.
+
+        Args:
+            root_only: only rank 0's lines were shown.
+
+        Raises:
+            Exception: a rank's own, or a RankFailedError for ranks that ended without a result.
+            TypeError: what a rank returned cannot be unpickled here.
+        """
+        problem = self.problem(root_only=root_only)
+        if problem is not None:
+            raise problem
+        return [_value(rank, self.answers.pop(rank)) for rank in range(self.size)]
+
+    def problem(self, *, root_only: bool = False) -> Exception | None:
+        """Return what is to be raised; None where every rank has returned."""
+        failed, cause = self.of_kind("error"), self.cause
+        own = {rank: answer for rank, answer in failed.items() if not answer.facts["others"]}
+        # What the peers of a rank that was killed, or has left, raise is a consequence, not the reason.
+        silent = cause if cause is not None and cause.rank not in self.answers else None
+        killed = silent is not None and silent.killed
+        left = killed or (silent is not None and silent.rank is not None) or self.of_kind("exit")
+        first = min(own or failed, key=lambda rank: float(failed[rank].facts["time"]), default=None)
+        if first is not None and ((first in own and not killed) or not left):
+            return _raised(first, failed[first])
+        return self._without_result(root_only=root_only) if len(self.of_kind("result")) < self.size else None
+
+    def _without_result(self, *, root_only: bool) -> RankFailedError:
+        """Return the error for ranks that ended without an answer."""
+        if self.cause is None:
+            return RankFailedError(f"the process that ran the ranks ended with status {self.status}; so did they")
+        rank, code, text = self.cause.rank, self.cause.code, f"{self.cause} after {self.seconds:.0f} s"
+        exits = {rank: answer.facts["code"] for rank, answer in self.of_kind("exit").items()}
+        left = next((rank for rank in exits if exits[rank] == code), None)
+        if rank is None and left is not None and code:  # Open MPI 5 does not always say which rank it was
+            rank, text = left, f"rank {left} ended with status {code} after {self.seconds:.0f} s"
+        elif code in (0, EXIT_STOPPED) or rank in self.of_kind("error"):  # that rank was not the first
+            rank = next(iter([*exits, *(rank for rank in range(self.size) if rank not in self.answers)]))
+            text = f"rank {rank} ended by itself, with status {exits.get(rank, code)}"
+        # Lines that nobody has seen yet.
+        lines = [line for line in self.tails.get(rank, ()) if line.strip() and (rank is None or (root_only and rank))]
+        end = "; the end of what it printed:\n" + "\n".join(lines) if lines else ""
+        return RankFailedError(f"{text}, before the function had returned{end}", rank=rank)
 
 
 def _raised(rank: int, answer: Message) -> Exception:
@@ -58,32 +97,7 @@ def _raised(rank: int, answer: Message) -> Exception:
     return error
 
 
-def _without_result(call: Ended, np: int, *, root_only: bool) -> RankFailedError:
-    """Return the error for ranks that ended without a word."""
-    if call.cause is None:
-        return RankFailedError(f"the process that ran the ranks ended with status {call.status()}; so did they")
-    rank, text = call.cause.rank, f"{call.cause} after {call.seconds:.0f} s"
-    failed, exits = (dict(each(call.answers, kind)) for kind in ("error", "exit"))
-    left = next((left for left in exits if exits[left].facts["code"] == call.cause.code), None)
-    if rank is None and left is not None and call.cause.code:  # Open MPI 5 does not always say which rank it was
-        rank, text = left, f"rank {left} ended with status {call.cause.code} after {call.seconds:.0f} s"
-    elif call.cause.code in (0, EXIT_STOPPED) or rank in failed:  # that rank is not where it began
-        silent = [rank for rank in range(np) if rank not in call.answers]
-        rank = next(iter([*exits, *silent]))
-        status = exits[rank].facts["code"] if rank in exits else call.cause.code
-        text = f"rank {rank} ended by itself, with status {status}"
-    # What nobody has seen yet.
-    said = [line for line in call.tail(rank) if line.strip()] if rank is None or (root_only and rank) else []
-    end = "; the end of what it printed:\n" + "\n".join(said) if said else ""
-    return RankFailedError(f"{text}, before the function had returned{end}", rank=rank)
-
-
-def value(rank: int, answer: Message) -> Any:
-    """Return what a rank returned.
-
-    Raises:
-        TypeError: it cannot be unpickled here.
-    """
+def _value(rank: int, answer: Message) -> Any:
     try:
         (returned,) = cloudpickle.loads(answer.pickled)
     except Exception as error:

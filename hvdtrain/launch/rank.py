@@ -1,4 +1,4 @@
-"""One rank of `hvdtrain.run`: gets the function, calls it, gives back what came of it."""
+"""One rank of `hvdtrain.run`: gets the function, calls it, sends its answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import cloudpickle
 from hvdtrain.distributed import watchdog
 from hvdtrain.distributed.watchdog.rank_exit import is_caused_by_others
 from hvdtrain.launch import exchange
-from hvdtrain.launch.exchange import Message
-from hvdtrain.launch.pickling import pack
+from hvdtrain.launch.exchange import Message, pack
 from hvdtrain.system.settings import DEBUG
 
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -28,9 +27,9 @@ def main() -> None:
     """Run one rank."""
     rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name))
     try:
-        task, connection = exchange.ask(rank)
+        task, connection = exchange.request_task(rank)
     except (EOFError, OSError, AuthenticationError) as problem:
-        sys.exit(f"rank {rank}: whoever called hvdtrain.run is gone: {problem}")
+        sys.exit(f"rank {rank}: the caller of hvdtrain.run has ended: {problem}")
     sys.path[:] = task.facts["path"]  # what the caller can import can be imported here
     call = load(task)
     del task  # which may hold as much as the arguments
@@ -39,18 +38,11 @@ def main() -> None:
         answer.send(connection)
         connection.close()
     except OSError:
-        pass  # the caller has been interrupted, and hears no more
+        pass  # the caller has been interrupted, and takes no more answers
     if exit_request is not None:
         raise exit_request
     if answer.facts["kind"] == "error":
         watchdog.leave(1)
-
-
-def _status(request: SystemExit) -> int:
-    """Return the exit status that Python makes of sys.exit's argument."""
-    if isinstance(request.code, int):
-        return request.code
-    return 0 if request.code is None else 1
 
 
 def load(task: Message) -> Callable[[], Any] | Message:
@@ -60,7 +52,7 @@ def load(task: Message) -> Callable[[], Any] | Message:
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     try:
         fn, args, kwargs = cloudpickle.loads(task.pickled)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is to know
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must know
         return _failure("could not load the function", error)
     return lambda: fn(*args, **kwargs)
 
@@ -72,13 +64,14 @@ def perform(call: Callable[[], Any] | Message) -> tuple[Message, SystemExit | No
     try:
         return Message({"kind": "result"}, pack({"what it returned": call()}, where="be sent back")), None
     except SystemExit as request:
-        return Message({"kind": "exit", "code": _status(request)}), request
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)  # as Python has it
+        return Message({"kind": "exit", "code": code}), request
     except BaseException as error:  # noqa: BLE001 - see above
         return _failure("raised", error), None
 
 
 def _failure(what: str, error: BaseException) -> Message:
-    # Without this file's own frames, of which nothing can be learnt.
+    # Without hvdtrain's own frames.
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, pack.__code__.co_filename):
         trace = trace.tb_next
@@ -96,7 +89,7 @@ def _failure(what: str, error: BaseException) -> Message:
     }
     try:
         return Message(facts, cloudpickle.dumps(error.with_traceback(None)))
-    except Exception:  # noqa: BLE001 - then its text has to do
+    except Exception:  # noqa: BLE001 - then its text must do
         return Message(facts)
 
 

@@ -64,7 +64,7 @@ def _tag(mark: bytes) -> bytes:
     return _TIME.sub(b"", mark)
 
 
-class Lines:
+class OutputLines:
     """One stream of a launcher's output, as it comes in pieces.
 
     Attributes:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.distributed import watchdog
@@ -76,17 +78,6 @@ def run(launch: Launch, run_dir: Path) -> int:
     """
     with _supervision(run_dir, ssh.ending(launch.ssh, run_dir)) as (guard, signals):
         return _run(launch, run_dir, guard, signals)
-
-
-def once(launch: Launch, run_dir: Path) -> Ending:
-    """Run the job a single time and return how it ended; the folder is removed here too."""
-    with _supervision(run_dir) as (guard, signals):
-        job = _start(launch, run_dir, guard)
-        try:
-            return _follow(job, launch, signals, guard)
-        finally:
-            if not job.end():
-                say(_UNDYING)
 
 
 @contextlib.contextmanager
@@ -286,3 +277,36 @@ def say(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         pass
+
+
+def _once(report: str, grace_s: str, run_dir: str, launcher: str, *line: str) -> None:
+    """Run a job a single time on behalf of `hvdtrain.launch.function_job`, and end it when that process ends.
+
+    A process of its own, since it adopts orphans, handles signals, and ends whatever is below it: none of this may
+    happen to a notebook. The launcher's output is this process's. The file descriptor `report` takes lines for people,
+    then one of JSON on how the job ended.
+    """
+    sys.stderr = os.fdopen(int(report), "w", buffering=1, encoding="utf-8")
+    os.set_inheritable(int(report), False)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    launch = Launch(LaunchSpec(launcher), line, dict(os.environ), 0, float(grace_s))
+    with _supervision(Path(run_dir)) as (guard, signals):
+        job = _start(launch, Path(run_dir), guard)
+        try:
+            ending = _follow(job, launch, signals, guard)
+        finally:
+            if not job.end():
+                say(_UNDYING)
+    with contextlib.suppress(OSError):  # the caller has ended
+        sys.stderr.write(json.dumps({**asdict(ending.cause), "seconds": ending.seconds}) + "\n")
+
+
+def _end_with_caller() -> None:
+    """Wait for the end of standard input, which the caller holds; the guard ends what remains of the job."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _once(*sys.argv[1:])

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.errors import HvdTrainError, RankFailedError
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker
-from hvdtrain.integrations.ray.fixed import Follow, Outcome, rendezvous_server, serving, settings
+from hvdtrain.integrations.ray.fixed import Follow, RayOutcome, rendezvous_server, serving, settings
 from hvdtrain.launch.exchange import Message
 
 log = logging.getLogger("hvdtrain")
@@ -128,7 +128,7 @@ class Job:
             reset_limit=limits.resets,
         )
 
-    def run(self, follow: Follow) -> Outcome:
+    def run(self, follow: Follow) -> RayOutcome:
         """Run to the end.
 
         Raises:
@@ -194,9 +194,9 @@ class Job:
         if not self._driver.finished():
             self._driver.stop()
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> RayOutcome:
         slots = {name: slots[0].rank for name, slots in self._driver.host_assignments.items() if slots}
-        outcome = Outcome(len(slots))
+        outcome = RayOutcome(len(slots))
         for name, rank in slots.items():
             if name in self._answers:
                 outcome.take(rank, self._answers[name], self._pool[name])
@@ -205,7 +205,7 @@ class Job:
         return outcome
 
 
-def run(cluster: Cluster, request: Request, limits: Limits, follow: Follow) -> Outcome:
+def run(cluster: Cluster, request: Request, limits: Limits, follow: Follow) -> RayOutcome:
     """Run the job to its end; see `hvdtrain.integrations.ray.fixed.run`."""
     pool = Pool(cluster, request, most=limits.most)
     until = time.monotonic() + request.start_timeout_s

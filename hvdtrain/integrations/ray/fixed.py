@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError
@@ -15,6 +14,7 @@ from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker, placement_group
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.launch.outcome import Outcome
 from hvdtrain.system.settings import EXIT_STOPPED
 
 Follow = Callable[[Callable[[], bool], Callable[[], Sequence[Worker]]], None]
@@ -23,14 +23,8 @@ _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
 _CAUSE_S = 10.0  # for the answer of the rank that failed, if a peer answered first
 
 
-@dataclass
-class Outcome:
-    """How a job ended; see `hvdtrain.launch.outcome.Ended`."""
-
-    size: int
-    answers: dict[int, Message] = field(default_factory=dict)
-    cause: Cause | None = None
-    seconds: float = 0.0
+class RayOutcome(Outcome):
+    """How a job ended, noted rank by rank; Ray has shown what ranks printed."""
 
     def take(self, rank: int, answer: Message | Death, worker: Worker) -> None:
         """Note how a rank ended."""
@@ -41,14 +35,6 @@ class Outcome:
                 self.cause = Cause(worker.who(rank), answer.facts["code"], rank)
         elif not is_explained:
             self.cause = answer
-
-    def tail(self, rank: int | None) -> list[str]:
-        """Return nothing: Ray has shown what ranks printed."""
-        return []
-
-    def status(self) -> int:
-        """Return 0: there is no launcher process."""
-        return 0
 
     @property
     def has_failed(self) -> bool:
@@ -67,7 +53,7 @@ def _is_failure(answer: Message) -> bool:
     return answer.facts["kind"] == "error" or answer.facts.get("code") not in (None, 0, EXIT_STOPPED)
 
 
-def run(cluster: Cluster, request: Request, follow: Follow) -> Outcome:
+def run(cluster: Cluster, request: Request, follow: Follow) -> RayOutcome:
     """Run the job to its end.
 
     Args:
@@ -76,7 +62,7 @@ def run(cluster: Cluster, request: Request, follow: Follow) -> Outcome:
         follow: calls its first argument until that returns True, for the job has ended. On an interrupt it stops the
             workers that its second argument returns.
     """
-    outcome = Outcome(request.ranks)
+    outcome = RayOutcome(request.ranks)
     with placement_group(cluster, request) as group:
         workers = _start(cluster, request, group)
         with _rendezvous(cluster, workers) as environments:
@@ -183,7 +169,9 @@ class _Follower:
         outcome: stores the answers.
     """
 
-    def __init__(self, cluster: Cluster, workers: Sequence[Worker], refs: Mapping[Any, int], outcome: Outcome) -> None:
+    def __init__(
+        self, cluster: Cluster, workers: Sequence[Worker], refs: Mapping[Any, int], outcome: RayOutcome
+    ) -> None:
         self._cluster, self._workers, self._outcome = cluster, workers, outcome
         self._waiting = dict(refs)
         self._failed_at = 0.0

@@ -13,8 +13,9 @@ from hvdtrain.distributed import tuning
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.ray import elastic, fixed
 from hvdtrain.integrations.ray.cluster import Cluster, Request, Worker
-from hvdtrain.launch import job_environment, outcome
-from hvdtrain.launch.function import GRACE_S, check_call, make_task, name_of
+from hvdtrain.launch import job_environment
+from hvdtrain.launch.function import check_call, make_task, name_of
+from hvdtrain.launch.function_job import GRACE_S
 from hvdtrain.system import start_ranks
 from hvdtrain.system.process_tree import RUN_DIR
 
@@ -94,13 +95,10 @@ def run(
             log.warning("%s: waiting up to %g s for it to grow", too_small, start_timeout_s)
         following = functools.partial(_look_after, cluster)
         if limits is None:
-            ended = fixed.run(cluster, request, following)
+            outcome = fixed.run(cluster, request, following)
         else:
-            ended = elastic.run(cluster, request, limits, following)
-    problem = outcome.problem(ended, ended.size, root_only=False)
-    if problem is not None:
-        raise problem
-    return [outcome.value(rank, ended.answers.pop(rank)) for rank in range(ended.size)]
+            outcome = elastic.run(cluster, request, limits, following)
+    return outcome.values()
 
 
 def _check(

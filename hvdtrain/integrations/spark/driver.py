@@ -17,7 +17,7 @@ from hvdtrain.errors import PackageMissingError, UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.spark.job import slots
 from hvdtrain.integrations.spark.ranks import Ranks
-from hvdtrain.launch import function, job_environment, outcome
+from hvdtrain.launch import function, job_environment
 from hvdtrain.system import start_ranks
 
 T = TypeVar("T")
@@ -76,12 +76,13 @@ def run(
             ranks.run(task, chosen)
     finally:
         ranks.close()
-    problem = ranks.own_problem() or outcome.problem(ranks, np, root_only=output == "root")
+    problem = ranks.own_problem()
     if problem is not None:
         raise problem
-    if ranks.cause is not None and ranks.cause.code:
-        show([(None, f"hvdtrain: {ranks.cause}, after the function had returned on every rank")])
-    return [outcome.value(rank, ranks.answers.pop(rank)) for rank in range(np)]
+    values, cause = ranks.outcome.values(root_only=output == "root"), ranks.outcome.cause
+    if cause is not None and cause.code:
+        show([(None, f"hvdtrain: {cause}, after the function had returned on every rank")])
+    return values
 
 
 def _context() -> Any:

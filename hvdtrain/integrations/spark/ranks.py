@@ -15,7 +15,8 @@ from hvdtrain.integrations.spark.job import SparkJob
 from hvdtrain.integrations.spark.task import Plan
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
-from hvdtrain.launch.function import GRACE_S
+from hvdtrain.launch.function_job import GRACE_S, until_ended
+from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.system.settings import EXIT_STOPPED
 
@@ -48,8 +49,7 @@ class Ranks:
         limit_s: the same in seconds, for messages.
 
     Attributes:
-        answers: what ranks have answered.
-        seconds: how long they ran.
+        outcome: how it ended.
     """
 
     def __init__(
@@ -58,10 +58,8 @@ class Ranks:
         conf = context.getConf()
         local = bool(context._jsc.sc().isLocal())
         name = "127.0.0.1" if local else conf.get("spark.driver.host")
-        self.answers: dict[int, Message] = {}
-        self.seconds = 0.0
+        self.outcome = Outcome(np, status=1)
         self._np, self._show, self._deadline, self._limit_s = np, show, deadline, limit_s
-        self._tails: dict[int, list[str]] = {}
         self._hosts: dict[int, str] = {}
         self._ends: list[_End] = []
         self._own: Exception | None = None
@@ -78,23 +76,12 @@ class Ranks:
             KeyboardInterrupt: there was one; now they have ended.
         """
         self._job.start(Plan(self._door.address, task, environment, self._np, GRACE_S))
-        interrupts: list[KeyboardInterrupt] = []
-        heard = 0
-        while True:
-            try:
-                while heard < len(interrupts):
-                    heard += 1
-                    self._interrupt(first=heard == 1)
-                self._follow()
-                break
-            except KeyboardInterrupt as again:
-                interrupts.append(again)
-        if interrupts:
-            raise interrupts[0].with_traceback(None)
+        until_ended(self._follow, self._interrupt)
+        self.outcome.cause = self._cause()
         for came in self._job.came:
-            self._tails[came.rank] = came.tail
+            self.outcome.tails[came.rank] = came.tail
             if came.answer is not None:
-                self.answers[came.rank] = came.answer
+                self.outcome.answers[came.rank] = came.answer
 
     def own_problem(self) -> Exception | None:
         """Return what went wrong with the job itself."""
@@ -103,22 +90,12 @@ class Ranks:
             return kind(f"the Spark job of the ranks failed: {self._job.reason()}")
         return self._own
 
-    @property
-    def cause(self) -> Cause | None:
-        """What ended them."""
+    def _cause(self) -> Cause | None:
         failed = [end for end in self._ends if end.code] or self._ends[:1]
         if not failed:
             return None
         first = min(failed, key=lambda end: end.sort)
         return Cause(f"rank {first.rank} on host {self._hosts[first.rank]}", first.code, first.rank)
-
-    def tail(self, rank: int | None) -> list[str]:
-        """Return the last lines that a rank printed."""
-        return self._tails.get(rank, []) if rank is not None else []
-
-    def status(self) -> int:
-        """Return 1: a job that ended without an end of its ranks has failed."""
-        return 1
 
     def close(self) -> None:
         """Leave nothing behind, however it ended."""
@@ -190,7 +167,7 @@ class Ranks:
                     self._door.close()
 
     def _note_end(self, rank: int, heard: Mapping[str, Any]) -> None:
-        self.seconds = max(self.seconds, float(heard["seconds"]))
+        self.outcome.seconds = max(self.outcome.seconds, float(heard["seconds"]))
         code = 0 if self._ending else heard["code"]  # an exit that was requested here is no cause
         self._ends.append(_End(rank, code, heard["answer"]))
         if code not in (0, EXIT_STOPPED) and not self._stopping:
@@ -219,16 +196,16 @@ class Ranks:
             self._cancelled = True
             self._end()
 
-    def _interrupt(self, *, first: bool) -> None:
+    def _interrupt(self) -> None:
         """Ask the ranks to stop; the second time, or before they have started, end them at once."""
-        self._stopping = True
-        if not first or len(self._hosts) < self._np:
+        if self._stopping or len(self._hosts) < self._np:
             self._deadline = float("inf")
             self._cancelled = True
             self._end()
-            return
-        self._give_up_at = time.monotonic() + GRACE_S + _END_S
-        self._tell_all("stop")
+        else:
+            self._give_up_at = time.monotonic() + GRACE_S + _END_S
+            self._tell_all("stop")
+        self._stopping = True
 
     def _end(self) -> None:
         self._end_others_at = float("inf")

@@ -21,9 +21,9 @@ from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
 from hvdtrain.integrations.spark import wire
 from hvdtrain.launch import job_environment, job_folder
-from hvdtrain.launch.call import Call
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.launch.function_job import FunctionJob
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import network, start_ranks
@@ -187,27 +187,28 @@ def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection
         said = wire.hear(connection)
         if said is None or said["kind"] != "stop":
             raise _CallerGoneError
-        call.interrupt()
+        job.interrupt()
 
     run_dir, _ = job_folder.make(0)
     try:
-        call = Call(
+        job = FunctionJob(
             LaunchSpec("python"), [sys.executable, *_WORKER],
             environment=environment, run_dir=run_dir, task=task, grace_s=plan.grace_s, show=show, rank=rank,
         )  # fmt: skip
         try:
-            call.follow({connection: heed})
+            job.follow({connection: heed})
         except (_CallerGoneError, OSError):
             pass  # closing it ends the rank
         finally:
-            call.close()
+            job.close()
     finally:
         job_folder.remove(run_dir)
-    cause = call.cause or Cause("", 128 + 9)
-    answer = call.answers.get(rank)
+    outcome = job.outcome
+    cause = outcome.cause or Cause("", 128 + 9)
+    answer = outcome.answers.get(rank)
     try:
         kind = answer.facts["kind"] if answer else ""
-        wire.tell(connection, kind="ended", code=cause.code, seconds=call.seconds, answer=kind, pid=os.getpid())
+        wire.tell(connection, kind="ended", code=cause.code, seconds=outcome.seconds, answer=kind, pid=os.getpid())
     except OSError:
         pass
-    return Came(rank, answer, call.tail(None))
+    return Came(rank, answer, list(outcome.tails.get(None, ())))

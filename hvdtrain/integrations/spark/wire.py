@@ -161,7 +161,7 @@ def _knock(address: Address) -> Connection:
     try:
         with _as_socket(connection) as known:
             _limit_reading(known, round(2 * _STRANGER_S))
-            exchange.know_caller(connection, address.key)
+            exchange.prove_rank(connection, address.key)
             _limit_reading(known, 0)
             _notice_loss(known)
     except BaseException:

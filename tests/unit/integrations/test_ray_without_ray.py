@@ -124,7 +124,7 @@ DEATH = cluster.Death("rank 1", 137, 1, "gone")
 def test_what_ended_a_job_is_what_came_first_unless_others_caused_it(
     answers: list[Any], failed: bool, explained: bool, cause: Cause | None
 ) -> None:
-    outcome = fixed.Outcome(2)
+    outcome = fixed.RayOutcome(2)
     for rank, answer in enumerate(answers):
         outcome.take(rank, answer, WORKER)
     assert (outcome.has_failed, outcome.is_explained, outcome.cause) == (failed, explained, cause)

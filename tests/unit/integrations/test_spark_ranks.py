@@ -15,7 +15,6 @@ import pytest
 from hvdtrain.errors import RankFailedError, UsageError
 from hvdtrain.integrations.spark import ranks, wire
 from hvdtrain.integrations.spark.task import Came
-from hvdtrain.launch import outcome
 from hvdtrain.launch.exchange import Message
 
 Task = Callable[[Any, int], "Came | None"]
@@ -76,7 +75,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, task: Task, *, limit_s: float = 60.0
         found.run(Message({}), {})
     finally:
         found.close()
-    return found.own_problem() or outcome.problem(found, 2, root_only=False) or (shown, found.answers)
+    return found.own_problem() or found.outcome.problem() or (shown, found.outcome.answers)
 
 
 def error(text: str, *, others: bool) -> Message:

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch import exchange
-from hvdtrain.launch.exchange import Exchange, Message
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.function_job import TaskServer
 
 TASK = Message({"path": ["/a"]}, b"function")
 
 
 @pytest.fixture
-def caller(tmp_path: Path) -> Iterator[Exchange]:
-    made = Exchange(tmp_path, TASK, size=2)
+def caller(tmp_path: Path) -> Iterator[TaskServer]:
+    made = TaskServer(tmp_path, TASK, size=2)
     yield made
     made.close()
 
@@ -39,7 +40,7 @@ class Rank(threading.Thread):
     def run(self) -> None:
         try:
             os.environ.update(self.environment)
-            self.task, connection = exchange.ask(self.rank)
+            self.task, connection = exchange.request_task(self.rank)
             if self.answer is not None:
                 self.answer.send(connection)
             connection.close()
@@ -47,7 +48,7 @@ class Rank(threading.Thread):
             self.problem = problem
 
 
-def serve(caller: Exchange, rank: threading.Thread) -> None:
+def serve(caller: TaskServer, rank: threading.Thread) -> None:
     """Run the caller's side until `rank` has ended."""
     while rank.is_alive():
         for ready in wait(caller.sources(), timeout=0.05):
@@ -56,7 +57,7 @@ def serve(caller: Exchange, rank: threading.Thread) -> None:
     caller.drain()
 
 
-def test_a_rank_gets_the_task_and_its_answer_comes_back_whole(caller: Exchange) -> None:
+def test_a_rank_gets_the_task_and_its_answer_comes_back_whole(caller: TaskServer) -> None:
     answer = Message({"kind": "result"}, os.urandom(5 * 2**20))
     rank = Rank(3, caller.environment(), answer)
     rank.start()
@@ -66,7 +67,7 @@ def test_a_rank_gets_the_task_and_its_answer_comes_back_whole(caller: Exchange) 
     assert not {name for name in os.environ if name.startswith("HVDTRAIN_CALL")}  # nothing below inherits the key
 
 
-def test_a_machine_that_refuses_md5_is_no_obstacle(caller: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_refuses_md5_is_no_obstacle(caller: TaskServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("[digital envelope routines] unsupported")
 
@@ -79,7 +80,7 @@ def test_a_machine_that_refuses_md5_is_no_obstacle(caller: Exchange, monkeypatch
     assert rank.task == TASK
 
 
-def test_a_stranger_without_the_key_gets_nothing_and_is_not_heard(caller: Exchange) -> None:
+def test_a_stranger_without_the_key_gets_nothing_and_is_not_heard(caller: TaskServer) -> None:
     wrong = {name: "00" * 32 if name.endswith("KEY") else text for name, text in caller.environment().items()}
     stranger = Rank(0, wrong, Message({"kind": "result"}, pickle.dumps("evil")))
     stranger.start()
@@ -107,13 +108,13 @@ def test_a_rank_takes_no_function_from_whoever_lacks_the_key(tmp_path: Path) -> 
     assert rank.task is None
 
 
-def test_a_rank_that_dies_in_the_midst_of_its_answer_has_given_none(caller: Exchange) -> None:
+def test_a_rank_that_dies_in_the_midst_of_its_answer_has_given_none(caller: TaskServer) -> None:
     class Dying(Rank):
         def run(self) -> None:
             environment = caller.environment()
             key = bytes.fromhex(environment["HVDTRAIN_CALL_KEY"])
             with Client(environment["HVDTRAIN_CALL_SOCKET"], family="AF_UNIX") as connection:
-                exchange.know_caller(connection, key)
+                exchange.prove_rank(connection, key)
                 connection.send_bytes(b'{"rank": 0}')
                 Message.receive(connection)
                 connection.send_bytes(b'{"kind": "result"}')
@@ -126,7 +127,7 @@ def test_a_rank_that_dies_in_the_midst_of_its_answer_has_given_none(caller: Exch
     assert not [source for source in caller.sources() if isinstance(source, Connection)]
 
 
-def test_once_all_ranks_are_there_nobody_else_is_let_in(caller: Exchange) -> None:
+def test_once_all_ranks_are_there_nobody_else_is_let_in(caller: TaskServer) -> None:
     ranks = [Rank(number, caller.environment(), None) for number in (0, 1, 2)]
     for rank in ranks:
         rank.start()
@@ -135,7 +136,7 @@ def test_once_all_ranks_are_there_nobody_else_is_let_in(caller: Exchange) -> Non
     assert isinstance(ranks[2].problem, OSError)
 
 
-def test_after_the_end_nobody_is_let_in(caller: Exchange) -> None:
+def test_after_the_end_nobody_is_let_in(caller: TaskServer) -> None:
     caller.close()
     assert caller.sources() == []
     rank = Rank(0, caller.environment(), None)

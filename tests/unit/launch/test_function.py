@@ -16,10 +16,10 @@ import pytest
 import hvdtrain
 from hvdtrain.distributed import tuning
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.launch import job_folder, outcome
-from hvdtrain.launch.exchange import Message
+from hvdtrain.launch import job_folder
+from hvdtrain.launch.exchange import Message, pack
 from hvdtrain.launch.exit_cause import Cause
-from hvdtrain.launch.pickling import pack
+from hvdtrain.launch.outcome import Outcome
 
 
 def nothing() -> None: ...
@@ -170,10 +170,8 @@ BY_OTHERS = raised(1, others=True)
     ],
 )
 def test_the_reason_is_told_and_not_a_consequence(answers: dict[int, Message], cause: Cause | None, said: str) -> None:
-    call: Any = types.SimpleNamespace(
-        answers=answers, cause=cause, seconds=4.2, tail=lambda rank: [f"last words of {rank}"], status=lambda: -9
-    )
-    problem = outcome.problem(call, 2, root_only=False)
+    tails = {rank: [f"last words of {rank}"] for rank in (None, 0, 1)}
+    problem = Outcome(2, answers, cause, 4.2, tails, status=-9).problem()
     assert str(problem).startswith(said)
     assert ("last words of None" in str(problem)) == str(problem).startswith("horovodrun")
 
@@ -181,9 +179,8 @@ def test_the_reason_is_told_and_not_a_consequence(answers: dict[int, Message], c
 def test_a_result_that_only_ranks_can_read_is_named() -> None:
     gone = Message({"kind": "result"}, pickle.dumps((types.SimpleNamespace(),)).replace(b"types", b"typos"))
     with pytest.raises(TypeError, match="what rank 1 returned cannot be read here: No module named 'typos'"):
-        outcome.value(1, gone)
+        Outcome(2, {0: Message({"kind": "result"}, pickle.dumps((1,))), 1: gone}).values()
 
 
 def test_a_rank_that_is_killed_at_its_exit_has_returned_all_the_same() -> None:
-    call: Any = types.SimpleNamespace(answers={0: RETURNED, 1: RETURNED}, cause=Cause("rank 1", 139, 1))
-    assert outcome.problem(call, 2, root_only=False) is None
+    assert Outcome(2, {0: RETURNED, 1: RETURNED}, Cause("rank 1", 139, 1)).problem() is None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.launch.rank_output import Lines, Whole, without_mark
+from hvdtrain.launch.rank_output import OutputLines, Whole, without_mark
 from hvdtrain.system import open_mpi
 from hvdtrain.tools.bench.launch import split_by_rank
 
@@ -14,32 +14,32 @@ EXPECTED = [(0, "one"), (1, "two"), (None, "mpirun: words"), (1, "[0] not mine")
 def test_each_line_has_its_rank_whatever_pieces_it_comes_in() -> None:
     for text in (OVER_MPI, OVER_GLOO):
         for size in (1, 3, 10, 1000):
-            lines = Lines()
+            lines = OutputLines()
             pieces = [text[i : i + size] for i in range(0, len(text), size)]
             assert [line for piece in pieces for line in lines.feed(piece)] == EXPECTED, size
 
 
 def test_ranks_that_write_half_lines_are_not_mixed_and_their_characters_stay_whole() -> None:
-    lines = Lines()
+    lines = OutputLines()
     first, second = "ö".encode()
     text = b"[1,0]<stdout>:half " + bytes([first]) + b"[1,1]<stdout>:other\n[1,0]<stdout>:" + bytes([second]) + b"!\n"
     assert lines.feed(text) == [(1, "other"), (0, "half ö!")]
 
 
 def test_of_a_progress_bar_its_last_state_is_shown() -> None:
-    lines = Lines()
+    lines = OutputLines()
     assert lines.feed(b"[0]<stderr>: 10%\r[0]<stderr>: 50%\r[0]<stderr>:100%\r\n") == [(0, "100%")]
 
 
 def test_what_has_no_end_of_line_comes_at_the_end() -> None:
-    lines = Lines()
+    lines = OutputLines()
     assert lines.feed(b"[1,0]<stdout>:no end[1,1]<stdout>:line\n[1,1]<stdout>:nor this") == [(1, "line")]
     assert sorted(lines.end()) == [(0, "no end"), (1, "nor this")]
     assert lines.end() == []
 
 
 def test_the_last_lines_of_each_rank_are_kept() -> None:
-    lines = Lines()
+    lines = OutputLines()
     lines.feed(b"".join(b"[1,%d]<stdout>:%d\n" % (i % 2, i) for i in range(100)) + b"the launcher\n")
     assert list(lines.tails[1]) == [str(i) for i in range(71, 100, 2)]
     assert list(lines.tails[None]) == ["the launcher"]
@@ -64,7 +64,7 @@ def test_a_time_before_the_mark_is_no_line_of_its_own(tag: str) -> None:
 
     mixed = f"{mark(0, 9)}rank {mark(1, 9)}rank 1\n{mark(0, 10)}0\n".encode()
     assert whole(mixed) == [f"{mark(1, 9)}rank 1".encode(), f"{mark(0, 10)}rank 0".encode()]
-    assert Lines().feed(mixed) == [(1, "rank 1"), (0, "rank 0")]
+    assert OutputLines().feed(mixed) == [(1, "rank 1"), (0, "rank 0")]
     lines = Whole()
     assert lines.feed(mixed[: mixed.index(b"0\n")], now=5.0) == [f"{mark(1, 9)}rank 1".encode()]
     assert lines.begun() == 5.0
@@ -106,7 +106,7 @@ def test_the_space_that_open_mpi_5_puts_behind_a_mark_is_not_the_ranks(monkeypat
     for spaces in (True, False):
         monkeypatch.setattr(open_mpi, "spaces_marks", lambda spaces=spaces: spaces)
         indent = " " * (not spaces)
-        assert Lines().feed(printed) == [(0, f"{indent}  File x"), (1, indent), (0, " by Gloo")]
+        assert OutputLines().feed(printed) == [(0, f"{indent}  File x"), (1, indent), (0, " by Gloo")]
         assert Whole().feed(printed, now=0)[0] == f"[1,0]<stdout>:{indent}  File x".encode()
-        assert Lines().feed(timed) == [(0, f"{indent}at once")]
+        assert OutputLines().feed(timed) == [(0, f"{indent}at once")]
         assert split_by_rank("[1,0]<stdout>: a\n[1,1]<stdout>: b\n")[0] == {0: f"{indent}a\n", 1: f"{indent}b\n"}

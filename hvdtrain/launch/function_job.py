@@ -1,0 +1,250 @@
+"""The caller's side of a function's run: gives ranks the task, shows what they print, takes their answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from hvdtrain.launch import exchange
+from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.launch.outcome import Outcome
+from hvdtrain.launch.rank_output import Line, OutputLines
+from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.system import process_tree
+from hvdtrain.system.settings import DEBUG
+
+GRACE_S = 30.0  # as in `hvdtrain run`
+_END_S = 10.0
+_REFUSED = "refused a request from "  # how Horovod's servers report a stranger
+
+
+def until_ended(follow: Callable[[], None], interrupt: Callable[[], None]) -> None:
+    """Call `follow`, which may be called again, until it returns; call `interrupt` at each KeyboardInterrupt.
+
+    Raises:
+        KeyboardInterrupt: there was one; now the job has ended.
+    """
+    first: KeyboardInterrupt | None = None
+    pending = False
+    while True:
+        try:
+            if pending:
+                pending = False
+                interrupt()
+            follow()
+            break
+        except KeyboardInterrupt as again:
+            first, pending = first or again, True
+    if first is not None:
+        raise first.with_traceback(None)  # without the frames of this file
+
+
+class TaskServer:
+    """Gives each rank that connects the task, and takes its answer.
+
+    Args:
+        folder: private to this user; the socket is made there.
+        task: what every rank gets; dropped once all have it, for it may be large.
+        size: number of ranks. Once so many have connected, nobody else is let in.
+    """
+
+    def __init__(self, folder: Path, task: Message, *, size: int) -> None:
+        self.answers: dict[int, Message] = {}
+        self._task, self._missing = task, size
+        self._key, self._address = secrets.token_bytes(32), str(folder / "call")
+        self._ranks: dict[Connection, int] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(self._address)
+            self._listener.listen(128)
+        except OSError:
+            self._listener.close()
+            raise
+
+    def environment(self) -> dict[str, str]:
+        """Return what ranks need to find this server, and to trust each other."""
+        return {exchange.ADDRESS: self._address, exchange.KEY: self._key.hex()}
+
+    def sources(self) -> list[socket.socket | Connection]:
+        """Return what to wait for: `take` it once it is ready."""
+        return [*([self._listener] if self._listener.fileno() >= 0 else []), *self._ranks]
+
+    def take(self, source: object) -> None:
+        """Let a rank in, or read its answer."""
+        if source is self._listener:
+            self._let_in()
+        elif isinstance(source, Connection):
+            try:
+                self.answers[self._ranks[source]] = Message.receive(source)
+            except (EOFError, OSError):  # it has ended, perhaps within its answer: the launcher says how
+                pass
+            del self._ranks[source]
+            source.close()
+
+    def drain(self) -> None:
+        """Read the answers of ranks that have ended."""
+        while ready := wait(list(self._ranks), timeout=0):
+            for connection in ready:
+                self.take(connection)
+
+    def close(self) -> None:
+        """Take no more answers: a rank that sends one gets an error."""
+        for connection in self._ranks:
+            connection.close()
+        self._ranks.clear()
+        self._listener.close()
+
+    def _let_in(self) -> None:
+        connection = Connection(self._listener.accept()[0].detach())
+        try:
+            exchange.prove_caller(connection, self._key)
+            rank = int(json.loads(connection.recv_bytes())["rank"])
+            self._task.send(connection)
+        except (AuthenticationError, EOFError, OSError):  # a stranger, or one that was killed
+            connection.close()
+            return
+        self._ranks[connection] = rank
+        self._missing -= 1
+        if not self._missing:
+            self._task = Message({})
+            self._listener.close()
+
+
+class FunctionJob:
+    """A job that runs a function. Everything happens in the calling thread: an interrupt may come at any moment.
+
+    Args:
+        spec: what is launched.
+        line: its command line.
+        environment: of the launcher and its ranks.
+        run_dir: the job's private folder.
+        task: the function, for `hvdtrain.launch.rank`.
+        grace_s: what ranks get to stop in order after an interrupt.
+        show: takes lines that ranks print as they come, and with rank None what is said about the job.
+        rank: the one that the command line is, where it is no launcher; its lines have no mark.
+
+    Attributes:
+        outcome: how it ended.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        line: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        run_dir: Path,
+        task: Message,
+        grace_s: float,
+        show: Callable[[Sequence[Line]], None],
+        rank: int | None = None,
+    ) -> None:
+        self._run_dir, self._show, self._rank = run_dir, show, rank
+        self._output = [OutputLines(), OutputLines()]
+        self._unfinished = b""
+        self._server = TaskServer(run_dir, task, size=spec.ranks)
+        self.outcome = Outcome(spec.ranks, self._server.answers)
+        self._report, write_end = os.pipe()
+        supervisor = ["-m", "hvdtrain.launch.supervisor", str(write_end), str(grace_s), str(run_dir), spec.launcher]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *supervisor, *line],
+                env={**environment, **self._server.environment()},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(write_end,),
+                start_new_session=True,  # an interrupt comes through this process alone
+            )
+        except BaseException:
+            os.close(self._report)
+            self._server.close()
+            raise
+        finally:
+            os.close(write_end)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        first, second = self._output
+        self._handlers: dict[int, Callable[[bytes], None]] = {
+            self._process.stdout.fileno(): lambda data: self._print(first.feed(data)),
+            self._process.stderr.fileno(): lambda data: self._print(second.feed(data)),
+            self._report: self._hear,
+        }
+        self._open = list(self._handlers)
+
+    def follow(self, also: Mapping[Connection, Callable[[], None]] | None = None) -> None:
+        """Show what ranks print and take their answers, until the job has ended; may be called again.
+
+        Args:
+            also: what else to wait for, and whom to call when it is ready.
+        """
+        also = also or {}
+        while self._open:
+            found = wait([*self._open, *self._server.sources(), *also])
+            for ready in [each for each in also if each in found] or found:  # first: it may close the others
+                if isinstance(ready, Connection) and ready in also:
+                    also[ready]()
+                elif isinstance(ready, int):
+                    data = os.read(ready, 2**16)
+                    if data:
+                        self._handlers[ready](data)
+                    else:
+                        self._open.remove(ready)
+                else:
+                    self._server.take(ready)
+        for output in self._output:
+            self._print(output.end())
+        self._server.drain()
+
+    def interrupt(self) -> None:
+        """Ask the ranks to stop, and take no more answers; the second time, end them at once."""
+        self._server.close()
+        self._process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """Leave nothing behind, however it ended."""
+        self._server.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()  # the first of them ends the helper process, and with it its job
+        os.close(self._report)
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.outcome.status = self._process.returncode
+        first, second = (output.tails for output in self._output)
+        self.outcome.tails = {rank: [*first.get(rank, ()), *second.get(rank, ())] for rank in {*first, *second}}
+        if self.outcome.cause is None:
+            process_tree.end(str(self._run_dir))
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _hear(self, data: bytes) -> None:
+        *whole, self._unfinished = (self._unfinished + data).split(b"\n")
+        for line in whole:
+            if line.startswith(b"{"):
+                report = json.loads(line)
+                self.outcome.seconds = report.pop("seconds")
+                self.outcome.cause = Cause(**report)
+            else:
+                self._show([(None, line.decode(errors="replace"))])
+
+    def _print(self, lines: Sequence[Line]) -> None:
+        lines = [(self._rank if rank is None else rank, text) for rank, text in lines]
+        # A launcher's own lines are shown at the end, where no rank is to blame; who is refused is named at once.
+        is_debug = os.environ.get(DEBUG) == "1"
+        wanted = [(rank, text) for rank, text in lines if rank is not None or is_debug or text.startswith(_REFUSED)]
+        if wanted:
+            self._show(wanted)
