@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 class Display(progress.Progress):
-    """Two lines that are drawn anew, with what is printed above them; gone when it stops.
+    """Two lines at the bottom of the terminal that are redrawn; output appears above them. They vanish at the end.
 
     The bar has a line of its own: beside three metrics, 80 columns leave it one character.
     """

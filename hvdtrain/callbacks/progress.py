@@ -33,7 +33,7 @@ class Progress(Callback):
     Only rank 0 prints, and each line in one piece, so that a launcher's prefixes do not garble it.
 
     Args:
-        style: "live" for a display that is drawn anew, "lines" for a line every so often and one an epoch, "epochs" for
+        style: "live" for a display that is redrawn, "lines" for a line every so often and one an epoch, "epochs" for
             the latter alone, "off"; "auto" is live where standard output is a terminal and no launcher has started
             this rank, and lines elsewhere. The environment variable HVDTRAIN_PROGRESS wins over "auto".
         every_s: seconds between two lines within an epoch.
@@ -76,7 +76,7 @@ class Progress(Callback):
                 self._write(line)
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
-        """Begin the display's bar anew: an epoch may be over before there is an interval."""
+        """Reset the display's bar: an epoch may end before its first interval."""
         if self._live is not None:
             self._live.show(_place(trainer, epoch), 0, steps=trainer.steps_per_epoch)
 
@@ -132,7 +132,7 @@ class Progress(Callback):
             # One write: launchers prefix what they read, and print() would send the line's end separately.
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
-        except (OSError, ValueError) as problem:  # nobody reads any more, or the disk is full: training goes on
+        except (OSError, ValueError) as problem:  # nobody reads any more, or the disk is full: training continues
             self._style, self._lines = "off", False
             log.warning("progress is shown no more: %s", problem)
 

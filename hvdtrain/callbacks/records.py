@@ -1,4 +1,4 @@
-"""What is kept of a run while it goes on: the same moments, under the same names, wherever it is kept."""
+"""Records of a run while it trains: the same moments and names for all loggers and the run folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Facts = dict[str, Any]
 
 
 class Records:
-    """An interval every so often, each epoch's last one, and each epoch; see `RunFolder` for what they hold.
+    """Records of intervals and of epochs; `RunFolder` documents their content.
 
     Args:
-        every_s: seconds between two intervals that are kept; an epoch's last one always is.
+        every_s: seconds between two recorded intervals; an epoch's last interval is always recorded.
 
     Raises:
         ValueError: every_s is below 0.

@@ -49,7 +49,7 @@ class RunFolder(Callback):
     metrics.jsonl holds one JSON object a line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
     over all ranks, "learning_rate", "metrics" of the epoch so far, and "rank_s", each rank's mean seconds of a step:
     {"step": [...], "data": [...], "compute": [...], "reduction": [...], "other": [...]}, as in `RankTimes`. `"kind":
-    "epoch"` has what History keeps. Numbers that JSON does not know, such as NaN, are null. A run that goes on appends.
+    "epoch"` has the metrics of History. Numbers that JSON has not, such as NaN, are null. A resumed run appends.
     Rank 0 writes; a disk that does not take it costs a warning, not the training. What looks like a secret is left out,
     in the options too, and the files are their owner's alone unless HVDTRAIN_SHARE_FILES=1.
 

@@ -31,7 +31,7 @@ _ADVICE = (
 _STOPPED = (
     "Start the run again from a checkpoint written while ranks were equal: with checkpoint_dir the newest is taken, "
     "which holds what rank 0 held. Leave a host out that is named again. "
-    'SyncCheck(on_divergence="repair") goes on with rank 0\'s instead of stopping.'
+    'SyncCheck(on_divergence="repair") continues with rank 0\'s instead of stopping.'
 )
 
 
@@ -47,7 +47,7 @@ class SyncCheck(Callback):
         every: steps between checks; "auto" takes as many as keep checks within 0.5 % of the time of the steps between
             them, by what both take here; 0 switches all checks off, that at the end too.
         on_divergence: "stop" raises DesyncError on every rank; "repair" gives every rank the root's state, logs a
-            warning and goes on.
+            warning and continues.
 
     Raises:
         ValueError: another value.
@@ -79,7 +79,7 @@ class SyncCheck(Callback):
         self._since = 0.0
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Begin anew, and see that all ranks were given the same."""
+        """Reset, and require equal options on all ranks."""
         self._begin()
         options = {"every": self._every, "on_divergence": self._on_divergence}
         agreement.require_equal(options, world=trainer.world, what="SyncCheck's options")
@@ -144,7 +144,7 @@ class SyncCheck(Callback):
         if found.root_is_odd:
             raise DesyncError(
                 f"{facts} {_ADVICE} Most ranks agree and rank 0 is not among them, so a repair, which spreads rank "
-                "0's, would spread the damage. Start the run again: with checkpoint_dir it goes on from its newest "
+                "0's, would spread the damage. Start the run again: with checkpoint_dir it resumes from its newest "
                 "checkpoint; leave a host out that is named again."
             )
         trainer.repair()
@@ -153,7 +153,7 @@ class SyncCheck(Callback):
             left = replicas.difference(mine, world=trainer.world)
             raise DesyncError(f"{facts} All ranks were given rank 0's, and still {left.text}.")
         if trainer.world.is_root:
-            log.warning("%s %s All ranks go on with rank 0's.", facts, _ADVICE)
+            log.warning("%s %s All ranks continue with rank 0's.", facts, _ADVICE)
 
     def _interval(self, trainer: RunContext) -> int:
         """Return the steps until the next check: equal on all ranks, since all they come from is."""
@@ -165,7 +165,7 @@ class SyncCheck(Callback):
             # The oldest is left out: the first holds what is done once.
             every = interval(cost=statistics.median_high(list(self._costs)[1:]), step=self._step)
             if len(self._costs) == 2:
-                return every  # without an exchange: good enough to go on with, not to be told
+                return every  # without an exchange: good enough to use, not to log
         # Where machines are busy, costs vary. Told once, and again where what was told no longer nearly holds.
         if trainer.world.is_root and every > 2 * self._announced:
             log.info(

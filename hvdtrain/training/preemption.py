@@ -1,4 +1,4 @@
-"""Stop in order: SIGTERM or SIGUSR1 asks for the end of the step under way, a later one ends the process at once."""
+"""Orderly stop: SIGTERM or SIGUSR1 requests the end after the current step, a later one ends the process at once."""
 
 from __future__ import annotations
 

@@ -19,12 +19,13 @@ _MOST_WAITING = 1000  # calls: more than an hour of intervals
 class Background:
     """Makes calls in a thread of its own, one after the other.
 
-    The first that raises is told, once, and is the last: what failed on a full disk or a lost server would go on
-    failing. So is a call that does not come back while a thousand others wait for it. Methods are for one thread.
+    The first call that raises causes one warning and is the last call: after a full disk or a lost server, later calls
+    would fail too. A call that does not return while a thousand others wait ends it in the same way. Call the methods
+    from one thread.
 
     Args:
-        who: makes the calls, for warnings.
-        release: called last, once, whether or not a call has failed; with whether all went well.
+        who: the logger's name, for warnings.
+        release: called last, once, also after a failure; its argument says whether all calls succeeded.
     """
 
     def __init__(self, who: str, release: Callable[[bool], object]) -> None:
@@ -38,7 +39,7 @@ class Background:
         self._thread.start()
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Have `call` made after those before it; without effect once one has failed."""
+        """Queue `call`. It has no effect after a call has failed."""
         if self._failed.is_set():
             return
         try:
@@ -47,11 +48,11 @@ class Background:
             self._fail(f"it takes nothing, and {_MOST_WAITING} records wait for it")
 
     def close(self, *, well: bool, limit_s: float) -> None:
-        """Have what was submitted done, then `release` called; wait for it as long as `limit_s`.
+        """Finish the queued calls, call `release`, and wait for both up to `limit_s` seconds.
 
         Args:
-            well: whether the run has ended as it should.
-            limit_s: seconds.
+            well: whether the run succeeded.
+            limit_s: the longest wait.
         """
         self._well = well
         until = time.monotonic() + limit_s
@@ -76,7 +77,7 @@ class Background:
     def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as problem:  # noqa: BLE001 - of a package that is not ours: whatever it is, training goes on
+        except Exception as problem:  # noqa: BLE001 - another package's error: training continues
             self._fail(problem)
 
     def _fail(self, why: object) -> None:
@@ -86,7 +87,7 @@ class Background:
 
 
 def give_up(who: str, why: object) -> None:
-    """Warn that a logger has come to its end before the run."""
+    """Warn that a logger stops before its run ends."""
     what = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
-    # A server's address may hold a password.
-    log.warning("%s logs nothing more, and training goes on without it: %s", who, redact.text(str(what)))
+    # A server's address may contain a password.
+    log.warning("%s logs nothing more, and training continues without it: %s", who, redact.text(str(what)))

@@ -19,14 +19,14 @@ _Row = dict[str, Any]
 
 
 class CSVLogger(Logger):
-    """Log to a CSV file: a row an interval (`kind` is "interval") and one an epoch ("epoch"), a column a metric.
+    """Log to a CSV file: one row per interval (`kind` is "interval") and per epoch ("epoch"), one column per metric.
 
-    A run that goes on from a checkpoint goes on in the file, after the step of the checkpoint: rows of later steps,
-    which are taken again, are dropped. Any other run begins a new file; an older one is kept as log-old-1.csv.
+    A run that resumes from a checkpoint continues the file after the checkpoint's step; rows of later steps, which are
+    repeated, are removed. Any other run begins a new file and renames an older one to log-old-1.csv.
 
     Args:
-        path: of the file.
-        every_s: seconds between two intervals that are logged; an epoch's last one always is.
+        path: the file.
+        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every_s: float = 5.0) -> None:

@@ -23,21 +23,21 @@ from hvdtrain.errors import PackageMissingError
 from hvdtrain.system import redact
 from hvdtrain.telemetry.interval import Interval
 
-CLOSE_LIMIT_S = 10.0  # of the 30 that a rank has when it is asked to stop
+CLOSE_LIMIT_S = 10.0  # of the 30 s that a rank has after a stop request
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a sink is told of the run when it opens.
+    """The run, as a sink sees it when it opens.
 
     Attributes:
-        id: a name that no other run has: the same in all starts of a run that goes on, whichever rank is the root.
-        name: for people.
-        goes_on: whether an earlier start may have logged under this id.
-        global_step: optimizer steps done before this start; later ones that were logged are taken again.
-        config: what the Trainer, fit and the logger were given; of nested dicts, names are put together with dots.
-            What looks like a secret is left out, as `RunFolder` does.
-        environment: where and with what it runs, likewise.
+        id: unique to the run; equal for all attempts and resumes of it, whichever rank is the root.
+        name: a name for people.
+        goes_on: whether an earlier attempt may have logged under this id.
+        global_step: optimizer steps before this attempt; later steps that were logged are repeated.
+        config: arguments of the Trainer, of fit and of the logger, without recognised secrets; names of nested dicts
+            are joined with dots.
+        environment: versions, hosts and variables, in the same form.
     """
 
     id: str
@@ -50,14 +50,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """A line of metrics.jsonl as numbers with names.
+    """A line of metrics.jsonl as named numbers.
 
     Attributes:
         kind: "interval" or "epoch".
         time: in seconds since 1970.
         epoch: from 0.
-        step: optimizer steps done of the epoch; None of an epoch.
-        global_step: in all.
+        step: optimizer steps of the epoch so far; None for an epoch.
+        global_step: optimizer steps of the run.
         values: the metrics, and of an interval "samples_per_s", "learning_rate" and "rank_s_max/step", ".../data",
             ".../compute", ".../reduction", ".../other": mean seconds of a step, of the rank that takes longest.
     """
@@ -111,28 +111,28 @@ class Package:
 
 
 class Sink(Protocol):
-    """Where a logger writes. It is used in one thread, on rank 0 alone; what it raises ends the logging."""
+    """Where a logger writes, in one thread, on rank 0 only. An exception ends the logging."""
 
     def open(self, run: Run) -> None:
-        """Begin, or go on with what an earlier start has written."""
+        """Begin a log, or continue the log of an earlier attempt."""
 
     def write(self, record: Record) -> None:
-        """Write it where it outlives this process."""
+        """Write a record so that it outlives this process."""
 
     def close(self, *, finished: bool) -> None:
-        """Give back what was opened, if anything was; `finished` says whether the run has come to its end."""
+        """Close what `open` opened, if anything; `finished` says whether the run reached its end."""
 
 
 class Logger(Callback):
-    """Logs a run to a sink: on rank 0 alone, in the background, the same moments and names as metrics.jsonl has.
+    """Log a run to a sink, on rank 0, in the background, with the moments and names of metrics.jsonl.
 
-    A sink that fails, on a full disk or a server that is gone, costs a warning and the rest of its log, never the
-    training. A run that goes on from a checkpoint goes on in the same log.
+    If a sink fails, because of a full disk or a lost server, a warning says so and its log ends; training continues. A
+    run that resumes from a checkpoint continues its log.
 
     Args:
-        sink: where to.
-        every_s: seconds between two intervals that are logged; an epoch's last one always is.
-        options: more to log with the configuration, as JSON: a script's own.
+        sink: where to log.
+        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
+        options: the script's own options, as JSON; logged with the configuration.
         name: of the run; None for HVDTRAIN_RUN_NAME, or the script's and the time.
         package: what the sink needs.
 
@@ -164,18 +164,18 @@ class Logger(Callback):
 
     @property
     def name(self) -> str:
-        """Not the class's alone, which Keras has a CSVLogger of."""
+        """With a prefix: Keras has a CSVLogger, too."""
         return f"hvdtrain.{type(self).__name__}"
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Load what the sink needs, on rank 0."""
+        """Import the sink's package, on rank 0."""
         self._finished = self._begun = False
         if trainer.world.is_root and self._package is not None:
-            # Here, where all ranks wait: beside the first steps it would make this rank look slow.
+            # Here all ranks wait. During the first steps, the import would make this rank look slow.
             self._try(self._package.load)
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
-        """Open the sink before the first epoch; a run that has none has nothing to log."""
+        """Open the sink before the first epoch; a run without epochs logs nothing."""
         if self._begun or not trainer.world.is_root:
             return
         self._begun = True
@@ -197,7 +197,7 @@ class Logger(Callback):
     def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as problem:  # noqa: BLE001 - whatever it is, training goes on
+        except Exception as problem:  # noqa: BLE001 - training continues after any error
             self._begun = True
             give_up(type(self).__name__, problem)
 

@@ -23,17 +23,17 @@ _PACKAGE = Package("mlflow-skinny", "mlflow.tracking", {"MLFLOW_DISABLE_TELEMETR
 class MLflowLogger(Logger):
     """Log a run to MLflow: metrics by global step, the configuration as parameters, the environment as tags.
 
-    Metrics are named "interval/loss", "epoch/val_loss" and so on. A run that goes on from a checkpoint goes on in the
-    same MLflow run, which keeps what it has of the steps that are taken again. MLflow keeps new features for databases,
-    and opens a folder only where MLFLOW_ALLOW_FILE_STORE is true: set that to look at it. MLflow's own usage statistics
+    Metrics are named "interval/loss", "epoch/val_loss" and so on. A run that resumes from a checkpoint continues
+    the same MLflow run. Repeated steps are not logged again. MLflow opens a folder only if MLFLOW_ALLOW_FILE_STORE is
+    true, because its new features need a database: set the variable to look at the folder. MLflow's usage statistics
     stay off unless MLFLOW_DISABLE_TELEMETRY is set.
 
     Args:
         tracking_uri: a folder, or the address of a server. None for MLFLOW_TRACKING_URI, or the folder mlruns.
         experiment: that the run belongs to; made if there is none.
         name: of the run; None for HVDTRAIN_RUN_NAME, or the script's and the time.
-        every_s: seconds between two intervals that are logged; an epoch's last one always is.
-        options: more to log with the configuration, as JSON: a script's own.
+        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
+        options: the script's own options, as JSON; logged with the configuration.
 
     Raises:
         PackageMissingError: MLflow is not installed.

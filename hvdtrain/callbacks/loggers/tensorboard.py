@@ -20,14 +20,14 @@ _files_here = itertools.count()  # of this process: names differ even within a s
 class TensorBoardLogger(Logger):
     """Log to a folder that `tensorboard --logdir` shows: curves by global step, configuration and environment as text.
 
-    Curves are named "interval/loss", "epoch/val_loss" and so on. One folder is one run. A run that goes on from a
-    checkpoint adds a file to it, and TensorBoard forgets the steps after the checkpoint's, which are taken again; so
-    it forgets those of another run that begins in the same folder.
+    Curves are named "interval/loss", "epoch/val_loss" and so on. One folder is one run. A run that resumes from a
+    checkpoint adds a file to it, and TensorBoard hides the steps after the checkpoint's, which are repeated. If another
+    run begins in the same folder, TensorBoard hides all earlier steps.
 
     Args:
-        folder: the run's.
-        every_s: seconds between two intervals that are logged; an epoch's last one always is.
-        options: more to log with the configuration, as JSON: a script's own.
+        folder: the run's folder.
+        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
+        options: the script's own options, as JSON; logged with the configuration.
 
     Raises:
         PackageMissingError: tensorboard is not installed.

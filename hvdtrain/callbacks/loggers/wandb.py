@@ -16,17 +16,17 @@ _PACKAGE = Package("wandb", "wandb", {"WANDB_ERROR_REPORTING": "false"})  # whic
 class WandbLogger(Logger):
     """Log a run for Weights & Biases without a network: `wandb sync FOLDER/wandb/offline-run-...` uploads it.
 
-    Metrics are named "interval/loss", "epoch/val_loss" and so on, by global step. A run that goes on from a checkpoint
-    writes a folder of its own under the same run id, steps that are taken again included; `wandb sync` puts the folders
-    of one id, in order, into one run. W&B's own gathering (command line, host, git state, code, console output, error
-    reports) is off: the configuration has what `RunFolder` keeps.
+    Metrics are named "interval/loss", "epoch/val_loss" and so on, by global step. A run that resumes from a
+    checkpoint writes a second folder under the same run id, with repeated steps; `wandb sync` merges the folders of one
+    id, in order, into one run. W&B's own collection of data (command line, host, git state, code, console output, error
+    reports) is off. The configuration is that of `RunFolder`.
 
     Args:
-        project: that the run belongs to.
-        folder: holds the folder wandb. None for WANDB_DIR, or the working directory.
-        name: of the run; None for HVDTRAIN_RUN_NAME, or the script's and the time.
-        every_s: seconds between two intervals that are logged; an epoch's last one always is.
-        options: more to log with the configuration, as JSON: a script's own.
+        project: the run's project.
+        folder: where the folder wandb is; None for WANDB_DIR, or the working directory.
+        name: the run's name; None for HVDTRAIN_RUN_NAME, or script and time.
+        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
+        options: the script's own options, as JSON; logged with the configuration.
 
     Raises:
         PackageMissingError: wandb is not installed.

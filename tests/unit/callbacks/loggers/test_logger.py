@@ -138,7 +138,7 @@ def test_a_sink_that_fails_is_told_once_and_training_goes_on(fit, caplog, at):
         history = fit(Logger(sink, every_s=0))
     assert len(history["loss"]) == 2
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("Logger logs nothing more, and training goes on without it: OSError: [Errno 28] No space")
+    assert told.startswith("Logger logs nothing more, and training continues without it: OSError: [Errno 28] No space")
     assert [record.global_step for record in sink.records] == [step for step in (1, 2, 3, 3) if step < at]
     assert sink.closed == [False]
 
