@@ -281,7 +281,7 @@ DEFECTS = (
     Defect(
         "Keras: each rank decides alone whether a gradient is finite",
         "hvdtrain/keras/optimizer.py",
-        'return _backend.everywhere(finite, f"{self._prefix}.finite", how)',
+        'return _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)',
         "return finite",
         KERAS,
     ),
@@ -302,7 +302,7 @@ DEFECTS = (
     Defect(
         "Keras on JAX: gradients travel in every pass of an accumulation",
         "hvdtrain/keras/backends/jax.py",
-        "return jax.lax.cond(is_update_step, function, list, list(gradients))",
+        "return jax.lax.cond(_is_update_step(optimizer, steps), function, list, list(gradients))",
         "return function(gradients)",
         ranks("keras-jax", "timeline"),
     ),

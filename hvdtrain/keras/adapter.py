@@ -1,7 +1,7 @@
 """How the Trainer's steps are taken in Keras 3, on any backend.
 
-Keras keeps what is Keras's: the compiled step (and the user's own train_step in it), metrics, losses, callbacks. The
-reduction over ranks happens in `hvdtrain.keras.DistributedOptimizer`.
+The compiled step (and the user's own train_step in it), metrics, losses and callbacks stay Keras's. Gradients are
+reduced over ranks in `hvdtrain.keras.DistributedOptimizer`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
-from hvdtrain.keras import losses, rank_state, training_state
-from hvdtrain.keras.finite import guard_for
+from hvdtrain.keras import losses, training_state
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.saving import adopt_optimizer
+from hvdtrain.keras.skipped_updates import StepSnapshot
+from hvdtrain.keras.training_state import build_optimizer, metric_variables
 from hvdtrain.keras.variables import broadcast_model
 
 _POLICIES = {"fp32": None, "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
@@ -73,7 +74,9 @@ def make_adapter(
     if optimizer is None:
         adopt_optimizer(model, distributed)
     else:
-        model.compile(optimizer=distributed, loss=loss, metrics=_as_keras_takes(metrics) or None, auto_scale_loss=False)
+        model.compile(
+            optimizer=distributed, loss=loss, metrics=_metrics_for_compile(metrics) or None, auto_scale_loss=False
+        )
     return KerasAdapter(model, options, world)
 
 
@@ -88,11 +91,11 @@ class KerasAdapter:
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = losses.is_sum(model, split=self._weighted)
         self.fault: Fault | None = None
-        self._guard = guard_for(model, options)
+        self._snapshot = _snapshot_for(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read
-        self._training = False  # the metrics are those of an epoch under way
-        self._interrupted: dict[str, NDArray[Any]] = {}  # metrics to take on with the first batch
+        self._training = False  # the metrics are those of an unfinished epoch
+        self._resumed: dict[str, NDArray[Any]] = {}  # metrics to load with the first batch
         if self._weighted:
             self._part.set_batch_weight(1.0)  # before anything is compiled
             losses.warn_of_masks(model, world=world)
@@ -119,18 +122,18 @@ class KerasAdapter:
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
         """Seeds, what is not trained, and the epoch's running metrics."""
-        return rank_state.capture(self._model, metrics=self._training)
+        return training_state.rank_state(self._model, metrics=self._training)
 
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
-        rank_state.restore(held, self._model)
-        self._interrupted = held if rank_state.has_metrics(held) else {}
+        training_state.set_rank_state(held, self._model)
+        self._resumed = held if training_state.has_metrics(held) else {}
 
     def start(self) -> None:
         """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""
         self._started = False
         if self._elastic:
-            self._meet()
+            self._synchronize()
         if self._model.built:
             self._broadcast()
 
@@ -138,26 +141,26 @@ class KerasAdapter:
         """Take the step: `accumulate` passes through Keras's train step, the last of which reduces and updates."""
         self._begin(batches[0])
         self._training = True
-        self._go_on_counting()
+        self._resume_metrics()
         if not self._started:
             self._broadcast()
-        if self._guard is not None:
-            self._guard.remember()
+        if self._snapshot is not None:
+            self._snapshot.save()
         total = sum(batch.global_count for batch in batches)
         for batch in batches:
             share = 1.0 if self._sums else batch.local_count / total
             self._pass(batch, share * self._world.size if batch.local_count else 0.0)
-        # The last step of an epoch may have fewer batches; Keras counts passes, so that empty ones fill it up.
+        # The last step of an epoch may have fewer batches; Keras counts passes, so empty ones make up the number.
         for _ in range(self._options.accumulate - len(batches)):
             self._pass(batches[-1], 0.0)
-        if self._guard is not None:
-            self.fault = self._guard.fault(counted=any(batch.local_count for batch in batches))
+        if self._snapshot is not None:
+            self.fault = self._snapshot.fault(counted=any(batch.local_count for batch in batches))
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""
         self._begin(batch)
         if batch.local_count:
-            with self._metrics_kept():
+            with self._running_metrics():
                 self._model.test_on_batch(*_data(batch, self._world))
 
     def predict_step(self, inputs: Any) -> Any:
@@ -166,16 +169,15 @@ class KerasAdapter:
 
     def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
         """Sum the metrics' own variables over ranks, and let the metrics make their results of them."""
-        self._go_on_counting()  # of an epoch whose last step was taken before
-        variables = [v for metric in self._model.metrics for v in metric.variables]
-        mine = [np.array(keras.ops.convert_to_numpy(v)) for v in variables] if keep else []
+        self._resume_metrics()  # of an epoch whose last step was taken before
+        variables = metric_variables(self._model)
+        mine = _copies(variables) if keep else []
         for variable, total in zip(variables, _reduced(variables, reduce), strict=True):
-            # Counts and sums add up, which is what nearly every metric keeps; the others say so.
+            # Counts and sums add up, and nearly every metric holds these; the others say so.
             variable.assign(total if variable.aggregation == "sum" else total / self._world.size)
         results = _scalars(self._model.get_metrics_result())
         if keep:
-            for variable, value in zip(variables, mine, strict=True):
-                variable.assign(value)
+            _assign(variables, mine)
             return results
         self._model.reset_metrics()
         self._fresh, self._training = True, False
@@ -186,51 +188,47 @@ class KerasAdapter:
         variables = [v for v in self._model.non_trainable_weights if "float" in str(v.dtype)]
         if self._world.size == 1 or not variables:
             return
-        means = _reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle"))
-        for variable, mean in zip(variables, means, strict=True):
-            variable.assign(mean)
+        _assign(variables, _reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle")))
 
     def state(self) -> State:
         """Return weights and optimizer state, as arrays that the next step may change."""
         return training_state.capture(self._model)
 
     def load_state(self, state: State) -> None:
-        """Take on a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
+        """Load a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
         training_state.restore(state, self._model)
 
     def _begin(self, batch: Batch) -> None:
-        """At the first batch of an epoch or evaluation, start metrics anew, and make those that batches make."""
+        """At the first batch of an epoch or evaluation, build the metrics that batches build, and reset all."""
         if not self._fresh:
             return
         parts = (self._model, self._model._compile_loss, self._model._compile_metrics)
         if not all(part is None or part.built for part in parts):
-            # Every rank, also one without samples: their metrics are summed, and must be as many.
+            # On every rank, also one without samples: ranks sum their metrics, and must have as many.
             self._model._symbolic_build(data_batch=_data(batch, self._world))
         self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
         self._fresh = False
 
-    def _go_on_counting(self) -> None:
-        """Take on the metrics of an epoch that was interrupted, now that a batch has made them."""
-        if self._interrupted:
-            rank_state.restore_metrics(self._interrupted, self._model)
-            self._interrupted = {}
+    def _resume_metrics(self) -> None:
+        """Load the metrics of an interrupted epoch, now that a batch has built them."""
+        if self._resumed:
+            training_state.set_metrics(self._resumed, self._model)
+            self._resumed = {}
 
-    def _meet(self) -> None:
-        """Agree with ranks that may be others than before on the names of gradients, and make steps anew for them."""
+    def _synchronize(self) -> None:
+        """After ranks have changed, agree on the names of gradients and compile steps again."""
         if not self._model.built:
             raise ValueError(
                 f"In an elastic job a model must be built before fit. Received: {self._model.name}, which is not. "
                 "Begin it with keras.Input, or call model.build(input_shape)."
             )
-        if not self._model.optimizer.built:
-            self._model.optimizer.build(self._model.trainable_variables)
+        build_optimizer(self._model)
         if self._world.size > 1:
             self._part.agree_on_model()
         self._model.train_function = None
 
     def _broadcast(self) -> None:
-        if not self._model.optimizer.built:
-            self._model.optimizer.build(self._model.trainable_variables)
+        build_optimizer(self._model)
         if self._world.size > 1:
             broadcast_model(self._model, self._model.optimizer, root_rank=0)
         self._started = True
@@ -239,21 +237,17 @@ class KerasAdapter:
         """Run Keras's train step on a batch whose gradient weighs `weight`; 0.0 leaves metrics and statistics alone."""
         if self._weighted:
             self._part.set_batch_weight(weight)
-        with self._metrics_kept():
-            if weight:
-                self._model.train_on_batch(*_data(batch, self._world))
-                return
-            kept = [v for metric in self._model.metrics for v in metric.variables] + self._model.non_trainable_variables
-            before = [np.array(keras.ops.convert_to_numpy(v)) for v in kept]
+        restored = [] if weight else [*metric_variables(self._model), *self._model.non_trainable_variables]
+        before = _copies(restored)
+        with self._running_metrics():
             self._model.train_on_batch(*_data(batch, self._world))
-            for variable, value in zip(kept, before, strict=True):
-                variable.assign(value)
+        _assign(restored, before)
 
     @contextmanager
-    def _metrics_kept(self) -> Iterator[None]:
-        # train_on_batch and test_on_batch start metrics anew each time; here an epoch's batches add up.
+    def _running_metrics(self) -> Iterator[None]:
+        """Let metrics add up over batches: train_on_batch and test_on_batch reset them each time."""
         changed: dict[str, Any] = {"reset_metrics": lambda: None}
-        if self._computes_results_in_vain:
+        if self._discards_results:
             changed["get_metrics_result"] = dict
         vars(self._model).update(changed)
         try:
@@ -263,12 +257,44 @@ class KerasAdapter:
                 del vars(self._model)[name]
 
     @property
-    def _computes_results_in_vain(self) -> bool:
-        """Whether each step computes means and copies them to the host, and nobody but Keras's own code sees them."""
+    def _discards_results(self) -> bool:
+        """Whether nobody but Keras's own code sees the means that each step computes and copies to the host."""
         if keras.backend.backend() != "torch" or self._model.jit_compile:
             return False  # a compiled step is the same for whoever takes it
         own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
         return all(getattr(type(self._model), name) is getattr(keras.Model, name) for name in own)
+
+
+def _snapshot_for(model: keras.Model, options: Options) -> StepSnapshot | None:
+    """Return what `nan_policy` needs, if it is given, and let the model's optimizer skip non-finite updates.
+
+    Raises:
+        ValueError: the optimizer changes something that a skipped step cannot leave as it was.
+    """
+    if options.nan_policy is None:
+        return None
+    part: Any = distributed_part(model.optimizer)
+    received = f"Received: nan_policy={options.nan_policy!r} with {type(part).__name__}"
+    if part.use_ema:
+        raise ValueError(
+            "nan_policy and an optimizer's moving averages do not go together. "
+            f"{received}(use_ema=True). Leave one out."
+        )
+    if part is not model.optimizer and options.accumulate > 1:
+        raise ValueError(
+            f"nan_policy, loss scaling and accumulate do not go together. {received} in a LossScaleOptimizer and "
+            f'accumulate={options.accumulate}. Use precision="bf16", or leave one out.'
+        )
+    return StepSnapshot(model, part.skip_non_finite(), everything=options.nan_policy != "raise")
+
+
+def _copies(variables: Sequence[Any]) -> list[NDArray[Any]]:
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
+
+
+def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
@@ -279,7 +305,7 @@ def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
     return [part.reshape(value.shape) for part, value in zip(parts, local, strict=True)]
 
 
-def _as_keras_takes(metrics: Any) -> Any:
+def _metrics_for_compile(metrics: Any) -> Any:
     """Return one metric as a list, and lists or dicts (a dict is by output) as they are."""
     if isinstance(metrics, dict):
         return metrics
@@ -307,7 +333,7 @@ def _data(batch: Batch, world: World) -> tuple[Any, Any, Any]:
 
 
 def _readable(leaf: Any) -> Any:
-    """Return what Keras can read on its backend: of a torch DataLoader's tensors arrays, unless it is torch."""
+    """Return `leaf` as Keras's backend can read it: a torch tensor as an array, unless the backend is torch."""
     return as_array(leaf) if hasattr(leaf, "detach") and keras.backend.backend() != "torch" else leaf
 
 

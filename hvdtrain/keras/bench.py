@@ -8,12 +8,12 @@ from typing import Any
 import keras
 
 from hvdtrain.keras.backends import backend_module
-from hvdtrain.keras.reduction import Reduction
+from hvdtrain.keras.reduction import GradientReduction
 
 
 def allreduce_of(num_bytes: int, *, device: str) -> Callable[[], None]:
     """Return a function that reduces a float32 tensor of `num_bytes` as an optimizer's step does, and waits for it."""
-    backend, how, name = backend_module(), Reduction(), f"bench.{num_bytes}"
+    backend, how, name = backend_module(), GradientReduction(), f"bench.{num_bytes}"
     tensor = keras.ops.ones((num_bytes // 4,), "float32")
     variable = keras.Variable(tensor)
 

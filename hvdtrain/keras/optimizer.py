@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -16,8 +17,8 @@ import keras
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras.agreement import agree, path, without_counters
 from hvdtrain.keras.backends import backend_module
-from hvdtrain.keras.reduction import Reduction, same_variable
-from hvdtrain.keras.skipped_updates import Watch
+from hvdtrain.keras.reduction import GradientReduction, same_variable
+from hvdtrain.keras.skipped_updates import SkippedUpdates
 
 _backend = backend_module()
 
@@ -25,28 +26,38 @@ _backend = backend_module()
 _next_number = 0
 
 
-class _State:
-    """What one distributed optimizer knows beside Keras's own state. Held so that Keras neither tracks nor saves it."""
+@dataclass
+class _StepState:
+    """What one distributed optimizer knows beside Keras's own state. Hidden, so that Keras neither tracks nor saves it.
 
-    def __init__(self) -> None:
-        self.number: int | None = None  # None until ranks have agreed
-        self.weight: Any = None  # a LocalWeight once the optimizer is weighted
-        self.stepped = False
-        self.variables: list[Any] = []  # those of the step that is running
-        self.reached = 0  # how far the running step came: 1 at accumulation, 2 at clipping
-        self.watch: Watch | None = None  # a Watch once somebody wants to hear of gradients that are not finite
-        self.finite: Any = None  # with a watch: whether the running step may change weights
+    Attributes:
+        number: None until ranks have agreed.
+        weight: a BatchWeight once the optimizer is weighted.
+        stepped: whether there was a step.
+        variables: those of the running step.
+        reached: how far the running step came: 1 at accumulation, 2 at clipping.
+        skipped: where non-finite gradients are reported; None where nobody asked.
+        finite: with `skipped`: whether the running step may change weights.
+    """
+
+    number: int | None = None
+    weight: Any = None
+    stepped: bool = False
+    variables: list[Any] = field(default_factory=list)
+    reached: int = 0
+    skipped: SkippedUpdates | None = None
+    finite: Any = None
 
 
 class DistributedMixin:
     """What `DistributedOptimizer` puts in front of the user's optimizer class."""
 
-    _hvd_how: Reduction  # of the class, so that from_config(get_config()) is distributed in the same way
+    _hvd_how: GradientReduction  # of the class, so that from_config(get_config()) is distributed in the same way
 
     @property
-    def _hvd_state(self) -> _State:
+    def _hvd_state(self) -> _StepState:
         # Past Keras's and TensorFlow's __setattr__, which would track it.
-        return self.__dict__.setdefault("_hvdtrain_state", _State())  # type: ignore[no-any-return]
+        return self.__dict__.setdefault("_hvdtrain_state", _StepState())  # type: ignore[no-any-return]
 
     # ---- weights of uneven batches
 
@@ -54,7 +65,7 @@ class DistributedMixin:
     def batch_weight(self) -> float:
         """What every local gradient is multiplied by; see `set_batch_weight`."""
         weight = self._hvd_state.weight
-        return 1.0 if weight is None else weight.get()
+        return 1.0 if weight is None else weight.value
 
     def set_batch_weight(self, value: float) -> None:
         """Multiply the local gradients of the steps from now on by `value`, before accumulation and reduction.
@@ -79,7 +90,7 @@ class DistributedMixin:
                     "This optimizer's steps were compiled without a batch weight. "
                     "Call set_batch_weight(1.0) once before the first step."
                 )
-            state.weight = _backend.LocalWeight()
+            state.weight = _backend.new_batch_weight()
         state.weight.set(float(value))
 
     # ---- Keras's hooks
@@ -115,43 +126,43 @@ class DistributedMixin:
     def _clip_gradients(self, grads: list[Any]) -> Any:
         state = self._hvd_state
         state.reached = 2
-        watch = state.watch
-        own = None if watch is None else _backend.not_finite_now(grads)
+        skipped = state.skipped
+        own = None if skipped is None else _backend.non_finite_flags(grads)
         how = self._hvd_how
         if how.active():
             grads = _backend.on_update_step(self, self._reduce, grads)
         elif how.factor != 1.0:
             grads = [g * how.factor for g in grads]
-        if watch is not None:
-            # Reduced gradients are equal on all ranks, which so decide alike.
+        if skipped is not None:
+            # Reduced gradients are equal on all ranks, so all decide alike.
             state.finite = _backend.may_update(self, grads)
-            tell = functools.partial(watch.tell, [path(v) for v in state.variables], False)
-            # Looked at only where it is told: one look at each gradient has decided.
-            _backend.tell_unless(state.finite, tell, own, lambda: _backend.not_finite_now(grads)())
+            report = functools.partial(skipped.report, [path(v) for v in state.variables], False)
+            # Flags are only made for a report: `may_update` has looked at each gradient once.
+            _backend.report_unless(state.finite, report, own, lambda: _backend.non_finite_flags(grads)())
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     @_backend.untraced
     def _apply_weight_decay(self, variables: list[Any]) -> None:
-        if self._hvd_state.watch is None:
+        if self._hvd_state.skipped is None:
             super()._apply_weight_decay(variables)  # type: ignore[misc]
-        # Else with the update, which follows at once, and under its condition.
+        # Else `_backend_update_step`, which Keras calls next, applies it on its condition.
 
     @_backend.untraced
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
         parent: Any = super()
-        if self._hvd_state.watch is None:
+        if self._hvd_state.skipped is None:
             parent._backend_update_step(grads, trainable_variables, learning_rate)
             return
 
-        def take() -> None:
+        def update() -> None:
             parent._apply_weight_decay(trainable_variables)
             parent._backend_update_step(grads, trainable_variables, learning_rate)
 
-        _backend.take_if(self._hvd_state.finite, take, self._leave_out)
+        _backend.run_if(self._hvd_state.finite, update, self._skip)
 
     @_backend.untraced
-    def _leave_out(self) -> None:
-        """Make the step's passes as if they had not been, for `apply`, which goes on to count the last one."""
+    def _skip(self) -> None:
+        """Undo the step's passes; `apply` counts the last one afterwards."""
         self._iterations.assign_sub(self._passes)  # type: ignore[attr-defined]
         for accumulator in self._accumulators:  # on torch Keras clears them by a product, which NaN survives
             accumulator.assign(keras.ops.zeros_like(accumulator))
@@ -159,21 +170,23 @@ class DistributedMixin:
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Return updated variables; see keras.optimizers.Optimizer.stateless_apply, the way that JAX takes."""
         new = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
-        if self._hvd_state.watch is None or keras.backend.backend() != "jax":
+        if self._hvd_state.skipped is None or keras.backend.backend() != "jax":
             return new
         # Within loss scaling the old ones come as Keras variables.
-        kept, before = (
+        weights, state = (
             [keras.ops.convert_to_tensor(v) for v in old] for old in (trainable_variables, optimizer_variables)
         )
         cleared = {id(v) for v in self._accumulators}
         for index, variable in enumerate(self.variables):  # type: ignore[attr-defined]
             if variable is self._iterations:  # type: ignore[attr-defined]
-                before[index] = new[1][index] - self._passes
+                state[index] = new[1][index] - self._passes
             elif id(variable) in cleared:
-                before[index] = new[1][index]
+                state[index] = new[1][index]
         finite = self._hvd_state.finite
-        weights = [keras.ops.where(finite, a, b) for a, b in zip(new[0], kept, strict=True)]
-        return weights, [keras.ops.where(finite, a, b) for a, b in zip(new[1], before, strict=True)]
+        return tuple(
+            [keras.ops.where(finite, a, b) for a, b in zip(*pair, strict=True)]
+            for pair in ((new[0], weights), (new[1], state))
+        )
 
     @property
     def _passes(self) -> int:
@@ -198,27 +211,27 @@ class DistributedMixin:
     def __copy__(self) -> Any:
         return self.__deepcopy__({})
 
-    # ---- numbers that are not finite
+    # ---- non-finite gradients
 
-    def watch(self) -> Watch:
-        """Make no update from reduced gradients that are not finite; return what hears of each.
+    def skip_non_finite(self) -> SkippedUpdates:
+        """Skip updates whose reduced gradients are not finite; return the object that they are reported to.
 
-        To be called before the first step. All ranks decide alike. `iterations`, and what was accumulated for such an
-        update, are then as if its passes had not been.
+        To be called before the first step. All ranks decide alike. A skipped update leaves neither a count in
+        `iterations` nor an accumulated gradient.
         """
-        watch = self._hvd_state.watch = Watch()
-        return watch
+        skipped = self._hvd_state.skipped = SkippedUpdates()
+        return skipped
 
-    def left_out_by_scaling(self, finite: Any, grads: Sequence[Any]) -> None:
-        """Tell the watch, if there is one, of a step that loss scaling leaves out unless `finite`."""
-        watch = self._hvd_state.watch
-        if watch is None:
+    def report_scaling(self, finite: Any, grads: Sequence[Any]) -> None:
+        """Report that loss scaling skips this step, unless `finite`; does nothing without `skip_non_finite`."""
+        skipped = self._hvd_state.skipped
+        if skipped is None:
             return
         variables = self._trainable_variables  # type: ignore[attr-defined]
         pairs = [(g, path(v)) for g, v in zip(grads, variables, strict=True) if g is not None]
-        own = _backend.not_finite_now([g for g, _ in pairs])
-        tell = functools.partial(watch.tell, [name for _, name in pairs], True)
-        _backend.tell_unless(finite, tell, own, own)
+        own = _backend.non_finite_flags([g for g, _ in pairs])
+        report = functools.partial(skipped.report, [name for _, name in pairs], True)
+        _backend.report_unless(finite, report, own, own)
 
     # ---- ranks
 
@@ -242,13 +255,13 @@ class DistributedMixin:
         """Return whether the gradients of all ranks are finite; those with weight 0 count as finite."""
         weight = self._hvd_state.weight
         if weight is not None:
-            finite = keras.ops.logical_or(finite, weight.is_zero())
+            finite = keras.ops.logical_or(finite, weight.read() == 0.0)
         how = self._hvd_how
         if not how.active():
             return finite
         if self._hvd_state.number is None:
             self.agree_on_model()
-        return _backend.everywhere(finite, f"{self._prefix}.finite", how)
+        return _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradient of `var` this rank's own; scaled by 1 / size unless scale_local_gradients is False."""

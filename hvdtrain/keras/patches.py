@@ -34,7 +34,7 @@ def _open_check_finite(loss_scale_optimizer: Any) -> None:
         # Ranks must agree to skip: the one that skips sends nothing, and the others would wait for it.
         if agree is not None:
             finite = agree(finite)
-            self.inner_optimizer.left_out_by_scaling(finite, grads)
+            self.inner_optimizer.report_scaling(finite, grads)
         return finite
 
     check_finite._hvdtrain = True  # type: ignore[attr-defined]

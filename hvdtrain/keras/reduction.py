@@ -16,7 +16,7 @@ from hvdtrain.keras.process_sets import members
 
 
 @dataclass(frozen=True)
-class Reduction:
+class GradientReduction:
     """How gradients are reduced over ranks; equal on all of them.
 
     Attributes:
@@ -56,6 +56,11 @@ class Reduction:
         return size > 1 or (size == 1 and launch_environment.reduces_alone() and basics.running() is not None)
 
     @property
+    def sum_factor(self) -> float:
+        """What turns a sum over ranks into the result."""
+        return self.factor / (self.size() if self.average else 1)
+
+    @property
     def scales(self) -> dict[str, float]:
         """Horovod's `prescale_factor` and `postscale_factor`."""
         return {"prescale_factor": 1.0 / self.predivide, "postscale_factor": self.predivide * self.factor}
@@ -64,6 +69,13 @@ class Reduction:
     def options(self) -> dict[str, Any]:
         """The `process_set` argument of Horovod's functions, left out where it is all ranks."""
         return {} if self.process_set is None else {"process_set": self.process_set}
+
+    def to_wire(self, gradient: Any) -> Any:
+        """Return `gradient` as it travels; bfloat16, which Horovod cannot add up, as float32 unless asked for."""
+        wire, _ = self.compression.compress(gradient)
+        if self.compression.wire is None and keras.backend.standardize_dtype(wire.dtype) == "bfloat16":
+            return keras.ops.cast(wire, "float32")
+        return wire
 
     def buckets(self, variables: Sequence[Any]) -> list[list[int]] | None:
         """Return positions of `variables` that travel together; None where Horovod may fuse as it likes."""
@@ -104,6 +116,13 @@ def small_together(nbytes: Sequence[int], *, limit: int = 2**18, room: int = 2**
         company.append(position)
         filled += nbytes[position]
     return buckets
+
+
+def by_dtype(buckets: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[list[int]]:
+    """Return `buckets` of positions, each cut into as many as it has dtypes."""
+    return [
+        [i for i in bucket if dtypes[i] == dtype] for bucket in buckets for dtype in sorted({dtypes[i] for i in bucket})
+    ]
 
 
 def _identity(variable: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Weights and optimizer state as plain arrays, and back."""
+"""The state of a Keras run as plain arrays, and back: what all ranks hold alike, and what each holds for itself."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
 from hvdtrain.keras.agreement import path
+
+Arrays = dict[str, NDArray[Any]]
 
 # Optimizer variables carry their model variable's path with "_" for "/": "sgd/sequential_1_dense_2_kernel_momentum".
 _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
@@ -18,7 +21,7 @@ _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
 def capture(model: keras.Model) -> State:
     """Return the model's weights and its optimizer's variables, as arrays that the next step may change."""
     variables = _variables(model)
-    # Those that were made not to be trained, as running statistics are. A frozen layer's weights are no such: nothing
+    # Those that were made not to be trained, such as running statistics. A frozen layer's weights are others: nothing
     # changes them, and a fault in them must be found before `settle` averages it.
     frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
     own = {id(v) for v in model.non_trainable_weights} - frozen
@@ -32,15 +35,14 @@ def capture(model: keras.Model) -> State:
 
 
 def restore(state: State, model: keras.Model) -> None:
-    """Take on what `capture` returned.
+    """Load what `capture` returned.
 
     Raises:
         ValueError: the model is not built, or a tensor is missing, left over or of another shape; nothing has changed.
     """
     if not model.built:
         raise ValueError(f"{model.name} is not built: call it on a batch, or give it an Input, before loading weights")
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    build_optimizer(model)
     current = _variables(model)
     for name in [*current, *state.arrays]:
         here = tuple(current[name].shape) if name in current else "missing"
@@ -49,6 +51,13 @@ def restore(state: State, model: keras.Model) -> None:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
     for name, variable in current.items():
         variable.assign(state.arrays[name])
+
+
+def build_optimizer(model: keras.Model, optimizer: Any = None) -> None:
+    """Build `optimizer`, by default the model's own, if there is one and it is not built yet."""
+    optimizer = model.optimizer if optimizer is None else optimizer
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
 
 
 def _variables(model: keras.Model) -> dict[str, Any]:
@@ -66,3 +75,73 @@ def _variables(model: keras.Model) -> dict[str, Any]:
         for group, variables in groups.items()
         for index, variable in enumerate(v for v in variables if id(v) not in local)
     }
+
+
+def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
+    """Return what this rank holds of its own, under the names that `hvdtrain.distributed.rank_state` explains.
+
+    Args:
+        model: a compiled model.
+        metrics: whether to include the running metrics, those of an unfinished epoch.
+    """
+    variables = {**_seeds(model), **_statistics(model), **(_metrics(model) if metrics else {})}
+    held = {name: _to_host(variable) for name, variable in variables.items()}
+    if keras.backend.backend() == "torch":  # whose Dropout draws from torch itself, unless it was given a seed
+        from hvdtrain.torch import training_state
+
+        held |= training_state.random_states()
+    return held
+
+
+def set_rank_state(held: Arrays, model: keras.Model) -> None:
+    """Load what `rank_state` returned, but for metrics, as far as it is there."""
+    _assign({**_seeds(model), **_statistics(model)}, held)
+    if keras.backend.backend() == "torch":
+        from hvdtrain.torch import training_state
+
+        training_state.set_random_states(held)
+
+
+def set_metrics(held: Arrays, model: keras.Model) -> None:
+    """Load the running metrics in what `rank_state` returned; they exist once the model has seen a batch."""
+    _assign(_metrics(model), held)
+
+
+def has_metrics(held: Arrays) -> bool:
+    """Return whether running metrics are in what `rank_state` returned."""
+    return any(name.split(".")[1] == "metric" for name in held)
+
+
+def metric_variables(model: keras.Model) -> list[Any]:
+    """Return the variables of all metrics that a model has by now."""
+    return [v for metric in model.metrics for v in metric.variables]
+
+
+def _seeds(model: keras.Model) -> dict[str, Any]:
+    from keras.src.backend.common import global_state
+
+    shared = global_state.get_global_attribute("global_seed_generator")
+    generators = [g for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
+    states = {id(g.state): g.state for g in [*generators, *([shared] if shared is not None else [])]}
+    return {f"random.seed.{index}": state for index, state in enumerate(states.values())}
+
+
+def _statistics(model: keras.Model) -> dict[str, Any]:
+    variables = enumerate(model.non_trainable_weights)
+    return {f"{'mean' if 'float' in str(v.dtype) else 'max'}.weight.{index}": v for index, v in variables}
+
+
+def _metrics(model: keras.Model) -> dict[str, Any]:
+    variables = enumerate(metric_variables(model))
+    return {f"{'sum' if v.aggregation == 'sum' else 'mean'}.metric.{index}": v for index, v in variables}
+
+
+def _assign(variables: dict[str, Any], held: Arrays) -> None:
+    for name, variable in variables.items():
+        if name in held:
+            variable.assign(held[name])
+
+
+def _to_host(variable: Any) -> NDArray[Any]:
+    value = np.array(keras.ops.convert_to_numpy(variable))
+    return value if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 else value.astype(np.float32)  # bfloat16

@@ -12,7 +12,7 @@ from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compression, check_op, resolve
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
 from hvdtrain.keras.patches import open_seams
-from hvdtrain.keras.reduction import Reduction
+from hvdtrain.keras.reduction import GradientReduction
 
 log = logging.getLogger("hvdtrain")
 
@@ -72,7 +72,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "device_dense and device_sparse name TensorFlow devices; Keras runs on "
             f"{keras.backend.backend()}. Received: device_dense={device_dense!r}, device_sparse={device_sparse!r}"
         )
-    how = Reduction(
+    how = GradientReduction(
         op=check_op(op),
         compression=resolve(compression),
         factor=1.0 if average_aggregated_gradients else float(backward_passes_per_step),
@@ -167,14 +167,14 @@ def _checked_groups(groups: Any) -> Any:
     raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
 
 
-def _distribute(optimizer: Any, how: Reduction, passes: int) -> Any:
+def _distribute(optimizer: Any, how: GradientReduction, passes: int) -> Any:
     distributed = _twin(optimizer, _distributed_class(type(optimizer), how))
     if passes > 1:
         _accumulate(distributed, passes)
     return distributed
 
 
-def _distributed_class(base: type, how: Reduction) -> type:
+def _distributed_class(base: type, how: GradientReduction) -> type:
     """Return a subclass of `base` that reduces gradients, and that Keras serialises as `base`."""
     from keras.src import api_export
     from keras.src.saving import object_registration

@@ -3,16 +3,16 @@
 Every module here has the same functions, on lists of that backend's tensors:
 
     reduce_gradients(gradients, names, variables, how)   the same gradients on every rank
-    everywhere(flag, name, how)                          a boolean scalar: true on all ranks
-    LocalWeight                                          a number that compiled steps read anew each time
+    true_on_all_ranks(flag, name, how)                   a boolean scalar
+    new_batch_weight()                                   a BatchWeight: `set`, `read`, `multiply`
     on_update_step(optimizer, function, gradients)       function(gradients), but only where weights change
-    not_finite_now(gradients)                            what returns, later, a flag a gradient as it is now
-    may_update(optimizer, gradients)                     a boolean scalar: no weight changes unless all are finite
-    tell_unless(finite, function, *flags)                function(arrays) on the host, unless finite
-    take_if(finite, take, leave)                         take() or leave(), which change variables
-    wait_until_told()                                    returns when the host has heard all
-    fused_update(optimizer, step, gradient, ...)         takes the step in one pass; false if it cannot
-    untraced(function)                                   function, kept as it is by the backend's compiler
+    non_finite_flags(gradients)                          a function that returns one flag a gradient, as it is now
+    may_update(optimizer, gradients)                     a boolean scalar: false if weights would become non-finite
+    report_unless(finite, function, *flags)              function(arrays) on the host, unless finite
+    wait_for_reports()                                   returns when the host has received all reports
+    run_if(finite, update, skip)                         update() or skip(), which change variables
+    fused_update(optimizer, step, gradient, ...)         updates a variable in one pass; false if it cannot
+    untraced(function)                                   function, left alone by the backend's compiler
     refuse_compiler()                                    raises where a collective could not run
 """
 

@@ -11,47 +11,30 @@ from packaging.version import Version
 
 from hvdtrain.distributed import tuning, wait_time, watchdog
 from hvdtrain.keras import basics
-from hvdtrain.keras.reduction import Reduction, small_together
+from hvdtrain.keras.backends.shared import BatchWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
+from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 
 Tensor = torch.Tensor
 
 
-class LocalWeight:
-    """A float on the host: every step runs this code anew."""
-
-    def __init__(self) -> None:
-        self._value = 1.0
-
-    def get(self) -> float:
-        """Return the weight."""
-        return self._value
-
-    def set(self, value: float) -> None:
-        """Set the weight of the steps from now on."""
-        self._value = value
+class EagerWeight(BatchWeight):
+    """A weight that every step's Python code reads."""
 
     @torch.no_grad()
     def multiply(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return `gradients` times the weight; exact zeros at weight 0, whatever they held."""
-        if self._value == 1.0:
+        if self.value == 1.0:
             return list(gradients)
-        if self._value == 0.0:
+        if self.value == 0.0:
             return [torch.zeros_like(g) for g in gradients]
-        return [g * self._value for g in gradients]
+        return [g * self.value for g in gradients]
 
-    def is_zero(self) -> bool:
-        """Return whether the weight is 0."""
-        return self._value == 0.0
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`: nothing is traced."""
-    return function
+    def read(self) -> float:
+        """Return the weight."""
+        return self.value
 
 
-def fused_update(optimizer: Any, step: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
-    """Return False: torch's optimizers update all variables together."""
-    return False
+new_batch_weight = EagerWeight
 
 
 def refuse_compiler() -> None:
@@ -65,38 +48,23 @@ def refuse_compiler() -> None:
             "Horovod's operations do not compile under torch.compile, and this step is being compiled. "
             "Compile the model's forward pass instead of the whole step."
         )
-    _refuse_ddp()
-
-
-def _refuse_ddp() -> None:
-    """Raise where Keras's torch trainer (from 3.16 on) averages by itself, through DistributedDataParallel.
-
-    Raises:
-        RuntimeError: torch.distributed was initialised with more than one rank.
-    """
-    available = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if available and torch.distributed.get_world_size() > 1 and _keras_uses_ddp():
-        raise RuntimeError(
-            "torch.distributed is initialised, so Keras's torch trainer averages gradients with "
-            "DistributedDataParallel, and Horovod would reduce them a second time. Use one of the two: do not call "
-            f"torch.distributed.init_process_group. Received: {torch.distributed.get_world_size()} ranks in it"
-        )
-
-
-def _keras_uses_ddp() -> bool:
-    return Version(keras.__version__) >= Version("3.16.0.dev0")
-
-
-def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tensor]], gradients: list[Tensor]) -> Any:
-    """Return `function(gradients)`: Keras comes here in the branch that updates weights, and in no other."""
-    return function(gradients)
+    if Version(keras.__version__) < Version("3.16.0.dev0"):  # from which on Keras averages through DDP by itself
+        return
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
+            raise RuntimeError(
+                "torch.distributed is initialised, so Keras's torch trainer averages gradients with "
+                "DistributedDataParallel, and Horovod would reduce them a second time. Use one of the two: do not call "
+                f"torch.distributed.init_process_group. Received: {ranks} ranks in it"
+            )
 
 
 @torch.no_grad()
-def not_finite_now(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Return what returns a flag a gradient: whether something in it is not finite.
+def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Return a function that returns, for each gradient, whether something in it is not finite.
 
-    Looked at at once, since gradients are reduced in place. Extremes are NaN if anything is.
+    Gradients are looked at now, since they are reduced in place. Extremes are NaN if anything is.
     """
     if all(g.is_cuda and g.numel() for g in gradients):
         norms = _largest(gradients)
@@ -106,7 +74,7 @@ def not_finite_now(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
 
 
 def _largest(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value of each, NaN if there is one: a launch for many on GPUs, slow on CPUs."""
+    """Return the largest absolute value of each, NaN if there is one: one launch on GPUs, slow on CPUs."""
     return torch.stack(torch._foreach_norm(list(gradients), float("inf")))
 
 
@@ -123,36 +91,31 @@ def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in gradients)
 
 
-def tell_unless(finite: Any, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
+def report_unless(finite: Any, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
     """Call `function` with the values of `flags`, unless `finite`."""
     if not finite:
         function(*(each().numpy() for each in flags))
 
 
-def take_if(finite: bool, take: Callable[[], None], leave: Callable[[], None]) -> None:
-    """Run `take` if `finite`, else `leave`."""
-    (take if finite else leave)()
-
-
-def wait_until_told() -> None:
-    """Return: nothing runs beside Python."""
+def run_if(finite: bool, update: Callable[[], None], skip: Callable[[], None]) -> None:
+    """Run `update` if `finite`, else `skip`."""
+    (update if finite else skip)()
 
 
 @torch.no_grad()
-def everywhere(flag: Any, name: str, how: Reduction) -> Tensor:
+def true_on_all_ranks(flag: Any, name: str, how: GradientReduction) -> Tensor:
     """Return a boolean scalar: whether `flag` holds on all ranks."""
     refuse_compiler()
     hvd: Any = basics.running()
     flag = torch.as_tensor(flag)
-    mine = flag.to(torch.int32).reshape(1)
-    everybody: Tensor = hvd.allreduce(mine, name=name, op=hvd.Min, **how.options)
-    return everybody.to(torch.bool).reshape(()).to(flag.device)
+    least: Tensor = hvd.allreduce(flag.to(torch.int32).reshape(1), name=name, op=hvd.Min, **how.options)
+    return least.to(torch.bool).reshape(()).to(flag.device)
 
 
 @torch.no_grad()
 @wait_time.counted()
 def reduce_gradients(
-    gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: Reduction
+    gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
     """Return `gradients` reduced over ranks, those that are a variable's own `.grad` in place.
 
@@ -166,33 +129,33 @@ def reduce_gradients(
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
         return _reduce_bf16(gradients, names[0], how)
-    wires = [_to_wire(g, how) for g in gradients]
+    wires = [how.to_wire(g).contiguous() for g in gradients]
     common: dict[str, Any] = {"op": how.op, **how.scales, **how.options}
-    pending: list[tuple[list[int], Any]] = []
-    grouped = how.buckets(variables)
-    for bucket in grouped or small_together([w.nbytes for w in wires]):
-        for dtype in {str(wires[i].dtype): None for i in bucket}:
-            alike = [i for i in bucket if str(wires[i].dtype) == dtype]
-            if len(alike) > 1 and grouped is not None:
-                handle = hvd.grouped_allreduce_async([wires[i] for i in alike], name=names[alike[0]], **common)
-            elif len(alike) > 1:
-                flat = torch.cat([wires[i].reshape(-1) for i in alike])
-                handle = hvd.allreduce_async_(flat, name=f"{names[alike[0]]}.and_{len(alike) - 1}_more", **common)
-            else:
-                (i,) = alike
-                # A variable's own .grad may change, as it does in hvdtrain.torch; a tensor of the caller's may not.
-                ours = wires[i] is not gradients[i] or wires[i] is _own_gradient(variables[i])
-                send = hvd.allreduce_async_ if ours else hvd.allreduce_async
-                handle = send(wires[i], name=names[i], **common)
-            pending.append((alike, handle))
+    groups = how.buckets(variables)
+    buckets = by_dtype(groups or small_together([w.nbytes for w in wires]), [str(w.dtype) for w in wires])
+    handles = []
+    for bucket in buckets:
+        first, others = bucket[0], len(bucket) - 1
+        if others and groups is not None:
+            handle = hvd.grouped_allreduce_async([wires[i] for i in bucket], name=names[first], **common)
+        elif others:
+            flat = torch.cat([wires[i].reshape(-1) for i in bucket])
+            handle = hvd.allreduce_async_(flat, name=f"{names[first]}.and_{others}_more", **common)
+        else:
+            # A variable's own .grad may change, as it does in hvdtrain.torch; a tensor of the caller's may not.
+            own = getattr(variables[first], "value", variables[first]).grad
+            in_place = wires[first] is not gradients[first] or wires[first] is own
+            send = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+            handle = send(wires[first], name=names[first], **common)
+        handles.append(handle)
     outputs: list[Tensor] = list(gradients)
-    for alike, handle in pending:
+    for bucket, handle in zip(buckets, handles, strict=True):
         result = hvd.synchronize(handle)
-        if len(alike) == 1:
+        if len(bucket) == 1:
             parts = [result]
         else:
-            parts = result if grouped is not None else result.split([wires[i].numel() for i in alike])
-        for i, part in zip(alike, parts, strict=True):
+            parts = result if groups is not None else result.split([wires[i].numel() for i in bucket])
+        for i, part in zip(bucket, parts, strict=True):
             outputs[i] = part.reshape(gradients[i].shape).to(gradients[i].dtype)
     if tuning.gpu_async() and any(g.is_cuda for g in gradients):  # no host waits: see hvdtrain.torch.reducer
         behind = torch.cuda.Event()
@@ -201,18 +164,7 @@ def reduce_gradients(
     return outputs
 
 
-def _own_gradient(variable: Any) -> Tensor | None:
-    gradient: Tensor | None = getattr(variable, "value", variable).grad
-    return gradient
-
-
-def _to_wire(tensor: Tensor, how: Reduction) -> Tensor:
-    if how.compression.wire == "float16" and tensor.is_floating_point():
-        return tensor.to(torch.float16)
-    return (tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor).contiguous()
-
-
-def _reduce_bf16(tensors: Sequence[Tensor], name: str, how: Reduction) -> list[Tensor]:
+def _reduce_bf16(tensors: Sequence[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
     """Return `tensors` reduced with bfloat16 on the wire and float32 in the sum.
 
     Horovod knows no bfloat16, but moves bytes. Each rank receives its shard of everybody's bits, sums it in float32,
@@ -225,7 +177,7 @@ def _reduce_bf16(tensors: Sequence[Tensor], name: str, how: Reduction) -> list[T
     flat = torch.nn.functional.pad(flat, (0, -total % size))
     received = hvd.alltoall(flat.view(torch.uint8), name=f"{name}.bf16_shards", **how.options)
     shards = received.view(torch.bfloat16).to(torch.float32).reshape(size, -1)  # (ranks, shard)
-    shard = shards.sum(dim=0) * (how.factor / (size if how.average else 1))
+    shard = shards.sum(dim=0) * how.sum_factor
     bits = shard.to(torch.bfloat16).view(torch.uint8)
     gathered = hvd.allgather(bits, name=f"{name}.bf16_sums", **how.options).view(torch.bfloat16)[:total]
     parts = gathered.split([t.numel() for t in tensors])

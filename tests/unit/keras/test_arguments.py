@@ -11,7 +11,7 @@ import numpy as np  # noqa: E402
 import hvdtrain.keras as hvd  # noqa: E402
 from hvdtrain.distributed import world  # noqa: E402
 from hvdtrain.keras.agreement import without_counters  # noqa: E402
-from hvdtrain.keras.reduction import Reduction  # noqa: E402
+from hvdtrain.keras.reduction import GradientReduction  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +82,10 @@ def test_accumulators_of_a_built_optimizer_stand_where_keras_puts_them():
 
 def test_groups_cut_evenly_and_by_variable():
     variables = [keras.Variable(np.zeros(1, "float32")) for _ in range(5)]
-    assert Reduction(groups=2).buckets(variables) == [[0, 1], [2, 3, 4]]
-    assert Reduction(groups=9).buckets(variables) == [[0], [1], [2], [3], [4]]
-    assert Reduction(groups=[[variables[3], variables[0]]]).buckets(variables) == [[0, 3], [1], [2], [4]]
-    assert Reduction().buckets(variables) is None
+    assert GradientReduction(groups=2).buckets(variables) == [[0, 1], [2, 3, 4]]
+    assert GradientReduction(groups=9).buckets(variables) == [[0], [1], [2], [3], [4]]
+    assert GradientReduction(groups=[[variables[3], variables[0]]]).buckets(variables) == [[0, 3], [1], [2], [4]]
+    assert GradientReduction().buckets(variables) is None
 
 
 def test_counters_in_paths_do_not_matter():

@@ -107,8 +107,8 @@ import hvdtrain
 from hvdtrain.keras.backends import torch as backend
 
 looks, results = [], []
-look, result = backend.not_finite_now, keras.metrics.Mean.result
-backend.not_finite_now = lambda gradients: looks.append(0) or look(gradients)
+look, result = backend.non_finite_flags, keras.metrics.Mean.result
+backend.non_finite_flags = lambda gradients: looks.append(0) or look(gradients)
 keras.metrics.Mean.result = lambda metric: results.append(0) or result(metric)
 
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 CODE = """
 import keras, numpy as np, torch
-from hvdtrain.keras import rank_state
+from hvdtrain.keras import training_state
 
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
@@ -21,10 +21,10 @@ state = [torch.tensor([7], dtype=torch.uint8)]
 torch.cuda.is_initialized = lambda: True
 torch.cuda.get_rng_state = lambda: state[0]
 torch.cuda.set_rng_state = lambda new: state.__setitem__(0, new)
-held = rank_state.capture(model, metrics=False)
+held = training_state.rank_state(model, metrics=False)
 assert held["random.cuda"].tolist() == [7], sorted(held)
 state[0] = torch.tensor([8], dtype=torch.uint8)
-rank_state.restore(held, model)
+training_state.set_rank_state(held, model)
 assert state[0].tolist() == [7]
 """
 
