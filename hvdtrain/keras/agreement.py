@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? Asked once, so that a difference is an error with a name and not a hang."""
+"""Check once that all ranks hold the same model: a difference is an error with a name, not a hang."""
 
 from __future__ import annotations
 
@@ -55,10 +55,16 @@ def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: A
     rows = host_collectives.call("allgather", row, name="hvdtrain.agree", process_set=process_set)
     if (rows[:, :32] == rows[0, :32]).all():
         return max(int.from_bytes(r[32:].tobytes(), "little") for r in rows)
-    gathered = host_collectives.allgather_bytes(
-        json.dumps(mine).encode(), name="hvdtrain.disagree", process_set=process_set
-    )
-    raise DesyncError(_difference([json.loads(g) for g in gathered], what))
+    raise DesyncError(_difference(_gather(mine, process_set), what))
+
+
+def _gather(described: list[Entry], process_set: Any | None) -> list[list[Entry]]:
+    """Return every rank's description, in rank order."""
+    data = np.frombuffer(json.dumps(described).encode(), np.uint8)
+    name = "hvdtrain.disagree"
+    sizes = host_collectives.call("allgather", np.array([data.size]), name=f"{name}.length", process_set=process_set)
+    gathered = host_collectives.call("allgather", data, name=f"{name}.bytes", process_set=process_set)
+    return [json.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(sizes)[:-1])]
 
 
 def _difference(everybody: list[list[Entry]], what: str) -> str:

@@ -1,7 +1,8 @@
-"""Which Horovod serves Keras's backend, and who this process is among the ranks."""
+"""Which Horovod serves Keras's backend, and which rank this process is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -119,56 +120,24 @@ def stop_timeline() -> Any:
     return None if module is None else module.stop_timeline()
 
 
-def _ask(function: str) -> bool:
-    module = engine()
-    return False if module is None else bool(getattr(module, function)())
+def _query(function: str, meaning: str) -> Callable[[], bool]:
+    """Return Horovod's `function`; without Horovod it returns False."""
+
+    def ask() -> bool:
+        module = engine()
+        return module is not None and bool(getattr(module, function)())
+
+    ask.__name__, ask.__doc__ = function, f"True if {meaning}."
+    return ask
 
 
-def mpi_threads_supported() -> bool:
-    """True if MPI may be called from several threads."""
-    return _ask("mpi_threads_supported")
-
-
-def mpi_enabled() -> bool:
-    """True if this run uses MPI."""
-    return _ask("mpi_enabled")
-
-
-def mpi_built() -> bool:
-    """True if Horovod was built with MPI."""
-    return _ask("mpi_built")
-
-
-def gloo_enabled() -> bool:
-    """True if this run uses Gloo."""
-    return _ask("gloo_enabled")
-
-
-def gloo_built() -> bool:
-    """True if Horovod was built with Gloo."""
-    return _ask("gloo_built")
-
-
-def nccl_built() -> bool:
-    """True if Horovod was built with NCCL."""
-    return _ask("nccl_built")
-
-
-def ddl_built() -> bool:
-    """True if Horovod was built with DDL."""
-    return _ask("ddl_built")
-
-
-def ccl_built() -> bool:
-    """True if Horovod was built with oneCCL."""
-    return _ask("ccl_built")
-
-
-def cuda_built() -> bool:
-    """True if Horovod was built with CUDA."""
-    return _ask("cuda_built")
-
-
-def rocm_built() -> bool:
-    """True if Horovod was built with ROCm."""
-    return _ask("rocm_built")
+mpi_threads_supported = _query("mpi_threads_supported", "MPI may be called from several threads")
+mpi_enabled = _query("mpi_enabled", "this run uses MPI")
+mpi_built = _query("mpi_built", "Horovod was built with MPI")
+gloo_enabled = _query("gloo_enabled", "this run uses Gloo")
+gloo_built = _query("gloo_built", "Horovod was built with Gloo")
+nccl_built = _query("nccl_built", "Horovod was built with NCCL")
+ddl_built = _query("ddl_built", "Horovod was built with DDL")
+ccl_built = _query("ccl_built", "Horovod was built with oneCCL")
+cuda_built = _query("cuda_built", "Horovod was built with CUDA")
+rocm_built = _query("rocm_built", "Horovod was built with ROCm")

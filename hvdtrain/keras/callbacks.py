@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +10,8 @@ import keras
 
 from hvdtrain.distributed import world
 from hvdtrain.keras import host_collectives
-from hvdtrain.keras.variables import broadcast_model
+from hvdtrain.keras.training_state import build_optimizer
+from hvdtrain.keras.variables import broadcast_model, sync_from_jax
 from hvdtrain.system import scratch
 
 Logs = dict[str, Any] | None
@@ -57,11 +57,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         if self.broadcast_done:
             return
-        _sync_from_jax(self.model)
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        broadcast_model(self.model, optimizer, self.root_rank, self._local_variables)
+        sync_from_jax(self.model)
+        build_optimizer(self.model)
+        broadcast_model(self.model, None, self.root_rank, self._local_variables)
         self.broadcast_done = True
 
 
@@ -87,10 +85,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs = {} if logs is None else logs
         mine = {name: float(value) for name, value in sorted(logs.items()) if _is_number(value)}
         # Names and values in one message: ranks whose names differ would otherwise wait for each other for ever.
-        everybody = [
-            json.loads(data)
-            for data in host_collectives.allgather_bytes(json.dumps(mine).encode(), name="hvdtrain.logs")
-        ]
+        everybody = world.current().allgather_object(mine, name="logs")
         for name in sorted({name for values in everybody for name in values}):
             values = [v[name] for v in everybody if name in v]
             logs[name] = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
@@ -174,7 +169,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return float(host_collectives.to_numpy(self.model.optimizer.learning_rate))
 
     def _adjust(self, epoch: float) -> None:
-        _sync_from_jax(self.model)
+        sync_from_jax(self.model)
         old = self._learning_rate()
         new = self.initial_lr * self.multiplier(epoch)
         if new == old:
@@ -276,18 +271,10 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _sync_from_jax(model: Any) -> None:
-    """Put values back into the model's variables: while Keras trains on JAX, they are elsewhere."""
-    if keras.backend.backend() == "jax":
-        model.jax_state_sync()
-
-
 def _momentum_buffers(optimizer: Any) -> list[Any]:
     """Return the buffers that accumulate learning rate times gradient: those of SGD and RMSprop with momentum."""
-    if not optimizer.built or not getattr(optimizer, "momentum", 0):
+    kinds = {keras.optimizers.SGD: "momentums", keras.optimizers.RMSprop: "_momentums"}
+    name = next((name for kind, name in kinds.items() if isinstance(optimizer, kind)), None)
+    if name is None or not optimizer.built or not optimizer.momentum:
         return []
-    if isinstance(optimizer, keras.optimizers.SGD):
-        return [b for b in optimizer.momentums if b is not None]
-    if isinstance(optimizer, keras.optimizers.RMSprop):
-        return [b for b in optimizer._momentums if b is not None]
-    return []
+    return [b for b in getattr(optimizer, name) if b is not None]

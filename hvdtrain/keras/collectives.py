@@ -6,34 +6,35 @@ import os
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvdtrain.distributed import devices
 from hvdtrain.distributed.world import Op, load_engine
+from hvdtrain.keras import host_collectives
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 
 
 def allreduce(array: NDArray[Any], op: Op, name: str) -> NDArray[Any]:
     """Reduce `array` over ranks; see `World.allreduce`."""
-    hvd = load_engine("tensorflow")
-    with tf.device("/CPU:0"):
-        result = hvd.allreduce(tf.constant(array), name=name, op=getattr(hvd, _OPS[op]))  # type: ignore[union-attr]
-    return np.array(result)
+    return _run("allreduce", array, name=name, op=getattr(load_engine("tensorflow"), _OPS[op]))
 
 
 def allgather(array: NDArray[Any], name: str) -> NDArray[Any]:
     """Concatenate `array` over ranks on axis 0."""
-    with tf.device("/CPU:0"):
-        return np.array(load_engine("tensorflow").allgather(tf.constant(array), name=name))  # type: ignore[union-attr]
+    return _run("allgather", array, name=name)
 
 
 def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
     """Return the root's `array`."""
-    with tf.device("/CPU:0"):
-        return np.array(load_engine("tensorflow").broadcast(tf.constant(array), root, name=name))  # type: ignore[union-attr]
+    return _run("broadcast", array, root, name=name)
+
+
+def _run(kind: str, array: NDArray[Any], *args: Any, **options: Any) -> NDArray[Any]:
+    horovod: Any = load_engine("tensorflow")
+    result: NDArray[Any] = host_collectives.run(horovod, kind, array, *args, **options)
+    return result
 
 
 def has_gpu() -> bool:

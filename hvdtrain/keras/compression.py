@@ -9,8 +9,6 @@ from typing import Any
 
 import keras
 
-from hvdtrain.keras import basics
-
 
 class Compressor:
     """How gradients travel; `wire` is the dtype's name on the way, None for their own."""
@@ -70,14 +68,3 @@ def resolve(compression: Any) -> type[Compressor]:
     if found is None:
         raise ValueError(f"compression must be Compression.none, .fp16 or .bf16. Received: {compression!r}")
     return found
-
-
-def check_op(op: int) -> int:
-    """Return `op` if gradients can be reduced with it.
-
-    Raises:
-        ValueError: it is neither Average nor Sum.
-    """
-    if op not in (basics.Average, basics.Sum):
-        raise ValueError(f"op must be hvd.Average or hvd.Sum. Received: op={op!r}")
-    return op

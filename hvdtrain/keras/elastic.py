@@ -10,9 +10,10 @@ import numpy as np
 
 from hvdtrain.distributed.elastic import ObjectState, State, run_fn
 from hvdtrain.keras import basics, host_collectives, ops
-from hvdtrain.keras.callbacks import Logs, _sync_from_jax
+from hvdtrain.keras.callbacks import Logs
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.variables import broadcast_model
+from hvdtrain.keras.training_state import build_optimizer
+from hvdtrain.keras.variables import broadcast_model, sync_from_jax
 
 
 class KerasState(ObjectState):
@@ -32,8 +33,7 @@ class KerasState(ObjectState):
             raise ValueError(f"{model.name} has no weights yet. Call model.build(input_shape), or fit it for one step.")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else model.optimizer
-        if self.optimizer is not None and not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
+        build_optimizer(model, self.optimizer)
         self._values: list[Any] = []
         self._save_values()
         super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)
@@ -51,7 +51,7 @@ class KerasState(ObjectState):
 
     def sync(self) -> None:
         """Give every rank rank 0's values, and make steps anew for the ranks there are now."""
-        _sync_from_jax(self.model)
+        sync_from_jax(self.model)
         part = distributed_part(self.optimizer)
         if part is not None and part._hvd_how.active():
             part.agree_on_model()  # a new rank must learn the names under which gradients travel
@@ -64,7 +64,7 @@ class KerasState(ObjectState):
         return [*self.model.weights, *(self.optimizer.variables if self.optimizer is not None else [])]
 
     def _save_values(self) -> None:
-        _sync_from_jax(self.model)
+        sync_from_jax(self.model)
         self._values = [np.array(host_collectives.to_numpy(v)) for v in self._variables()]
 
 

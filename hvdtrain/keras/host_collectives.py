@@ -1,13 +1,12 @@
 """Collectives on host (numpy) arrays with everything Horovod offers: names, process sets, scale factors.
 
 `World` has the few that the rest of hvdtrain needs; the drop-in names and the JAX backend need these. Both engines
-have the same signatures, so only the two conversions differ.
+have the same signatures, so only the conversions differ.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,36 +19,53 @@ from hvdtrain.keras import basics
 Array = NDArray[Any]
 
 
-def call(kind: str, array: Array, *args: Any, process_set: Any | None = None, **kwargs: Any) -> Array:
-    """Run Horovod's collective `kind` ("allreduce", "allgather", ...) on `array`; its copy in one process.
+def call(kind: str, array: Array, *args: Any, process_set: Any | None = None, **options: Any) -> Any:
+    """Run Horovod's collective `kind` ("allreduce", "allgather", ...) on `array`.
 
     Args:
         kind: name of the function in `horovod.torch` and `horovod.tensorflow`.
         array: host array, of a dtype that Horovod takes.
         args: further positional arguments, such as the root rank.
         process_set: ranks that take part; None means all.
-        kwargs: further keyword arguments, such as `op` and `name`.
+        options: further keyword arguments, such as `op` and `name`.
+
+    Returns:
+        A host array, a copy of `array` in one process without Horovod; two arrays where Horovod returns two tensors.
     """
     module = basics.running()
     if module is None:
         return np.array(array)
-    if process_set is not None:
-        kwargs["process_set"] = process_set
-    with _eagerly():
-        return _from_tensor(getattr(module, kind)(_to_tensor(module, array), *args, **kwargs))
+    return run(module, kind, array, *args, **in_set(process_set), **options)
+
+
+def run(module: ModuleType, kind: str, array: Array, *args: Any, **options: Any) -> Any:
+    """Run `call`'s collective with the Horovod of `module`."""
+    function = getattr(module, kind)
+    if module.__name__ == "horovod.torch":
+        result = function(_torch_tensor(array), *args, **options)
+    else:
+        import tensorflow as tf
+
+        # Outside of any graph that TensorFlow is tracing: the answer is needed now, and once.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            result = function(tf.constant(array), *args, **options)
+    return tuple(np.array(r.numpy()) for r in result) if isinstance(result, tuple) else np.array(result.numpy())
+
+
+def in_set(process_set: Any | None) -> dict[str, Any]:
+    """Return the `process_set` argument of Horovod's functions, left out where it is all ranks."""
+    return {} if process_set is None else {"process_set": process_set}
 
 
 def allreduce_in_place(
-    array: Array, *, name: str, process_set: Any | None = None, **kwargs: Any
+    array: Array, *, name: str, process_set: Any | None = None, **options: Any
 ) -> Callable[[], Array]:
-    """Start to reduce `array`, which must be writeable and left alone; return what waits, and returns the result."""
+    """Start to reduce `array`, which must be writeable and not change; return a function that waits for the result."""
     module: Any = basics.running()
-    if module is None or basics.name() != "torch":
-        result = call("allreduce", array, name=name, process_set=process_set, **kwargs)
+    if module is None or module.__name__ != "horovod.torch":
+        result = call("allreduce", array, name=name, process_set=process_set, **options)
         return lambda: result
-    if process_set is not None:
-        kwargs["process_set"] = process_set
-    handle = module.allreduce_async_(_to_tensor(module, array), name=name, **kwargs)
+    handle = module.allreduce_async_(_torch_tensor(array), name=name, **in_set(process_set), **options)
 
     def wait() -> Array:
         module.synchronize(handle)
@@ -58,13 +74,11 @@ def allreduce_in_place(
     return wait
 
 
-def alltoall(array: Array, splits: Array, *, name: str, process_set: Any | None = None) -> tuple[Array, Array]:
-    """Send `splits[r]` rows to each rank r; return the rows received, and how many came from each rank."""
-    module: Any = basics.running()
-    options = {} if process_set is None else {"process_set": process_set}
-    with _eagerly():
-        rows, received = module.alltoall(_to_tensor(module, array), _to_tensor(module, splits), name=name, **options)
-        return _from_tensor(rows), _from_tensor(received)
+def _torch_tensor(array: Array) -> Any:
+    import torch
+
+    array = np.ascontiguousarray(array).reshape(np.shape(array))
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def to_numpy(tensor: Any) -> Array:
@@ -79,39 +93,3 @@ def to_numpy(tensor: Any) -> Array:
     import ml_dtypes
 
     return np.asarray(value.float().numpy().astype(ml_dtypes.bfloat16))
-
-
-def allgather_bytes(data: bytes, *, name: str, process_set: Any | None = None) -> list[bytes]:
-    """Return every rank's `data`, in rank order; lengths may differ."""
-    array = np.frombuffer(data, np.uint8)
-    lengths = call("allgather", np.array([array.size], np.int64), name=f"{name}.length", process_set=process_set)
-    gathered = call("allgather", array, name=f"{name}.bytes", process_set=process_set)
-    ends = np.cumsum(lengths)
-    return [gathered[end - n : end].tobytes() for n, end in zip(lengths, ends, strict=True)]
-
-
-@contextlib.contextmanager
-def _eagerly() -> Iterator[None]:
-    """Leave any graph that TensorFlow is tracing: the answer is needed now, and once."""
-    if basics.name() == "torch":
-        yield
-        return
-    import tensorflow as tf
-
-    with tf.init_scope(), tf.device("/CPU:0"):
-        yield
-
-
-def _to_tensor(module: ModuleType, array: Array) -> Any:
-    array = np.ascontiguousarray(array).reshape(np.shape(array))
-    if module.__name__ == "horovod.torch":
-        import torch
-
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    import tensorflow as tf
-
-    return tf.constant(array)
-
-
-def _from_tensor(tensor: Any) -> Array:
-    return np.array(tensor.numpy())

@@ -88,8 +88,8 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, process_se
     lengths = np.asarray(host_collectives.to_numpy(splits), np.int32)
     if basics.running() is None:
         return tensor, keras.ops.convert_to_tensor(lengths)
-    rows, received = host_collectives.alltoall(
-        host_collectives.to_numpy(tensor), lengths, name=_name(name, "alltoall"), process_set=process_set
+    rows, received = host_collectives.call(
+        "alltoall", host_collectives.to_numpy(tensor), lengths, name=_name(name, "alltoall"), process_set=process_set
     )
     return keras.ops.convert_to_tensor(rows), keras.ops.convert_to_tensor(received)
 
@@ -107,8 +107,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
     module = basics.running()
     if module is None:
         return obj
-    options = {} if process_set is None else {"process_set": process_set}
-    return module.broadcast_object(obj, root_rank=root_rank, name=name, **options)
+    return module.broadcast_object(obj, root_rank=root_rank, name=name, **host_collectives.in_set(process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any | None = None) -> list[Any]:
@@ -116,33 +115,30 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any | None 
     module = basics.running()
     if module is None:
         return [obj]
-    options = {} if process_set is None else {"process_set": process_set}
-    return list(module.allgather_object(obj, name=name, **options))
+    return list(module.allgather_object(obj, name=name, **host_collectives.in_set(process_set)))
 
 
 def _name(name: str | None, kind: str) -> str:
     return f"{name or f'hvdtrain.{next(_calls)}'}.{kind}"
 
 
-def _run(kind: str, tensor: Any, *args: Any, name: str | None, **kwargs: Any) -> Any:
+def _run(kind: str, tensor: Any, *args: Any, name: str | None, process_set: Any | None, **options: Any) -> Any:
     module = basics.running()
     if module is None:
-        return keras.ops.convert_to_tensor(tensor)
+        return tensor
     name = _name(name, kind)
-    if keras.backend.backend() == "tensorflow" and not hasattr(tensor, "numpy") and not isinstance(tensor, np.ndarray):
-        options = {key: value for key, value in kwargs.items() if key != "process_set" or value is not None}
+    backend = keras.backend.backend()
+    if backend == "tensorflow" and not hasattr(tensor, "numpy"):  # in a graph
+        options |= host_collectives.in_set(process_set)
         return getattr(module, kind)(tensor, *args, name=name.replace(".", "_"), **options)
-    if keras.backend.backend() == "jax" and not isinstance(tensor, np.ndarray):
-        _refuse_tracer(tensor, kind)
+    if backend == "jax":
+        import jax
+
+        if isinstance(tensor, jax.core.Tracer):
+            raise TypeError(
+                f"hvd.{kind} needs a concrete array and was called while JAX traces. Call it outside of jit, or let "
+                "DistributedOptimizer reduce the gradients."
+            )
     array = host_collectives.to_numpy(tensor)
-    return keras.ops.convert_to_tensor(host_collectives.call(kind, array, *args, name=name, **kwargs))
-
-
-def _refuse_tracer(tensor: Any, kind: str) -> None:
-    import jax
-
-    if isinstance(tensor, jax.core.Tracer):
-        raise TypeError(
-            f"hvd.{kind} needs a concrete array and was called while JAX traces. Call it outside of jit, or let "
-            "DistributedOptimizer reduce the gradients."
-        )
+    result = host_collectives.call(kind, array, *args, name=name, process_set=process_set, **options)
+    return keras.ops.convert_to_tensor(result)

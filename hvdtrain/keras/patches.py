@@ -14,7 +14,7 @@ import keras
 log = logging.getLogger("hvdtrain")
 
 
-def open_seams() -> None:
+def patch_keras() -> None:
     """Let `LossScaleOptimizer` agree over ranks, and `Model.compile` know of distributed optimizers. Idempotent."""
     from keras.src.trainers.trainer import Trainer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,24 +34,25 @@ _solo_global = SoloProcessSet([0])
 _solo_global.process_set_id = 0
 
 
+def _horovods() -> Any:
+    """Return Horovod's module of process sets; None in one process without Horovod."""
+    return None if basics.engine() is None else importlib.import_module("horovod.common.process_sets")
+
+
 def process_set_class() -> Any:
     """Return Horovod's ProcessSet class, or the one-process form of it."""
-    if basics.engine() is None:
-        return SoloProcessSet
-    return importlib.import_module("horovod.common.process_sets").ProcessSet
+    return getattr(_horovods(), "ProcessSet", SoloProcessSet)
 
 
 def global_process_set() -> Any:
     """Return the set of all ranks."""
-    module = basics.engine()
-    return _solo_global if module is None else importlib.import_module("horovod.common.process_sets").global_process_set
+    return getattr(_horovods(), "global_process_set", _solo_global)
 
 
 def add_process_set(process_set: Any) -> Any:
     """Register a set of ranks, equal on all ranks; see `horovod.add_process_set`."""
-    module = basics.running()
-    if module is not None:
-        return importlib.import_module("horovod.common.process_sets").add_process_set(process_set)
+    if basics.running() is not None:
+        return _horovods().add_process_set(process_set)
     if not isinstance(process_set, SoloProcessSet):
         process_set = SoloProcessSet(process_set)
     if process_set.ranks not in ([], [0]):
@@ -64,7 +64,7 @@ def add_process_set(process_set: Any) -> Any:
 def remove_process_set(process_set: Any) -> bool:
     """Forget a registered set of ranks; returns False if it was not registered."""
     if basics.running() is not None:
-        return bool(importlib.import_module("horovod.common.process_sets").remove_process_set(process_set))
+        return bool(_horovods().remove_process_set(process_set))
     known = process_set.process_set_id is not None and process_set is not _solo_global
     process_set.process_set_id = None if known else process_set.process_set_id
     return known

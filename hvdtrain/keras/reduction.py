@@ -12,6 +12,7 @@ import keras
 from hvdtrain.distributed import launch_environment
 from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compressor, NoneCompressor
+from hvdtrain.keras.host_collectives import in_set
 from hvdtrain.keras.process_sets import members
 
 
@@ -68,7 +69,7 @@ class GradientReduction:
     @property
     def options(self) -> dict[str, Any]:
         """The `process_set` argument of Horovod's functions, left out where it is all ranks."""
-        return {} if self.process_set is None else {"process_set": self.process_set}
+        return in_set(self.process_set)
 
     def to_wire(self, gradient: Any) -> Any:
         """Return `gradient` as it travels; bfloat16, which Horovod cannot add up, as float32 unless asked for."""

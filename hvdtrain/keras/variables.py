@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from hvdtrain.distributed import world
 from hvdtrain.keras import basics, host_collectives
 from hvdtrain.keras.agreement import agree
 from hvdtrain.keras.process_sets import members
-from hvdtrain.keras.reduction import same_variable
+from hvdtrain.keras.reduction import same_variable, small_together
 
 # A bound on the extra memory; large enough that the number of messages does not matter.
 CHUNK_BYTES = 64 * 2**20
@@ -46,8 +47,8 @@ def broadcast_variables(
     if basics.running() is None or members(process_set) <= 1 or not variables:
         return
     agree(variables, what="variables to broadcast", process_set=process_set)
-    for chunk in _chunks(variables):
-        _broadcast_chunk(chunk, root_rank, process_set)
+    for bucket in small_together([_nbytes(v) for v in variables], limit=CHUNK_BYTES, room=CHUNK_BYTES):
+        _broadcast([variables[i] for i in bucket], root_rank, process_set)
 
 
 def broadcast_model(model: Any, optimizer: Any | None = None, root_rank: int = 0, skip: Sequence[Any] = ()) -> None:
@@ -87,23 +88,10 @@ def broadcast_global_variables(root_rank: int, model: Any | None = None) -> None
 
 
 def _nbytes(variable: Any) -> int:
-    itemsize = 8 if "64" in str(variable.dtype) else 4
-    return int(np.prod(variable.shape)) * itemsize
+    return int(np.prod(variable.shape)) * (8 if "64" in str(variable.dtype) else 4)
 
 
-def _chunks(variables: list[Any]) -> list[list[Any]]:
-    chunks: list[list[Any]] = [[]]
-    filled = 0
-    for variable in variables:
-        if chunks[-1] and filled + _nbytes(variable) > CHUNK_BYTES:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(variable)
-        filled += _nbytes(variable)
-    return chunks
-
-
-def _broadcast_chunk(variables: list[Any], root_rank: int, process_set: Any | None) -> None:
+def _broadcast(variables: list[Any], root_rank: int, process_set: Any | None) -> None:
     values = [np.ascontiguousarray(host_collectives.to_numpy(v)).reshape(v.shape) for v in variables]
     # As bytes, so that integers, booleans, bfloat16 and NaNs all arrive as they were.
     data = np.concatenate([v.reshape(-1).view(np.uint8) for v in values])
@@ -115,3 +103,9 @@ def _broadcast_chunk(variables: list[Any], root_rank: int, process_set: Any | No
     parts = np.split(received, np.cumsum([v.nbytes for v in values])[:-1])
     for variable, value, part in zip(variables, values, parts, strict=True):
         variable.assign(part.view(value.dtype).reshape(value.shape))
+
+
+def sync_from_jax(model: Any) -> None:
+    """Put values back into the model's variables: while Keras trains on JAX, they are elsewhere."""
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()

@@ -9,9 +9,9 @@ from typing import Any
 import keras
 
 from hvdtrain.keras import basics
-from hvdtrain.keras.compression import Compression, check_op, resolve
+from hvdtrain.keras.compression import Compression, resolve
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
-from hvdtrain.keras.patches import open_seams
+from hvdtrain.keras.patches import patch_keras
 from hvdtrain.keras.reduction import GradientReduction
 
 log = logging.getLogger("hvdtrain")
@@ -62,6 +62,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer = _checked(optimizer)
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1. Received: {backward_passes_per_step}")
+    if op not in (basics.Average, basics.Sum):
+        raise ValueError(f"op must be hvd.Average or hvd.Sum. Received: op={op!r}")
     if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1.0 and op != basics.Average):
         raise ValueError(
             "gradient_predivide_factor must be positive and needs op=Average. "
@@ -73,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"{keras.backend.backend()}. Received: device_dense={device_dense!r}, device_sparse={device_sparse!r}"
         )
     how = GradientReduction(
-        op=check_op(op),
+        op=op,
         compression=resolve(compression),
         factor=1.0 if average_aggregated_gradients else float(backward_passes_per_step),
         predivide=float(gradient_predivide_factor),
@@ -85,7 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale_local_gradients=scale_local_gradients,
         name=name or "",
     )
-    open_seams()
+    patch_keras()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         outer = _twin(optimizer, type(optimizer))
         outer.inner_optimizer = _distribute(optimizer.inner_optimizer, how, backward_passes_per_step)
