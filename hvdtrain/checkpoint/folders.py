@@ -2,7 +2,7 @@
 
 Whatever the moment of a kill, a folder is whole under its own name, or whole under its `aside` name, or has a temporary
 name, which nobody takes for a checkpoint. A temporary folder is locked while its process works in it, and the kernel
-lets go of that lock when the process dies, however it dies: so leftovers are told from work under way.
+releases that lock when the process dies, in any way. So leftovers can be told from files of a live process.
 """
 
 from __future__ import annotations

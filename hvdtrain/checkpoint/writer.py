@@ -21,7 +21,7 @@ class Writer:
     """Writes one checkpoint at a time behind the caller, who learns of a failure at `wait` or `close`.
 
     Each write has a thread of its own, which costs a fraction of a millisecond and is no daemon: an interpreter that
-    ends waits for a write under way. All methods are for one thread, the training's.
+    ends waits for the current write. Call all methods from one thread, the training's.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Writer:
 
         Args:
             path: where to.
-            contents: what it is to hold; a copy of what training goes on to change.
+            contents: its content, as a copy that training does not change.
             then: called behind the caller too, once it is written.
 
         Raises:

@@ -35,13 +35,13 @@ _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 # The one place where exit statuses are written down for users. \b keeps the lines.
 _EXIT_STATUSES = """\b
 Exit status:
-  0      it worked
-  1      it did not; one line says why (doctor: training would not work here)
+  0      success
+  1      failure; one line says why (doctor: training would not work here)
   2      the command line or the config is wrong; one line says what to type
-  75     run: stopped on request, the same command goes on from the checkpoint
-  76     run: a rank waited too long for others
+  75     run: orderly stop on request; the same command resumes from the checkpoint
+  76     run: a rank waited too long for other ranks
   130    Ctrl-C
-  other  run: that of the rank that failed first, 128 + n for signal n
+  other  run: the status of the rank that failed first; 128 + n for signal n
 """
 
 app = typer.Typer(

@@ -1,7 +1,7 @@
-"""Go on when ranks come and go: what an elastic `horovodrun` asks of a training run, for every framework alike.
+"""Elastic jobs, for every framework: continue when ranks leave or join.
 
-Horovod's driver starts ranks on new hosts, drops hosts whose ranks died, and tells rank 0. A run keeps a state that it
-commits from time to time: when a rank dies, the others meet anew, go back to their last commit and go on from there.
+Horovod's driver starts ranks on new hosts, drops hosts whose ranks died, and notifies rank 0. A run commits its state
+from time to time. When a rank dies, the others synchronize, restore their last commit and continue from there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reset = Callable[[], Any]
 _TRIES = 20
 _NOT_MET = "Horovod initialization failed"
 
-# An error of the user's own, which would come again however often ranks meet anew.
+# A user's error, which would occur again in every new round.
 _NOT_A_FAILURE = "Mismatched"
 
 
@@ -167,11 +167,11 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
                 except Exception as error:
                     if type(error).__name__ == "HostsUpdatedInterrupt":
                         in_sync = bool(getattr(error, "skip_sync", False))
-                        log.info("hosts have changed: ranks meet anew")
+                        log.info("hosts have changed: ranks synchronize")
                     elif is_failure_of_others(error):
                         state.restore()
                         in_sync = False
-                        log.warning("a rank failed (%s): the others go back to their last commit", _first_line(error))
+                        log.warning("a rank failed (%s): the others return to their last commit", _first_line(error))
                     else:
                         raise
                 # Before they meet: of a host that comes meanwhile this is all that ranks hear, and perhaps too late.

@@ -1,8 +1,8 @@
-"""What each rank holds of its own in the middle of a run: random states, running metrics, statistics not yet settled.
+"""The state of one rank in the middle of a run: random states, running metrics, statistics not yet synchronized.
 
-A checkpoint keeps it for every rank, so that a resumed run goes on as if it had never stopped. Names say what becomes
-of a value where the number of ranks has changed: "random.x" stays with the rank of its number, "sum.x" counts as what
-all ranks held together, "mean.x" and "max.x" become the mean and the largest on all of them.
+A checkpoint contains it for every rank, so that a resumed run equals one that never stopped. If the number of ranks has
+changed, the names say what happens to a value: "random.x" stays with the rank of the same number, of "sum.x" the sum
+over ranks is preserved, "mean.x" and "max.x" become the mean and the maximum on all ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def deal(kept: Arrays, *, world: World) -> Arrays:
 
 
 def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
-    """Return what rank `rank` of `size` goes on with, after the ranks that held `before`."""
+    """Return the state of rank `rank` of `size`, from the states `before` of the earlier ranks."""
     if len(before) == size:
         return before[rank]
     rules: dict[str, Callable[[list[NDArray[Any]]], NDArray[Any]]] = {

@@ -252,7 +252,7 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
 def keep_freed_memory(*, torch: bool) -> bool:
     """Let glibc keep what is freed, for the next step to use; return whether it does.
 
-    A step frees its activations and gradients, and the next one allocates them anew. What was given back in between is
+    A step frees its activations and gradients, and the next one allocates them again. What was given back in between is
     faulted in again page by page: 20 of an MLP's 110 ms. A step needs no more memory than before, but what was once
     used is not given back before the end. HVDTRAIN_KEEP_MEMORY=0 leaves malloc alone, and so do settings of the user's
     own (MALLOC_*, GLIBC_TUNABLES).

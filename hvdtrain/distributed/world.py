@@ -250,7 +250,7 @@ def load_engine(framework: Framework) -> ModuleType | None:
 
 
 def _import_horovod(framework: Framework) -> ModuleType | None:
-    """Import Horovod's module, or explain why several processes cannot go on without it."""
+    """Import Horovod's module, or explain why several processes cannot run without it."""
     found, alone = launch_environment.detect(), launch_environment.is_alone()
     if importlib.util.find_spec("horovod") is None:
         if alone:
@@ -340,7 +340,7 @@ def init_engine(
     return module
 
 
-@functools.cache  # once a process: an elastic job starts anew in each round
+@functools.cache  # once per process: an elastic job initializes in each round
 def _warn_of_other_changes() -> None:
     if installed.has_other_changes():
         log.warning(

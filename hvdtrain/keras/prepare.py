@@ -97,7 +97,7 @@ class PreparedData(keras.utils.PyDataset):
         return self.batch(self._epoch, step)
 
     def on_epoch_end(self) -> None:
-        """Go on to the next epoch's order; Keras calls it, once more after it has looked at the first batch."""
+        """Switch to the next epoch's order. Keras calls it, also once after it has read the first batch."""
         self.set_epoch(self._epoch + (self._next >= len(self)))
 
     def batch(self, epoch: int, step: int) -> tuple[Any, Any, Any]:

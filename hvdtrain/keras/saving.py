@@ -64,7 +64,7 @@ def adopt_optimizer(model: Any, distributed: Any) -> None:
 
 
 def _mend_optimizer(model: Any, filepath: Any) -> None:
-    """Give a model from an HDF5 file an optimizer that can go on: Keras 3.15 builds it over no variables at all."""
+    """Give a model from an HDF5 file an optimizer that can continue: Keras 3.15 builds it over no variables at all."""
     optimizer = model.optimizer
     if not optimizer.built or optimizer._trainable_variables or not model.trainable_variables:
         return

@@ -61,7 +61,7 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
 
 
 def _tf_dataset(data: Any, world: World) -> Source:
-    seeds = _seeds_of_orders(data, world)  # on one rank too: an epoch may go on on two
+    seeds = _seeds_of_orders(data, world)  # on one rank too: an epoch may resume on two
     cardinality = int(data.cardinality())  # in batches; negative: infinite or unknown
     if cardinality == 0:
         raise ValueError(f"data holds no samples. Received: an empty tf.data.Dataset on rank {world.rank}")
@@ -72,7 +72,7 @@ def _tf_dataset(data: Any, world: World) -> Source:
     orders = itertools.count()  # how many the data's own shuffle has drawn
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
-        # It draws one for each iterator that is made: a run that goes on in epoch 3 must come to the fourth.
+        # It draws one order per iterator: a run that resumes in epoch 3 must draw the fourth.
         for _ in range(next(orders), epoch):
             next(orders)
             iter(data)

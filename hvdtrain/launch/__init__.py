@@ -1,1 +1,1 @@
-"""`hvdtrain run`: ranks under horovodrun or mpirun, started anew when they die, stopped in order when asked to."""
+"""`hvdtrain run` and `hvdtrain.run`: start ranks by horovodrun or mpirun, restart them, and stop them in order."""

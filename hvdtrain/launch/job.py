@@ -43,7 +43,7 @@ class Guard:
         return self._process.pid
 
     def keep(self) -> None:
-        """Start it anew if it has ended."""
+        """Start it again if it has ended."""
         if self._process.poll() is not None:
             self._close()
             self._process = self._start()
@@ -211,5 +211,5 @@ class _Stream:
         while self._there and view:
             try:
                 view = view[os.write(self._number, view) :]
-            except OSError:  # nobody reads any more: the job goes on all the same
+            except OSError:  # nobody reads any more: the job continues
                 self._there = False

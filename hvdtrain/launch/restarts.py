@@ -1,4 +1,4 @@
-"""Whether a job that has ended is started anew: a rule over what became of the attempts so far."""
+"""Decide, from the attempts so far, whether a failed job is restarted."""
 
 from __future__ import annotations
 

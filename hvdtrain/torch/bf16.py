@@ -17,7 +17,7 @@ from hvdtrain.torch import engine
 
 
 class Exchange:
-    """One reduction under way, of several tensors at once.
+    """One reduction in flight, of several tensors.
 
     Args:
         tensors: floating point, on one device; shapes equal on all ranks.

@@ -1,4 +1,4 @@
-"""A handle on an operation under way, that may be made of several native ones."""
+"""A handle on an operation in flight, which may consist of several native operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdtrain.torch import engine
 
 
 class Handle:
-    """One operation under way; `poll` and `synchronize` take it, and calling it waits too.
+    """One operation in flight; pass it to `poll` or `synchronize`, or call it to wait.
 
     Args:
         parts: native handles, or other handles, that must be done first.

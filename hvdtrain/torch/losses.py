@@ -93,7 +93,7 @@ class LossWeights:
     and the reducer scales them once more in the steps in which it was another one.
 
     Attributes:
-        counted: what counts of each batch of the step under way.
+        counted: what counts of each batch of the current step.
         weight: sum of this rank's denominators, where other ranks cannot know it; None where they can.
         expected: sum over all ranks that losses are scaled for.
         per_sample: the most that a sample has counted so far, equal on all ranks. The most: gradients are then never
@@ -112,7 +112,7 @@ class LossWeights:
         self.per_sample = 0.0
 
     def forget(self) -> None:
-        """Learn anew what a sample counts: where all ranks begin together, and data may be another."""
+        """Forget what a sample counts: ranks begin together, and data may have changed."""
         self.per_sample = 0.0
 
     def count(self, batch: Batch) -> Counted:

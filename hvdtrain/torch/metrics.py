@@ -124,7 +124,7 @@ class Totals:
         self._counts = list(copy[1])
 
     def clear(self) -> None:
-        """Start anew."""
+        """Reset the metric."""
         self._sums.zero_()
         self._counts = [0.0] * len(self._cells)
 

@@ -1,7 +1,7 @@
-"""Random numbers of DataLoader workers that follow from the place in the epoch, so that they come again on resuming.
+"""Seed DataLoader workers for each batch, so that a resumed run repeats their random numbers.
 
-A worker draws on and on: where a run goes on within an epoch, fresh workers would draw other numbers than those that
-had come as far. So each batch begins with random states of its own, whichever worker makes it.
+A worker's generators advance with each batch. After a resume within an epoch, new workers would draw other numbers than
+the earlier ones. So each batch begins with its own random states, whichever worker makes it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SeededBatches:
     """Says for each batch where it stands; a DataLoader takes it for a batch sampler, or for a sampler.
 
     Args:
-        batches: as a sampler gives them, anew each time that they are iterated.
-        dataset: is asked for what they hold.
+        batches: a sampler's batches, which can be iterated again for each epoch.
+        dataset: yields the samples of a batch.
     """
 
     def __init__(self, batches: Iterable[Any], dataset: Any) -> None:

@@ -49,8 +49,8 @@ def limit_s() -> float:
 def horovods_limits() -> dict[str, str]:
     """Return settings with which Horovod names stalled tensors before our limit, and ends what we do not see after it.
 
-    Horovod looks at tensors once in HOROVOD_STALL_CHECK_TIME_SECONDS, and starts to count anew for those in its cache
-    after they have waited that long once: a stall is named within three times as long.
+    Horovod checks tensors every HOROVOD_STALL_CHECK_TIME_SECONDS. For tensors in its cache it restarts its count after
+    they have waited that long once. So it reports a stall within three times this time.
     """
     limit = limit_s()
     if limit == float("inf"):

@@ -75,7 +75,7 @@ class Endings:
             if os.getpid() == self._pid and args.exc_type is not SystemExit:
                 name = args.thread.name if args.thread else "?"
                 self.dead_threads.append(f"{name} ({args.exc_type.__name__}: {args.exc_value})")
-                say(f"{self.who}: the thread {name} died of an exception, the others go on:")
+                say(f"{self.who}: the thread {name} died of an exception, the others continue:")
             thread_hook(args)
 
         self._hook = sys.excepthook = on_exception
@@ -147,7 +147,7 @@ class Endings:
         ended.pop(self.rank, None)
         if ended:
             ranks = _ranks(list(ended))
-            return f"{ranks} ended early, by sys.exit or at the end of the script, while others went on"
+            return f"{ranks} ended early, by sys.exit or at the end of the script, while others continued"
         followed = self.board.all("followed")  # what they waited for is the cause, and may be on another host
         for rank, pid in self.board.all("pid").items():
             state = process_state(int(pid)) if rank not in followed else ""

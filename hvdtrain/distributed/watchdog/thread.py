@@ -73,7 +73,7 @@ class Watch:
             return
         rank, size = int(module.rank()), int(module.size())
         board = open_board(rank, elastic=launch_environment.is_elastic())
-        # Our exit calls it, with a limit; Horovod registers it anew with each init.
+        # Our exit calls it, with a limit; Horovod registers it again in each init.
         atexit.unregister(basics.shutdown)
         if self._endings is None:
             self._basics = basics

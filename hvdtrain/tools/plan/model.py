@@ -11,7 +11,7 @@ The batch of a rank stays what it was measured with, so R ranks take R times the
   each host and across hosts [3]. Ranks of one host are neighbours in the ring, so that the host's link carries the
   bytes once in each direction, however many ranks share it.
 - exposed(R): the part of T_sync that nothing hides. Gradients become ready during backward, last layer first, and are
-  reduced bucket by bucket while backward goes on [3, 4]. The last bucket is ready only when backward ends, so its
+  reduced bucket by bucket during the backward pass [3, 4]. The last bucket is ready only when backward ends, so its
   allreduce is always exposed; the others are where they queue up because the link is slower than backward.
 - waiting(R): the slowest of R ranks sets the pace. With step times that scatter by a standard deviation s, the expected
   maximum lies s * E[max of R standard normals] above their mean [5]; 0 unless a spread was measured.
@@ -86,7 +86,7 @@ class Cluster:
         intra_latency_s: one hop within a host; likewise.
         overhead_s: starting one allreduce: agreeing among ranks, and Horovod's cycle time (1 ms by default).
         bucket_bytes: gradients that are reduced together. 64 MiB was Horovod's fusion threshold in its published runs.
-        overlap: how much of an allreduce can go on beside backward: 1 where network hardware does the work, 0 where it
+        overlap: how much of an allreduce can overlap with backward: 1 where network hardware does the work, 0 where it
             takes the very cores that compute.
         algorithm: how an allreduce travels.
 

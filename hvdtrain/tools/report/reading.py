@@ -133,8 +133,8 @@ def read_run(folder: Path) -> Run:
 def last_word(lines: Iterable[dict[str, Any]]) -> tuple[list[tuple[int, dict[str, Any]]], int]:
     """Return the lines that count, each with its start, and how many starts there were.
 
-    A run that was killed goes on from a checkpoint and takes some steps again: where the global step goes back, what
-    was written of those steps before does not count.
+    A run that was killed resumes from a checkpoint and repeats some steps. If the global step decreases, the earlier
+    lines of those steps do not count.
     """
     kept: list[tuple[int, dict[str, Any]]] = []
     start = 0

@@ -1,4 +1,4 @@
-"""Elastic training for PyTorch: go on when ranks come and go."""
+"""Elastic training for PyTorch: continue when ranks leave or join."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; one of Horovod's, with a count, is understood too."""
+        """Restore a state; Horovod's form, with a count, is accepted too."""
         self.epoch = state_dict["epoch"]
         if "processed_indices" in state_dict:
             self.processed_indices = set(state_dict["processed_indices"])

@@ -46,7 +46,7 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore the copy."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -83,8 +83,8 @@ class StateHandler:
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Go back to the copy."""
-        # A copy again: an optimizer goes on with the tensors that it is given, and changes them.
+        """Restore the copy."""
+        # A copy again: an optimizer uses the tensors that it is given, and changes them.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
