@@ -14,15 +14,13 @@ from hvdtrain.system.settings import RUN_NAME
 
 if TYPE_CHECKING:
     from hvdtrain.launch.arguments import Split
-    from hvdtrain.launch.config_file import Settings
-    from hvdtrain.launch.supervisor import Launch
 
 _SPLIT = "hvdtrain.launch.split"
 _READ = "hvdtrain.launch.read"
 
 
 class RunCommand(Command):
-    """Keeps its own options and hands every other one to the launcher, as it was written."""
+    """Reads its own options and passes every other one to the launcher, as it was written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the command line apart, and read our options alone."""
@@ -48,7 +46,7 @@ def run(
     ranks: Annotated[str | None, typer.Option("-np", "--num-proc", metavar="N", help="Number of ranks.")] = None,
     max_restarts: Annotated[
         str | None,
-        typer.Option(metavar="K", help="Start the job anew so often when it fails; 0 for never.  [default: 3]"),
+        typer.Option(metavar="K", help="Restart the job so often when it fails; 0 for never.  [default: 3]"),
     ] = None,
     grace: Annotated[
         str | None,
@@ -70,9 +68,9 @@ def run(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Run a script on several ranks, and go on when a process dies.
+    """Run a script on several ranks, and restart it when a process dies.
 
-    What is left of a job that failed is ended, and it is started anew; a script with a checkpoint goes on from it.
+    What is left of a job that failed is ended before the restart; a script with a checkpoint resumes from it.
     `hvdtrain --help` lists the exit statuses.
 
     Keys of the file: np, hosts, max-restarts, grace, launcher, launcher-options, environment, script, arguments.
@@ -93,22 +91,11 @@ def run(
     os.environ.update(settings.environment)  # as if it had been set before the command
     with job_folder.removed_at_the_end():
         launch, run_dir = prepare(settings)
-        _save(settings, launch)
+        try:
+            # The folder that `hvdtrain.callbacks.RunFolder` takes.
+            path = settings.save(launch.environment.get("HVDTRAIN_RUNS", "runs"), launch.environment[RUN_NAME])
+            where = f" (saved in {path})" if path else ""
+        except OSError as problem:
+            where = f" (not saved: {problem})"
+        supervisor.say(f"{settings}{where}")
         raise typer.Exit(supervisor.run(launch, run_dir))
-
-
-def _save(settings: Settings, launch: Launch) -> None:
-    """Say what is run, and write it into the run's folder."""
-    from hvdtrain.launch import config_file, supervisor
-
-    try:
-        # The folder that `hvdtrain.callbacks.RunFolder` takes.
-        path = config_file.keep(
-            settings,
-            runs=launch.environment.get("HVDTRAIN_RUNS", "runs"),
-            name=launch.environment[RUN_NAME],
-        )
-        where = f" (kept in {path})" if path else ""
-    except OSError as problem:
-        where = f" (not kept: {problem})"
-    supervisor.say(f"{settings}{where}")

@@ -65,7 +65,6 @@ _MPIRUN_VALUES = {
 }
 
 _MOST_DIGITS = 9  # of a count: Python refuses to read some thousands of them
-
 # Those that say on which cores ranks run.
 _MPIRUN_PLACES = frozenset(
     _each("bind-to map-by rf rankfile cpu-list cpu-set slot-list cpus-per-proc cpus-per-rank npersocket ppr", values=1)
@@ -89,14 +88,16 @@ def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] 
         launcher_in: returns which launcher a --config file names.
 
     Raises:
-        UsageError: an option that there is not, or without its value.
+        UsageError: an option that does not exist, or without its value.
     """
     problem: UsageError | None = None
     other: Split | None = None
-    # How many values an option takes hangs on the launcher, which stands among the options: a guess must come true.
+    # How many values an option takes depends on the launcher, which is among the options: try each.
     for launcher in (HOROVODRUN, MPIRUN):
+        parts = Split()
         try:
-            parts = _split(arguments, launcher)
+            for name, words in options(arguments, launcher):
+                (parts.program if not name else parts.ours if name in OURS else parts.passed).extend(words)
         except UsageError as error:
             problem = problem or error
             continue
@@ -106,24 +107,14 @@ def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] 
         other = other or parts
     if other is None or problem is not None:
         raise problem or UsageError("the command line cannot be read")
-    return other  # a launcher that there is not
-
-
-def _split(arguments: Sequence[str], launcher: str) -> Split:
-    parts = Split()
-    for name, words in options(arguments, launcher):
-        if not name:
-            parts.program.extend(words)
-        else:
-            (parts.ours if name in OURS else parts.passed).extend(words)
-    return parts
+    return other  # a launcher that does not exist
 
 
 def options(arguments: Sequence[str], launcher: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each option's name with its words, then "" with those of the program.
 
     Raises:
-        UsageError: an option that there is not, or without its value.
+        UsageError: an option that does not exist, or without its value.
     """
     i = 0
     while i < len(arguments):
@@ -191,19 +182,23 @@ def whole_number(name: str, text: str | None, *, least: int) -> int:
 
 
 def is_count(text: str, *, least: int) -> bool:
-    """Return whether `text` is a whole number of at least `least`, and one that Python reads at all."""
+    """Return whether `text` is a whole number of at least `least`, and one that Python reads."""
     return text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= least
 
 
 def seconds(name: str, text: str) -> float:
     """Return `text` as a time."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (0 <= number < math.inf):
+    if not is_seconds(text):
         raise UsageError(f"{name} must be a number of seconds, 0 or more. Received: {name} {text}")
-    return number
+    return float(text)
+
+
+def is_seconds(text: str) -> bool:
+    """Return whether `text` is a time, 0 or more and finite."""
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def program(words: Sequence[str]) -> list[str]:

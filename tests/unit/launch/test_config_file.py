@@ -84,7 +84,7 @@ def test_a_file_and_flags_are_the_same_run(start, monkeypatch):
     assert without == yaml.safe_load(kept_flags)
     assert "environment OMP_NUM_THREADS=1 MODE=on" in said
     assert "np 2, hosts localhost:2, max-restarts 1, grace 2.5, launcher horovodrun" in said_flags
-    assert "script train.py, arguments --epochs 90 --lr 0.10 --flag yes (kept in runs/mine/run.yaml)" in said_flags
+    assert "script train.py, arguments --epochs 90 --lr 0.10 --flag yes (saved in runs/mine/run.yaml)" in said_flags
 
 
 def test_what_is_kept_starts_the_same_run_again(start):
@@ -258,7 +258,7 @@ WORDS = st.text(string.ascii_letters + string.digits + " :#'\"-=.\\é[]{}!&*%@`|
 def test_every_word_survives_being_kept(tmp_path_factory, settings):
     assume(redact.words(settings.program) == settings.program)
     assume(redact.variables(settings.environment) == settings.environment)
-    path = config_file.keep(settings, runs=str(tmp_path_factory.mktemp("runs")), name="x")
+    path = settings.save(str(tmp_path_factory.mktemp("runs")), "x")
     assert config_file.read(str(path)) == settings
 
 
