@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.context import CheckpointOptions, RunContext
 from hvdtrain.telemetry.interval import Interval
 
 Logs = dict[str, float]
@@ -20,7 +20,12 @@ class Callback:
     Callbacks run on every rank. Metrics in `logs` are equal on all ranks, so a decision taken on them is taken by all;
     guard I/O with `trainer.world.is_root`. To end the run after the current epoch, call `trainer.stop()`: it is enough
     that one rank does.
+
+    Attributes:
+        checkpoint: a `Checkpoint`'s options; None for any other callback.
     """
+
+    checkpoint: CheckpointOptions | None = None
 
     @property
     def name(self) -> str:
@@ -81,8 +86,8 @@ def with_arrays(plain: Sequence[Sequence[Any]], arrays: dict[str, NDArray[Any]])
     return states
 
 
-class CallbackList(Callback):
-    """Runs callbacks in the order given."""
+class CallbackList:
+    """The callbacks of a fit, in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)
@@ -104,41 +109,6 @@ class CallbackList(Callback):
             if found is not None:
                 left.remove(found)
                 callback.load_state(found[1])
-
-    def on_fit_begin(self, trainer: RunContext) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_fit_begin(trainer)
-
-    def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_epoch_begin(trainer, epoch)
-
-    def on_step_begin(self, trainer: RunContext, step: int) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_step_begin(trainer, step)
-
-    def on_step_end(self, trainer: RunContext, step: int) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_step_end(trainer, step)
-
-    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_interval(trainer, interval)
-
-    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_epoch_end(trainer, epoch, logs)
-
-    def on_fit_end(self, trainer: RunContext) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_fit_end(trainer)
 
     def close(self) -> None:
         """Call each, once."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdtrain.adapter import State
+from hvdtrain.checkpoint.store import Store
 from hvdtrain.distributed.world import World
 
 
@@ -25,8 +26,38 @@ class RunId:
     resumed: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class CheckpointOptions:
+    """Where a run's checkpoints go and when one is due; `hvdtrain.callbacks.Checkpoint` explains each option."""
+
+    store: Store
+    every_epochs: int
+    every_steps: int | None
+    best: str | None
+    background: bool
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """What all ranks must have alike, because saving takes all of them."""
+        return {"every_epochs": self.every_epochs, "every_steps": self.every_steps, "best": self.best}
+
+    def is_due(self, global_step: int) -> bool:
+        """Return whether one is due after this step."""
+        return self.every_steps is not None and global_step % self.every_steps == 0
+
+    def is_due_after(self, epoch: int, logs: Mapping[str, float]) -> bool:
+        """Return whether one is due after this epoch.
+
+        Raises:
+            ValueError: the epoch has no metric `best`.
+        """
+        if self.best is not None and self.best not in logs:
+            raise ValueError(f"best must be one of {sorted(logs)}. Received: best={self.best!r}")
+        return bool(self.every_epochs) and (epoch + 1) % self.every_epochs == 0
+
+
 class RunContext(Protocol):
-    """A run in progress, equal on all ranks but for `world`; the Trainer is one."""
+    """A run in progress, equal on all ranks except for `world`; the Trainer is one."""
 
     model: Any
     world: World
@@ -63,5 +94,5 @@ class RunContext(Protocol):
     def repair(self) -> None:
         """Give every rank the root's weights and optimizer state; a collective call."""
 
-    def keep(self, keeper: Any) -> None:
-        """Have the present state saved; a collective call. See `hvdtrain.callbacks.Checkpoint`."""
+    def save_checkpoint(self, options: CheckpointOptions) -> None:
+        """Save the present state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""

@@ -40,5 +40,4 @@ def with_defaults(
         hooks = [hook for hook in hooks if not isinstance(hook, RunFolder | Logger)]
     if checkpoint_dir:
         hooks.append(Checkpoint(checkpoint_dir))
-    # Last: what the others do to the model or to themselves is then part of it, and found equal on all ranks.
-    return CallbackList(sorted(hooks, key=lambda hook: isinstance(hook, Checkpoint)))
+    return CallbackList(hooks)

@@ -167,18 +167,7 @@ def shard_indices(
 
 
 def steps_per_epoch(num_samples: int, *, batch_size: int, size: int) -> int:
-    """Return how many steps every rank takes in an epoch, those with nothing left for this rank included.
-
-    Args:
-        num_samples: dataset length, in samples.
-        batch_size: samples a rank takes in a full step.
-        size: number of ranks.
-
-    Raises:
-        ValueError: if batch_size < 1 or size < 1.
-    """
-    check_batch_size(batch_size)
-    check_rank(0, size)
+    """Return how many steps every rank takes in an epoch, those with nothing left for this rank included."""
     return -(-num_samples // (batch_size * size))
 
 

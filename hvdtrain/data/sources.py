@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -87,7 +88,15 @@ class Sharded:
 
 
 class IndexedSource:
-    """Samples that can be asked for by index: arrays, and map-style datasets."""
+    """Samples that can be read by index.
+
+    Args:
+        num_samples: on all ranks together.
+        fetch: indices -> (inputs, targets, sample_weight) of these samples.
+        batch_size: samples a rank takes in a full step.
+        world: whose ranks share the samples.
+        seed: order of the shuffle; must be equal on all ranks.
+    """
 
     def __init__(
         self,
@@ -98,12 +107,14 @@ class IndexedSource:
         world: World,
         seed: int,
     ) -> None:
+        if num_samples == 0:
+            raise ValueError(f"data holds no samples. Received: a dataset of length 0 on rank {world.rank}")
         self._num_samples = num_samples
         self._fetch = fetch
         self._batch_size = batch_size
         self._world = world
         self._seed = seed
-        self._kept: tuple[Any, sharding.Shard | None] = (None, None)
+        self._newest: tuple[Any, sharding.Shard | None] = (None, None)
         self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size, "seed": seed}
         self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
 
@@ -111,7 +122,7 @@ class IndexedSource:
         """Return batches by index arithmetic: no communication, and no time for those that are done."""
         left = self._num_samples - after.samples
         steps = sharding.steps_per_epoch(left, batch_size=self._batch_size, size=self._world.size)
-        return (self.batch(epoch, step, shuffle=shuffle, start=after.samples) for step in range(steps))
+        return map(partial(self.batch, epoch, shuffle=shuffle, start=after.samples), range(steps))
 
     def example(self, epoch: int) -> Batch | None:
         """Return the epoch's first batch."""
@@ -136,10 +147,10 @@ class IndexedSource:
 
     def _shard(self, epoch: int, shuffle: bool, start: int) -> sharding.Shard:
         key = (epoch, shuffle, start, self._world.rank, self._world.size)
-        kept, mine = self._kept
-        if mine is None or kept != key:
+        newest, mine = self._newest
+        if mine is None or newest != key:
             mine = self._make_shard(epoch, shuffle, start)
-            self._kept = (key, mine)  # in one piece: a prefetching thread may ask for another epoch meanwhile
+            self._newest = (key, mine)  # in one piece: a prefetching thread may ask for another epoch meanwhile
         return mine
 
     def _make_shard(self, epoch: int, shuffle: bool, start: int) -> sharding.Shard:
@@ -147,6 +158,24 @@ class IndexedSource:
         return sharding.shard(
             self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle, start=start
         )
+
+
+class ArraySource(IndexedSource):
+    """Arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each of them a tree."""
+
+    def __init__(self, parts: Sequence[Any], *, batch_size: int, world: World, seed: int) -> None:
+        num_samples = _common_length(parts, world)
+        super().__init__(num_samples, self._take, batch_size=batch_size, world=world, seed=seed)
+        # Convert once: otherwise each batch would copy all of what is not an array yet.
+        self._parts = [tree_map(as_array, part) for part in parts]
+        # Ranks that each pass a part of their own would have it divided again; their first and last samples differ.
+        ends = np.array([0, num_samples - 1])
+        self.facts["first and last sample (crc32)"] = [
+            zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(self._parts)
+        ]
+
+    def _take(self, rows: NDArray[np.int64]) -> tuple[Any, Any, Any]:
+        return unpack([take(part, rows) for part in self._parts])
 
 
 class IteratedSource:
@@ -220,43 +249,36 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
         TypeError: data of no known kind.
         DesyncError: ranks were given different numbers of samples, other arrays, or other options.
     """
-
-    def make() -> Source:
+    with agreement.everywhere(world=world, name="data"):
         sharding.check_batch_size(batch_size)
-        return _make_source(data, batch_size=int(batch_size), world=world, seed=seed)
-
-    source: Source = agreement.everywhere(make, world=world, name="data")
-    agreement.require_equal(source.facts, world=world, what="the data")
+        batch_size = int(batch_size)
+        source: Source | None = None
+        if isinstance(data, Sharded):
+            own_share = _own_share(data.data, batch_size=batch_size, seed=seed, world=world)
+            source = IteratedSource(own_share, world=world)
+        for base in type(data).__mro__ if source is None else ():
+            # A framework's own datasets are read in its folder.
+            framework = base.__module__.partition(".")[0]
+            if source is None and frameworks.knows(framework):
+                module = frameworks.load(framework, "sources")
+                source = module.as_source(data, batch_size=batch_size, world=world, seed=seed)
+        if source is None:
+            several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
+            if several and all(part is None or _is_arrays(part) for part in data):
+                source = ArraySource(list(data), batch_size=batch_size, world=world, seed=seed)
+            elif _is_arrays(data):  # inputs alone, as for predict
+                source = ArraySource([data], batch_size=batch_size, world=world, seed=seed)
+            elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+                fetch = lambda rows: unpack(collate([data[int(row)] for row in rows]))  # noqa: E731
+                source = IndexedSource(len(data), fetch, batch_size=batch_size, world=world, seed=seed)
+            else:
+                raise TypeError(
+                    "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
+                    f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"
+                )
+    # Data that has a batch size of its own, or none, names it in its facts.
+    agreement.require_equal({"batch_size": batch_size, **source.facts}, world=world, what="the data")
     return source
-
-
-def _make_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
-    if isinstance(data, Sharded):
-        return IteratedSource(_own_share(data.data, batch_size=batch_size, seed=seed, world=world), world=world)
-    for base in type(data).__mro__:
-        # A framework's own datasets are read in its folder.
-        framework = base.__module__.partition(".")[0]
-        if frameworks.knows(framework):
-            source: Source | None = frameworks.load(framework, "sources").as_source(
-                data, batch_size=batch_size, world=world, seed=seed
-            )
-            if source is not None:
-                return source
-    if (
-        isinstance(data, tuple | list)
-        and 1 <= len(data) <= 3
-        and all(_is_arrays(part) for part in data if part is not None)
-    ):
-        parts = tuple(data) + (None,) * (3 - len(data))
-        return _array_source(parts, batch_size, world, seed)
-    if _is_arrays(data):  # inputs alone, as for predict
-        return _array_source((data, None, None), batch_size, world, seed)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _indexed(len(data), lambda rows: unpack(collate([data[int(i)] for i in rows])), batch_size, world, seed)
-    raise TypeError(
-        "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a keras "
-        f"PyDataset. Received: {type(data).__name__} on rank {world.rank}"
-    )
 
 
 def _own_share(
@@ -272,7 +294,7 @@ def _own_share(
             return iter(data)
 
     else:
-        mine = _make_source(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
+        mine = as_source(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
 
         def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
             return mine.epoch(epoch, shuffle=shuffle)
@@ -287,27 +309,6 @@ def _own_share(
         return islice(whole(epoch, shuffle), after.batches // after.size, None)
 
     return iterate
-
-
-def _array_source(parts: tuple[Any, ...], batch_size: int, world: World, seed: int) -> IndexedSource:
-    num_samples = _common_length(parts, world)
-    # Once: a conversion at every batch would copy the whole of what is not yet an array.
-    arrays = [tree_map(as_array, part) for part in parts]
-    source = _indexed(num_samples, lambda rows: tuple(take(part, rows) for part in arrays), batch_size, world, seed)
-    # Ranks that each pass a part of their own would each share it out again: their ends differ.
-    ends = np.array([0, num_samples - 1])
-    source.facts["first and last sample (crc32)"] = [
-        zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for part in arrays for leaf in leaves(part)
-    ]
-    return source
-
-
-def _indexed(
-    num_samples: int, fetch: Callable[[NDArray[np.int64]], Any], batch_size: int, world: World, seed: int
-) -> IndexedSource:
-    if num_samples == 0:
-        raise ValueError(f"data holds no samples. Received: a dataset of length 0 on rank {world.rank}")
-    return IndexedSource(num_samples, fetch, batch_size=batch_size, world=world, seed=seed)
 
 
 def unpack(item: Any) -> tuple[Any, Any, Any]:
@@ -383,7 +384,7 @@ def _is_arrays(tree: Any) -> bool:
     return bool(found) and all(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and leaf.shape for leaf in found)
 
 
-def _common_length(parts: tuple[Any, ...], world: World) -> int:
+def _common_length(parts: Sequence[Any], world: World) -> int:
     names = ("inputs", "targets", "sample_weight")
     lengths = {name: num_rows(part) for name, part in zip(names, parts, strict=False) if part is not None}
     every = {num_rows(leaf) for part in parts if part is not None for leaf in leaves(part)}

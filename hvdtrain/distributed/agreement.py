@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hvdtrain.distributed.world import World
@@ -48,22 +49,22 @@ def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
     return received["result"]
 
 
-def everywhere(action: Callable[[], Any], *, world: World, name: str) -> Any:
-    """Run `action` on every rank and return its result there; if it fails on one, every rank raises.
+@contextmanager
+def everywhere(*, world: World, name: str) -> Iterator[None]:
+    """Raise on every rank if the block fails on one; a collective at its end.
 
     Raises:
-        Exception: this rank's own error; a HvdTrainError that quotes the first, on ranks where it went well.
+        Exception: this rank's own error; on ranks without one, a HvdTrainError that quotes the first.
     """
-    if world.size == 1:
-        return action()
-    result, error, text = None, None, None
+    error: Exception | None = None
     try:
-        result = action()
+        yield
     except Exception as caught:  # noqa: BLE001 - likewise
-        error, text = caught, f"{type(caught).__name__}: {caught}"
-    failures = [(rank, each) for rank, each in enumerate(world.allgather_object(text, name=name)) if each]
+        error = caught
+    text = error and f"{type(error).__name__}: {error}"
+    texts = [text] if world.size == 1 else world.allgather_object(text, name=name)
     if error is not None:
         raise error
-    if failures:
-        raise HvdTrainError(f"On rank {failures[0][0]}: {failures[0][1]}")
-    return result
+    for rank, other in enumerate(texts):
+        if other is not None:
+            raise HvdTrainError(f"On rank {rank}: {other}")

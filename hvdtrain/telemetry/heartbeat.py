@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +15,6 @@ from hvdtrain.distributed.world import World
 from hvdtrain.telemetry.interval import RankTimes
 
 _MOST_STEPS = 1000
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -58,18 +55,14 @@ class Pulse:
 
     def go_on(self) -> None:
         """Let steps begin now: what was done since the last one, such as validation, is none."""
-        self._last, self._waited = time.perf_counter(), wait_time.outside_graphs()
+        self._last, self._waited, self._loading_s = time.perf_counter(), wait_time.outside_graphs(), 0.0
 
-    def data(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Return `batches`, with the wait for each counted, but for that for other ranks'."""
-        while True:
-            began, before = time.perf_counter(), wait_time.outside_graphs()
-            batch = next(batches, None)
-            others_s = wait_time.outside_graphs() - before
-            if batch is None:
-                return
-            self._data_s += time.perf_counter() - began - others_s
-            yield batch
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Measure the wait for a step's batches, without that for other ranks'; counted with the step."""
+        began, before = time.perf_counter(), wait_time.outside_graphs()
+        yield
+        self._loading_s = time.perf_counter() - began - (wait_time.outside_graphs() - before)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -89,6 +82,7 @@ class Pulse:
         now, waited_s = time.perf_counter(), wait_time.outside_graphs()
         self._seconds, self._last = self._seconds + now - self._last, now
         self._waited_s, self._waited = self._waited_s + waited_s - self._waited, waited_s
+        self._data_s, self._loading_s = self._data_s + self._loading_s, 0.0
         self._steps += 1
         self._left -= 1
         if self._left and not (asked and self._world.size == 1):

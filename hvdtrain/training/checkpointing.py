@@ -1,4 +1,4 @@
-"""Write a run's state and take it up again: rank 0 does the I/O, every rank learns of its outcome."""
+"""Save and restore a run: rank 0 does the I/O, and every rank learns the outcome."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 from hvdtrain import checkpoint
 from hvdtrain.adapter import Adapter, State
 from hvdtrain.callbacks.base import with_arrays, without_arrays
+from hvdtrain.callbacks.context import CheckpointOptions, RunId
 from hvdtrain.checkpoint import Contents
 from hvdtrain.checkpoint.lock import FolderLock, Holder
-from hvdtrain.checkpoint.store import Store
 from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.distributed import agreement, rank_state
 from hvdtrain.distributed.rank_state import Arrays
@@ -26,46 +27,61 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.system import scratch
 from hvdtrain.system.settings import RUN_ID
 from hvdtrain.training import learning_rate
-from hvdtrain.training.run_id import RunId
 
 log = logging.getLogger("hvdtrain")
 
-# What `State.arrays` begin with, and the files that they go to.
+# Prefixes of the names in `State.arrays`, and the files that they go to.
 _FILES = ("model", "optimizer")
-# How long an earlier start of this run may take to end. NFS 4 keeps a lost host's locks for a minute and a half.
+# How long an earlier start of this run may take to end: NFS 4 holds a lost host's locks for 90 s.
 _OWN_WRITER_S = 120.0
-# Where callbacks' arrays are; and, on their way to the ranks, what their names begin with: equal on all of them.
+# The file of callbacks' arrays, and the prefix that their names have in the broadcast: equal on all ranks.
 _CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
 
 
-class Keeper:
-    """Keeps a run's checkpoints in one folder, and writes them while training goes on.
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds besides `Adapter.state`.
 
-    Every rank has one and calls it at the same moments; rank 0's does the I/O. What fails while a checkpoint is
-    written is raised, on every rank, when the next one is begun, or by `wait`.
-
-    Args:
-        store: where, and which are kept.
-        background: False writes each before `save` returns.
-        world: the ranks.
+    Attributes:
+        arrays: what this rank alone holds, named as in `rank_state`.
+        meta: the run's progress, history and options, as JSON.
     """
 
-    def __init__(self, store: Store, *, background: bool, world: World) -> None:
-        self._store = store
-        self._background = background
+    arrays: Arrays
+    meta: dict[str, Any]
+
+
+class RunCheckpoints:
+    """A run's checkpoints in one folder, written in the background.
+
+    Every rank has one and calls it at the same moments; rank 0's does the I/O. If a write fails, every rank raises the
+    error at the next `save` or `wait`.
+
+    Args:
+        options: where, when, and which are retained.
+        world: the ranks.
+
+    Attributes:
+        saved_at: the global step of the newest, or the one that the run began with.
+    """
+
+    def __init__(self, options: CheckpointOptions, world: World) -> None:
+        self.options = options
+        self.saved_at = 0
+        self._store = options.store
         self._world = world
         self._writer = Writer()
-        self._lock = FolderLock(store.root)
+        self._lock = FolderLock(options.store.root)
 
     def hold(self, run: RunId, *, before: RunId | None) -> None:
-        """Lock the folder for this run, until `finish`; a collective call.
+        """Lock the folder for this run, until `release`; a collective call.
 
         Args:
-            run: which this is, unless it resumes another.
-            before: which this process was in before, in an elastic job: ranks that meet again wait for its writer.
+            run: this run, unless it resumes another.
+            before: this process's run of the round before, in an elastic job: its writer may still be at work.
 
         Raises:
-            CheckpointError: another run is; on other ranks, a HvdTrainError that says so.
+            CheckpointError: another run holds it; on other ranks, a HvdTrainError that says so.
         """
         job = os.environ.get(RUN_ID)
 
@@ -73,16 +89,14 @@ class Keeper:
             return (job is not None and other.job == job) or (before is not None and other.run == before.id)
 
         holder = Holder.here(run.id, run.name, job)
-        agreement.together(
-            lambda: self._lock.acquire(holder, is_own=is_own, limit_s=_OWN_WRITER_S), world=self._world, name="lock"
-        )
+        self._on_root(lambda: self._lock.acquire(holder, is_own=is_own, limit_s=_OWN_WRITER_S), "lock")
 
-    def begin(self, adapter: Adapter, run: RunId) -> None:
-        """See that a checkpoint can be written, before there is training to lose; a collective call.
+    def check_writable(self, adapter: Adapter, run: RunId) -> None:
+        """Check that a checkpoint can be written, before training begins; a collective call.
 
         Args:
             adapter: whose state will be written.
-            run: which run this is, the one that it resumes included.
+            run: this run, or the one that it resumes.
 
         Raises:
             CheckpointError: it cannot; on other ranks, a HvdTrainError that says so.
@@ -90,67 +104,61 @@ class Keeper:
 
         def check() -> None:
             self._lock.describe(Holder.here(run.id, run.name, os.environ.get(RUN_ID)))
-            # What the first step makes is not counted, so that no disk is refused that is large enough: the state of
-            # most optimizers, and all of a model of lazy modules, which torch lets nobody ask for its weights yet.
+            # State that the first step makes is not counted, such as most optimizers' and that of lazy modules. So no
+            # disk is refused that is large enough.
             num_bytes = 0
             with suppress(ValueError):
                 num_bytes = sum(array.nbytes for array in adapter.state().arrays.values())
             self._store.check_writable(num_bytes)
 
-        agreement.together(check, world=self._world, name="checkpoint folder")
+        self._on_root(check, "checkpoint folder")
 
-    def save(self, adapter: Adapter, ranks: Arrays, meta: dict[str, Any]) -> None:
-        """Keep the present state; training waits while it is copied, and for an earlier one that is still written.
-
-        Args:
-            adapter: whose state.
-            ranks: what this rank holds of its own.
-            meta: the rest, as JSON; with a `position`.
+    def save(self, adapter: Adapter, snapshot: Snapshot) -> None:
+        """Save the present state; training waits while it is copied, and until an earlier one is written.
 
         Raises:
             CheckpointError: an earlier one could not be written; on other ranks, a HvdTrainError that says so.
         """
-        kept = rank_state.gather(ranks, world=self._world)
-        agreement.together(lambda: self._submit(adapter, kept, meta), world=self._world, name="save")
+        progress, background = snapshot.meta["position"], self.options.background
+        self.saved_at = progress["global_step"]
+        everyones = rank_state.gather(snapshot.arrays, world=self._world)
 
-    def _submit(self, adapter: Adapter, kept: Arrays, meta: dict[str, Any]) -> None:
-        self._writer.wait()
-        contents = _contents(adapter.state(), kept, meta, world=self._world, copy=self._background)
-        place = self._store.place(meta["position"]["epoch"], meta["position"]["step"])
-        self._writer.submit(place, contents, then=self._store.prune)
-        if not self._background:
+        def submit() -> None:
             self._writer.wait()
+            contents = pack(adapter.state(), everyones, snapshot.meta, world=self._world, copy=background)
+            place = self._store.place(progress["epoch"], progress["step"])
+            self._writer.submit(place, contents, then=self._store.prune)
+            if not background:
+                self._writer.wait()
+
+        self._on_root(submit, "save")
 
     def wait(self) -> None:
-        """Return once all that was begun is written; a collective.
+        """Return once everything is written; a collective call. Raises CheckpointError as `save` does."""
+        self._on_root(self._writer.wait, "save")
 
-        Raises:
-            CheckpointError: as `save`.
-        """
-        agreement.together(self._writer.wait, world=self._world, name="save")
-
-    def finish(self) -> None:
-        """Let what was begun be written, and give the folder back; on this rank alone, however the run ends."""
+    def release(self) -> None:
+        """Finish writing and unlock the folder, on this rank alone, however the run ends."""
         try:
-            with suppress(Exception):  # it was logged, and must not hide the other one
+            with suppress(Exception):  # it was logged, and must not hide the error that ended the run
                 self._writer.wait()
         finally:
             self._lock.release()
 
     def set_aside(self) -> None:
-        """Move an older run's checkpoints to where a later "auto" does not take them for this run's."""
+        """Move an older run's checkpoints to where a later "auto" does not resume from them."""
 
         def move() -> None:
             aside = self._store.set_aside()
             if aside is not None:
                 log.info("moved older checkpoints to %s", aside)
 
-        agreement.together(move, world=self._world, name="set aside")
+        self._on_root(move, "set aside")
 
-    def restore(self, adapter: Adapter, *, lr_factor: float) -> tuple[dict[str, Any], Arrays] | None:
-        """Load the newest checkpoint that is whole, saying which are skipped and why; None where there is none.
+    def restore(self, adapter: Adapter, *, lr_factor: float) -> Snapshot | None:
+        """Load the newest whole checkpoint, with a warning for each that is skipped; None if there is none.
 
-        See `restore` for what is returned and raised.
+        See `load` for the rest.
         """
 
         def find() -> tuple[Path, Contents] | None:
@@ -164,64 +172,40 @@ class Keeper:
                 )
             return found
 
-        return _restore(find, adapter, lr_factor=lr_factor, world=self._world)
+        return restore(find, adapter, lr_factor=lr_factor, world=self._world)
+
+    def _on_root(self, action: Callable[[], None], name: str) -> None:
+        agreement.together(action, world=self._world, name=name)
 
 
 @contextmanager
-def held(keepers: Sequence[Keeper], run: RunId, *, before: RunId | None) -> Iterator[Sequence[Keeper]]:
-    """Hold the keepers' folders, and let what they have begun be written, however the block ends; see `Keeper.hold`."""
+def held(
+    options: Sequence[CheckpointOptions], run: RunId, *, before: RunId | None, world: World
+) -> Iterator[list[RunCheckpoints]]:
+    """Hold the folders of checkpoints, and finish writing however the block ends; see `RunCheckpoints.hold`."""
+    checkpoints = [RunCheckpoints(each, world) for each in options]
     try:
-        for keeper in keepers:
-            keeper.hold(run, before=before)
-        yield keepers
+        for each in checkpoints:
+            each.hold(run, before=before)
+        yield checkpoints
     finally:
-        for keeper in keepers:
-            keeper.finish()
+        for each in checkpoints:
+            each.release()
 
 
-class Memory:
-    """Keeps a run's state in every rank's memory, for those that are left when others die; see `Keeper`.
+def save(directory: Any, adapter: Adapter, snapshot: Snapshot, *, world: World) -> None:
+    """Write one checkpoint to `directory`; a collective call.
 
-    Args:
-        world: the ranks.
+    Raises:
+        CheckpointError: it could not be written; on other ranks, a HvdTrainError that says so.
     """
+    everyones = rank_state.gather(snapshot.arrays, world=world)
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._kept: Contents | None = None
+    def write() -> None:
+        contents = pack(adapter.state(), everyones, snapshot.meta, world=world, copy=False)
+        checkpoint.write(scratch.place(directory), contents)
 
-    def save(self, adapter: Adapter, ranks: Arrays, meta: dict[str, Any]) -> None:
-        """Keep a copy of the present state in place of the one before; a collective call."""
-        everyones = rank_state.gather(ranks, world=self._world, everywhere=True)
-        self._kept = _contents(adapter.state(), everyones, meta, world=self._world, copy=True)
-
-    def go_back(self, adapter: Adapter) -> None:
-        """Load this rank's own copy, if it has one, so that nothing is left of a step that has failed."""
-        if self._kept is not None:
-            adapter.load_state(_state(self._kept))
-
-    def restore(self, adapter: Adapter, *, lr_factor: float) -> tuple[dict[str, Any], Arrays] | None:
-        """Load the root's copy on the root; None where it has none. See `restore` for what is returned."""
-
-        def find() -> tuple[Path, Contents] | None:
-            # Reading takes parts out of the meta data.
-            if self._kept is None:
-                return None
-            return Path("in memory"), Contents(self._kept.arrays, dict(self._kept.meta))
-
-        return _restore(find, adapter, lr_factor=lr_factor, world=self._world)
-
-
-def save(directory: Any, adapter: Adapter, ranks: Arrays, meta: dict[str, Any], *, world: World) -> None:
-    """Write one checkpoint to `directory`; for the arguments and errors see `Keeper.save`."""
-    kept = rank_state.gather(ranks, world=world)
-    agreement.together(
-        lambda: checkpoint.write(
-            scratch.place(directory), _contents(adapter.state(), kept, meta, world=world, copy=False)
-        ),
-        world=world,
-        name="save",
-    )
+    agreement.together(write, world=world, name="save")
 
 
 def read_config(directory: Any, *, world: World) -> dict[str, Any]:
@@ -232,17 +216,17 @@ def read_config(directory: Any, *, world: World) -> dict[str, Any]:
     return config
 
 
-def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) -> tuple[dict[str, Any], Arrays]:
+def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) -> Snapshot:
     """Load a checkpoint on the root; `adapter.start` gives the others the root's state.
 
     Args:
         directory: one checkpoint; the other ranks need not see rank 0's disk.
-        adapter: what takes on the state.
+        adapter: loads the state.
         lr_factor: this run's scaling. Restored rates carry the scaling of the number of ranks that wrote them.
         world: the ranks.
 
     Returns:
-        Its meta data, and what this rank takes on of its own once everything else is in place.
+        Its meta data, and what this rank loads of its own once everything else is in place.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another model (named tensor).
@@ -255,7 +239,7 @@ def restore(directory: Any, adapter: Adapter, *, lr_factor: float, world: World)
             _warn_not_finite(place, "load an earlier one.")
         return place, contents
 
-    found = _restore(find, adapter, lr_factor=lr_factor, world=world)
+    found = restore(find, adapter, lr_factor=lr_factor, world=world)
     if found is None:
         raise CheckpointError(f"Checkpoint {directory} is missing.")
     return found
@@ -267,10 +251,11 @@ def _warn_not_finite(directory: Any, advice: str) -> None:
     )
 
 
-def _restore(
+def restore(
     find: Callable[[], tuple[Path, Contents] | None], adapter: Adapter, *, lr_factor: float, world: World
-) -> tuple[dict[str, Any], Arrays] | None:
-    kept: Arrays = {}
+) -> Snapshot | None:
+    """Load what `find` returns on the root, a checkpoint and where it is; None if it returns None. See `load`."""
+    arrays: Arrays = {}
 
     def read() -> dict[str, Any] | None:
         found = find()
@@ -279,7 +264,7 @@ def _restore(
         directory, contents = found
         meta = contents.meta
         try:
-            adapter.load_state(_state(contents))
+            adapter.load_state(unpack(contents))
         except ValueError as error:
             raise CheckpointError(f"Checkpoint {directory} is of another model: {error}") from error
         del meta["adapter"]
@@ -288,28 +273,37 @@ def _restore(
             rates = adapter.learning_rates
             adapter.learning_rates = [rate * lr_factor / before for rate in rates]
             log.info("lr %s -> %s (written on %d ranks)", rates, adapter.learning_rates, meta["world_size"])
-        kept.update(contents.arrays.get("ranks", {}))
-        kept.update({f"0/{_OF_CALLBACKS}{name}": a for name, a in contents.arrays.get(_CALLBACKS, {}).items()})
+        arrays.update(contents.arrays.get("ranks", {}))
+        arrays.update({f"0/{_OF_CALLBACKS}{name}": a for name, a in contents.arrays.get(_CALLBACKS, {}).items()})
         return meta
 
     meta: dict[str, Any] | None = agreement.together(read, world=world, name="restore")
     if meta is None:
         return None
-    mine = rank_state.deal(kept, world=world)
+    mine = rank_state.deal(arrays, world=world)
     names = [name for name in mine if name.startswith(_OF_CALLBACKS)]
     meta["callbacks"] = with_arrays(
         meta["callbacks"], {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
     )
-    return meta, mine
+    return Snapshot(mine, meta)
 
 
-def _state(contents: Contents) -> State:
+def unpack(contents: Contents) -> State:
+    """Return the state that `pack` was given."""
     arrays = {f"{name}.{key}": a for name in _FILES for key, a in contents.arrays.get(name, {}).items()}
     return State(arrays, contents.meta["adapter"])
 
 
-def _contents(state: State, kept: Arrays, meta: dict[str, Any], *, world: World, copy: bool) -> Contents:
-    """Return what a checkpoint holds; a copy, where training goes on while it is written."""
+def pack(state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, copy: bool) -> Contents:
+    """Return what a checkpoint holds.
+
+    Args:
+        state: of the adapter.
+        ranks: what ranks hold of their own, as `rank_state.gather` returns it.
+        meta: of the snapshot.
+        world: the ranks.
+        copy: whether training continues while it is written.
+    """
     files: dict[str, Arrays] = {name: {} for name in _FILES}
     for name, array in state.arrays.items():
         file, _, key = name.partition(".")
@@ -318,7 +312,7 @@ def _contents(state: State, kept: Arrays, meta: dict[str, Any], *, world: World,
     meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": world.size}
     # History is among it, and grows.
     return Contents(
-        {**files, "ranks": kept} | ({_CALLBACKS: arrays} if arrays else {}),
+        {**files, "ranks": ranks} | ({_CALLBACKS: arrays} if arrays else {}),
         deepcopy(meta) if copy else meta,
         trained=frozenset(name.removeprefix("model.") for name in state.trained),
     )

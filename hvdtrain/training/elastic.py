@@ -1,28 +1,24 @@
-"""`Trainer.fit` in an elastic job: its state is kept in every rank's memory, and ranks that meet anew go on from it."""
+"""`Trainer.fit` in an elastic job: when ranks come, go or die, a new round resumes from the last commit."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-import numpy as np
-
-from hvdtrain.adapter import Adapter, framework_of
-from hvdtrain.distributed import elastic, frameworks
-from hvdtrain.distributed.rank_state import Arrays
+from hvdtrain.adapter import Adapter
+from hvdtrain.checkpoint import Contents
+from hvdtrain.distributed import elastic, frameworks, rank_state
 from hvdtrain.distributed.world import World
 from hvdtrain.training import checkpointing
-
-if TYPE_CHECKING:
-    from hvdtrain.training.loop import Loop
-    from hvdtrain.training.trainer import Trainer
+from hvdtrain.training.checkpointing import Snapshot
 
 
 class FitState(elastic.State):
-    """What Horovod's driver tells of hosts, and the last commit.
+    """The last commit, and what Horovod's driver reports of hosts.
 
-    Ranks are given the root's commit by `fit` itself, as they are given a checkpoint.
+    A commit is in every rank's memory, because any rank may die. `fit` itself gives ranks the root's commit, as it
+    gives them a checkpoint.
 
     Args:
         adapter: takes the steps.
@@ -33,45 +29,47 @@ class FitState(elastic.State):
         super().__init__(bcast_object=world.broadcast_object, get_rank=lambda: world.rank)
         self._adapter = adapter
         self._world = world
-        self._memory = checkpointing.Memory(world)
+        self._saved: Contents | None = None
 
     @property
     def hosts_have_changed(self) -> bool:
-        """Whether the driver has said so, which it says to rank 0 alone."""
+        """Whether the driver has reported it, which it does to rank 0 alone."""
         return not self._host_messages.empty()
 
-    def commit(self, loop: Loop) -> None:
-        """Keep the present state; a collective call."""
-        self._memory.save(self._adapter, loop.own(), loop.progress())
+    def commit(self, snapshot: Snapshot) -> None:
+        """Copy the present state, in place of the last commit; a collective call."""
+        everyones = rank_state.gather(snapshot.arrays, world=self._world, everywhere=True)
+        self._saved = checkpointing.pack(self._adapter.state(), everyones, snapshot.meta, world=self._world, copy=True)
 
-    def find(self, *, lr_factor: float) -> tuple[dict[str, Any], Arrays] | None:
-        """Load the root's last commit, if it has one; see `hvdtrain.training.checkpointing.restore`."""
-        return self._memory.restore(self._adapter, lr_factor=lr_factor)
+    def find(self, *, lr_factor: float) -> Snapshot | None:
+        """Load the root's last commit, if it has one; see `checkpointing.load`."""
 
-    def meet_anew_unless(self, asked: bool, loop: Loop) -> None:
-        """End this round of `fit`, on all ranks, unless one of them was `asked` to stop; a collective call.
+        def find() -> tuple[Path, Contents] | None:
+            # Restoring takes parts out of the meta data.
+            if self._saved is None:
+                return None
+            return Path("in memory"), Contents(self._saved.arrays, dict(self._saved.meta))
+
+        return checkpointing.restore(find, self._adapter, lr_factor=lr_factor, world=self._world)
+
+    def begin_next_round(self) -> None:
+        """End this round of `fit`, on all ranks.
 
         Raises:
             HostsUpdatedInterrupt: for `run`.
         """
-        if self._world.allreduce(np.array([asked], np.int32), "max", name="stop")[0]:
-            return
-        self.commit(loop)
         raise importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt(False)
 
     def restore(self) -> None:
-        """Drop the step that has failed, on this rank."""
-        self._memory.go_back(self._adapter)
+        """Load this rank's own copy, so that nothing is left of a step that has failed."""
+        if self._saved is not None:
+            self._adapter.load_state(checkpointing.unpack(self._saved))
 
     def sync(self) -> None:
         """Do nothing: `fit` begins with it."""
 
 
-def run(trainer: Trainer, once: Callable[[], None], adapter: Adapter) -> None:
-    """Run `once`, which fits from the last commit on, again whenever ranks come, go or die."""
-    reset = frameworks.load(framework_of(trainer.model), "elastic").reset
-    trainer.kept = FitState(adapter, trainer.world)
-    try:
-        elastic.run_fn(lambda _: once(), reset)(trainer.kept)
-    finally:
-        trainer.kept = None
+def run(fit_round: Callable[[], None], state: FitState, framework: str) -> None:
+    """Call `fit_round`, which trains from the last commit on, again whenever ranks come, go or die."""
+    reset = frameworks.load(framework, "elastic").reset
+    elastic.run_fn(lambda _: fit_round(), reset)(state)

@@ -1,35 +1,37 @@
-"""A run's place and its steps: where it is, how it goes on from a checkpoint, and what a checkpoint must hold."""
+"""The epochs and steps of `Trainer.fit`.
+
+From `fit(train)` to the framework's step the data passes through eight functions: `Trainer.fit`, `Trainer._fit_round`,
+`as_source`, `Loop.run`, `Loop.run_epoch`, `Source.epoch`, `IndexedSource.batch` and `Adapter.train_step`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import CallbackList
-from hvdtrain.callbacks.checkpoint import Checkpoint
-from hvdtrain.data.sources import Batch, Source
+from hvdtrain.callbacks.context import CheckpointOptions, RunContext, RunId
+from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.telemetry.heartbeat import Beat, Pulse
 from hvdtrain.telemetry.interval import Interval
 from hvdtrain.training import preemption
+from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
 from hvdtrain.training.learning_rate import LearningRate
-from hvdtrain.training.nan_policy import BadNumbers
-from hvdtrain.training.progress import Position, check_data, steps_done
-from hvdtrain.training.run_id import RunId
+from hvdtrain.training.nan_policy import NanPolicy
+from hvdtrain.training.progress import RunProgress, check_data, steps_done
 
 if TYPE_CHECKING:
-    from hvdtrain.training.checkpointing import Keeper
     from hvdtrain.training.elastic import FitState
-    from hvdtrain.training.trainer import Trainer
 
 
 class History(dict[str, list[float]]):
@@ -45,265 +47,348 @@ class History(dict[str, list[float]]):
 
 
 class Loop:
-    """The steps of a Trainer, which says what they are made of.
+    """Runs the epochs and steps of a Trainer, and saves and restores the run's progress.
 
     Args:
-        trainer: what callbacks are given.
+        context: what callbacks are given.
         adapter: takes the steps.
-        learning_rate: the rate of each.
+        learning_rate: of each step.
         config: the Trainer's options, as JSON.
 
     Attributes:
-        position: how far the run has come.
-        history: what it has recorded so far.
-        run: which one it is; None before the first.
-        in_epoch: whether steps are under way, whose metrics must not be mixed with others.
-        stopped: whether the run ends within an epoch, which then has no metrics.
+        progress: how far the run has come.
+        history: what has been recorded so far.
+        run_id: which run it is; None before the first.
+        in_epoch: whether an epoch's steps are running, whose metrics must not be mixed with others.
+        stop_requested: whether a callback has ended the run on this rank.
+        commits: the last commit, in an elastic job.
     """
 
-    def __init__(self, trainer: Trainer, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]) -> None:
-        self.position = Position()
+    def __init__(
+        self, context: RunContext, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]
+    ) -> None:
+        self.progress = RunProgress()
         self.history = History()
-        self.run: RunId | None = None
+        self.run_id: RunId | None = None
         self.in_epoch = False
-        self.stopped = False
-        self._trainer = trainer
-        self._world = trainer.world
+        self.stop_requested = False
+        self.commits: FitState | None = None
+        self._context = context
+        self._world = context.world
         self._adapter = adapter
         self._lr = learning_rate
         self._config = config
         self._accumulate: int = config["accumulate"]
         self._hooks = CallbackList([])
+        self._checkpoints: list[RunCheckpoints] = []  # of this fit
+        self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # these, and others that callbacks save to
         self._facts: dict[str, Any] = {}
-        self._loaded: dict[str, Any] | None = None  # the meta data of a checkpoint to go on from
-        self._held: rank_state.Arrays = {}  # of it, what this rank takes on when steps begin
-        self._random_at_begin: rank_state.Arrays = {}  # of the epoch, whose order may have been drawn from it
-        self._ahead = 0  # steps of this run that the epoch's would have been, less those that it took
+        self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
+        self._held: rank_state.Arrays = {}  # its arrays of this rank, to be loaded when steps begin
+        self._random_at_begin: rank_state.Arrays = {}  # random states that the epoch's order was drawn from
+        self._ahead = 0  # steps that this run would have taken of the epoch, less those that were taken
         self._began = 0.0
-        self._earlier_samples = self._told_samples = 0  # of this run's epochs before, and of what intervals told
-        self._pulse = Pulse(trainer.world)
-        self._numbers = BadNumbers(config["nan_policy"], trainer.world)
+        self._earlier_samples = self._reported_samples = 0  # of this run's earlier epochs, and of its intervals
+        self._pulse = Pulse(context.world)
+        self._nan_policy = NanPolicy(config["nan_policy"], context.world)
 
-    # Checkpoints
+    # Save and restore
 
-    def find(self, keepers: Sequence[Keeper], kept: FitState | None, *, anew: bool) -> None:
-        """Be where the run was that is to be gone on with: by what ranks have kept in memory, else by a checkpoint.
-
-        Args:
-            keepers: of checkpoints.
-            kept: in an elastic job.
-            anew: go on with no checkpoint, and move those there are out of the way.
-        """
-        found = None if kept is None else kept.find(lr_factor=self._lr.factor)
-        if found is not None:
-            self.load(found)
-            return
-        for keeper in keepers:
-            if anew:
-                keeper.set_aside()
-            else:
-                self.load(keeper.restore(self._adapter, lr_factor=self._lr.factor))
-
-    def load(self, found: tuple[dict[str, Any], rank_state.Arrays] | None) -> None:
-        """Be where the run was that `training.checkpointing` has found, and go on there; None changes nothing."""
-        if found is not None:
-            self._loaded, self._held = found
-            self._facts = self._loaded["data"]
-            self.position = Position.from_json(self._loaded["position"])
-            self.history = History(self._loaded["history"])
-
-    def begin(self, source: Source, hooks: CallbackList, run: RunId) -> list[Any]:
-        """Take the place that a checkpoint has, or the beginning; return the states of its callbacks.
-
-        Args:
-            source: of the steps.
-            hooks: called around them.
-            run: which one this is, unless it is one that goes on.
-        """
-        self._hooks, self._facts, self._pulse = hooks, source.facts, Pulse(self._world)
-        self.stopped, self._ahead = False, 0
-        self._earlier_samples = self._told_samples = 0
-        meta, self._loaded = self._loaded, None
-        known = None if meta is None else meta.get("run")
-        self.run = RunId(**known, resumed=True) if known else run
-        if meta is None:
-            self.position, self.history, self._held = Position(), History(), {}
-            return []
-        if self.position.step:
-            check_data(meta["data"], self._facts)
-            # Steps are counted on, since checkpoints are in that order; on the way through the epoch these are as many.
-            here = steps_done(self.position.consumed, self._facts, size=self._world.size, accumulate=self._accumulate)
-            self._ahead = here - self.position.step
-            self._told_samples = self.position.consumed.samples
-        return list(meta["callbacks"])
-
-    def progress(self) -> dict[str, Any]:
-        """Return what a checkpoint says of the run, as JSON."""
-        seconds = time.perf_counter() - self._began if self.in_epoch else self.position.seconds
-        last = {} if self.position.step else {name: values[-1] for name, values in self.history.items()}
-        return {
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint holds of the run besides the adapter's state."""
+        seconds = time.perf_counter() - self._began if self.in_epoch else self.progress.seconds
+        last = {} if self.progress.step else {name: values[-1] for name, values in self.history.items()}
+        meta = {
             "config": self._config,
-            "run": self.run and {"id": self.run.id, "name": self.run.name},
-            "position": replace(self.position, seconds=seconds).to_json(),
+            "run": self.run_id and {"id": self.run_id.id, "name": self.run_id.name},
+            "position": replace(self.progress, seconds=seconds).to_json(),
             "history": self.history,
             "metrics": last,
             "data": self._facts,
             "callbacks": self._hooks.states() if self._loaded is None else self._loaded["callbacks"],
         }
-
-    def own(self) -> rank_state.Arrays:
-        """Return what this rank holds of its own."""
         begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
-        now = rank_state.random_states() | self._adapter.rank_state | (begin if self.position.step else {})
-        return now | self._held  # what is yet to be taken on
+        now = rank_state.random_states() | self._adapter.rank_state | (begin if self.progress.step else {})
+        return Snapshot(now | self._held, meta)  # what is not loaded yet counts
 
-    def _take_on(self, held: rank_state.Arrays) -> None:
-        rank_state.set_random_states(held)
-        self._adapter.rank_state = held
+    def restore(self, found: Snapshot | None) -> None:
+        """Restore the run's progress; None changes nothing."""
+        if found is not None:
+            self._loaded, self._held = found.meta, found.arrays
+            self._facts = found.meta["data"]
+            self.progress = RunProgress.from_json(found.meta["position"])
+            self.history = History(found.meta["history"])
+
+    def save_checkpoint(self, options: CheckpointOptions) -> None:
+        """Save the present state; a collective call."""
+        if options not in self._savers:
+            self._savers[options] = RunCheckpoints(options, self._world)
+        self._save(self._savers[options])
+
+    def _save(self, checkpoints: RunCheckpoints) -> None:
+        if self.progress.step:  # at an epoch's end it is committed anyway
+            self._commit()
+        checkpoints.save(self._adapter, self.snapshot())
+
+    def _save_and_wait(self) -> None:
+        """Save the present state to every folder of checkpoints, and wait until it is written."""
+        for each in self._checkpoints:
+            self._save(each)
+            each.wait()
+
+    def _commit(self) -> None:
+        if self.commits is not None:
+            self.commits.commit(self.snapshot())
+
+    # Epochs
+
+    def begin(
+        self,
+        facts: dict[str, Any],
+        hooks: CallbackList,
+        run_id: RunId,
+        checkpoints: Sequence[RunCheckpoints],
+        *,
+        resume: str,
+    ) -> None:
+        """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint.
+
+        Args:
+            facts: of the data.
+            hooks: called around epochs and steps.
+            run_id: of a new run.
+            checkpoints: to resume from and to write.
+            resume: "never" resumes from no checkpoint, and moves them out of the way.
+        """
+        commit = None if self.commits is None else self.commits.find(lr_factor=self._lr.factor)
+        self.restore(commit)
+        for each in checkpoints if commit is None else ():
+            if resume == "never":
+                each.set_aside()
+            else:
+                self.restore(each.restore(self._adapter, lr_factor=self._lr.factor))
+        self._hooks, self._facts, self._pulse = hooks, facts, Pulse(self._world)
+        self._ahead = self._earlier_samples = self._reported_samples = 0
+        meta, self._loaded = self._loaded, None
+        known = None if meta is None else meta.get("run")
+        self.run_id = RunId(**known, resumed=True) if known else run_id
+        self._callback_states: list[Any] = [] if meta is None else list(meta["callbacks"])
+        if meta is None:
+            self.progress, self.history, self._held = RunProgress(), History(), {}
+        elif self.progress.step:
+            check_data(meta["data"], facts)
+            # Steps continue to count, because checkpoints are ordered by them; the epoch's schedule needs this run's.
+            here = steps_done(self.progress.consumed, facts, size=self._world.size, accumulate=self._accumulate)
+            self._ahead = here - self.progress.step
+            self._reported_samples = self.progress.consumed.samples
+        self._checkpoints = list(checkpoints)
+        self._savers |= {each.options: each for each in checkpoints}
+        for each in checkpoints:
+            each.saved_at = self.progress.global_step
+            if self.progress.epoch < self._context.epochs:  # else nothing will be written
+                each.check_writable(self._adapter, self.run_id)
+        self.stop_requested = False
+        self._adapter.start()
+
+    def run(self, train: Source, held_out: Source | None) -> None:
+        """Run the epochs that are left.
+
+        Args:
+            train: data of the steps.
+            held_out: data that is evaluated after each epoch, if any.
+        """
+        hooks, context = self._hooks, self._context
+        try:
+            for hook in hooks:
+                hook.on_fit_begin(context)
+            hooks.load_states(self._callback_states)
+            self._commit()
+            stop = self.agree_to_stop(after_epoch=False)
+            for epoch in range(self.progress.epoch, context.epochs):
+                logs = None if stop else self.run_epoch(train)
+                if logs is None:
+                    break
+                if held_out is not None:
+                    logs |= {f"val_{name}": value for name, value in self.evaluate(held_out).items()}
+                self.history.add(logs)
+                self._nan_policy.epoch_taken(logs, epoch=epoch)
+                self.progress.end_epoch()
+                for hook in hooks:
+                    hook.on_epoch_end(context, epoch, logs)
+                for each in self._checkpoints:
+                    if each.options.is_due_after(epoch, logs):
+                        self._save(each)
+                self._commit()
+                stop = self.agree_to_stop(after_epoch=True)
+            for hook in hooks:
+                hook.on_fit_end(context)
+            for each in self._checkpoints:
+                if each.options.every_epochs and each.saved_at != self.progress.global_step:
+                    self._save(each)
+                each.wait()
+        finally:
+            hooks.close()
+
+    def evaluate(self, source: Source) -> dict[str, float]:
+        """Return the loss and metrics over all of the data, exact over all ranks."""
+        for batch in source.epoch(0, shuffle=False):
+            self._adapter.eval_step(batch)
+        return self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="metrics"))
+
+    def agree_to_stop(self, *, after_epoch: bool) -> bool:
+        """Return whether a rank's callback has ended the run; end the process if a signal to any rank requests it.
+
+        Args:
+            after_epoch: False ignores signals: before the first step a resumed run has not loaded everything yet that
+                it would have to save.
+        """
+        requested = after_epoch and preemption.requested() is not None
+        flags = np.array([self.stop_requested, requested], np.int32)
+        stop, requested_anywhere = self._world.allreduce(flags, "max", name="stop")
+        if requested_anywhere:
+            self._leave()
+        return bool(stop)
+
+    def _leave(self) -> NoReturn:
+        """Save the present state and end the process, on all ranks.
+
+        Raises:
+            SystemExit: with `preemption.EXIT_CODE`.
+        """
+        self._save_and_wait()
+        if self._world.is_root:
+            what = "nothing is kept without checkpoint_dir"
+            if self._checkpoints:
+                what = "a checkpoint is written: start again to go on"
+            step, epoch = self.progress.step, self.progress.epoch
+            last = ", the last" if epoch == self._context.epochs else ""
+            place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}{last}"
+            sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
+        # When the first rank exits, mpirun ends the others: a log may take a while to close.
+        self._hooks.close()
+        self._world.barrier()
+        sys.exit(preemption.EXIT_CODE)
 
     # Steps
 
-    def run_epoch(self, source: Source) -> dict[str, float]:
-        """Take the steps of an epoch, those that are left of it; return its metrics, equal on all ranks.
+    def run_epoch(self, source: Source) -> dict[str, float] | None:
+        """Take the steps that are left of an epoch.
 
-        None of them, where the run stops within the epoch.
+        Returns:
+            Its metrics, equal on all ranks; None where nan_policy="stop" ends the run.
         """
-        if not self.position.step:
-            self._take_on(self._held)
+        progress, hooks, context, pulse, adapter = self.progress, self._hooks, self._context, self._pulse, self._adapter
+        epoch, resumed_at, stopped = progress.epoch, progress.step, False
+        if not resumed_at:
+            self._load_rank_state(self._held)
             self._ahead = 0
-        epoch = self.position.epoch
-        self._hooks.on_epoch_begin(self._trainer, epoch)
-        self._began = time.perf_counter() - self.position.seconds
+        for hook in hooks:
+            hook.on_epoch_begin(context, epoch)
+        self._began = time.perf_counter() - progress.seconds
         self.in_epoch = True
         try:
-            self._train(source)
+            pulse.go_on()
+            held, self._held = self._held, {}
+            # An epoch that is resumed has the order that was drawn when it began.
+            if resumed_at:
+                begin = {name: array for name, array in held.items() if name.startswith("begin.")}
+                self._load_rank_state({name.removeprefix("begin."): array for name, array in begin.items()})
+            now = rank_state.random_states() | adapter.rank_state
+            self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
+            batches = source.epoch(epoch, shuffle=True, after=progress.consumed)
+            if resumed_at:
+                self._load_rank_state(held)
+            while True:
+                with pulse.loading():
+                    group = list(itertools.islice(batches, self._accumulate))
+                if not group:
+                    break
+                step = progress.step
+                for hook in hooks:
+                    hook.on_step_begin(context, step)
+                self._set_learning_rate(step)
+                with pulse.training():
+                    adapter.train_step(group)
+                if adapter.fault is None:
+                    self._nan_policy.step_taken()
+                elif self._nan_policy.step_refused(adapter.fault, group, step=step, epoch=epoch):
+                    self._save_and_wait()
+                    stopped = True
+                    break
+                progress.advance(group, size=self._world.size)
+                self._end_step(step)
+            if resumed_at and not stopped and progress.step == resumed_at:  # the epoch's steps were all taken before
+                example = source.example(epoch)
+                if example is not None:  # which names the metrics
+                    adapter.eval_step(replace(example, local_count=0, global_count=0))
+                self._load_rank_state(held)
         except BaseException:
-            # What this rank has counted must not reach the next epoch; the error under way is the one to show.
+            # What this rank has counted must not reach the next epoch; the error itself is the one to show.
             with suppress(Exception):
-                self._adapter.metrics(lambda local: local)
+                adapter.metrics(lambda local: local)
             raise
         finally:
             self.in_epoch = False
-        if self.stopped:
-            self._adapter.metrics(lambda local: local)
-            self._adapter.settle()
-            return {}
-        if not self.position.consumed.samples:
+        if stopped:
+            adapter.metrics(lambda local: local)
+            adapter.settle()
+            return None
+        if not progress.consumed.samples:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated anew."
             )
         return self._results()
 
-    def end_epoch(self, logs: dict[str, float]) -> None:
-        """Record the epoch's metrics, and begin the next."""
-        self.history.add(logs)
-        self._numbers.epoch_taken(logs, epoch=self.position.epoch)
-        self.position.end_epoch()
+    def _load_rank_state(self, arrays: rank_state.Arrays) -> None:
+        rank_state.set_random_states(arrays)
+        self._adapter.rank_state = arrays
 
-    def _train(self, source: Source) -> None:
-        position, hooks, trainer, pulse = self.position, self._hooks, self._trainer, self._pulse
-        pulse.go_on()
-        groups = pulse.data(_groups(self._data(source), self._accumulate))
-        for step, batches in enumerate(groups, start=position.step):
-            hooks.on_step_begin(trainer, step)
-            self._set_learning_rate(step)
-            with pulse.training():
-                self._adapter.train_step(batches)
-            fault = self._adapter.fault
-            if fault is None:
-                self._numbers.step_taken()
-            elif self._numbers.meet(fault, batches, step=step, epoch=position.epoch):
-                self.stopped = True
-                self._keep()
-                return
-            position.advance(batches, size=self._world.size)
-            watchdog.step_done(position.global_step)
-            hooks.on_step_end(trainer, step)
-            asked = preemption.requested() is not None
-            kept = trainer.kept
-            beat = pulse.beat(asked or (kept is not None and kept.hosts_have_changed))
-            if beat is not None:
-                if beat.asked:
-                    if kept is not None:
-                        kept.meet_anew_unless(asked, self)
-                    self.leave()
-                self._tell(beat)
+    def _set_learning_rate(self, step: int) -> None:
+        # Where an epoch's length is unknown there is no ramp, and any step but the first is past it.
+        steps_per_epoch = self._context.steps_per_epoch
+        done = self.progress.epoch * (steps_per_epoch or 1) + step + self._ahead
+        rates = self._lr.at(done, steps_per_epoch=steps_per_epoch)
+        if rates is not None:
+            self._adapter.learning_rates = rates
 
-    def _tell(self, beat: Beat) -> None:
-        """Let callbacks know how the steps since the last beat went."""
-        position = self.position
-        samples = self._earlier_samples + position.consumed.samples
-        interval = Interval(
-            epoch=position.epoch,
-            step=position.step,
-            global_step=position.global_step,
+    def _end_step(self, step: int) -> None:
+        """Call the callbacks, save what is due, and about once a second exchange how steps went."""
+        context = self._context
+        watchdog.step_done(self.progress.global_step)
+        for hook in self._hooks:
+            hook.on_step_end(context, step)
+        for each in self._checkpoints:
+            if each.options.is_due(self.progress.global_step):
+                self._save(each)
+        requested = preemption.requested() is not None
+        beat = self._pulse.beat(requested or (self.commits is not None and self.commits.hosts_have_changed))
+        if beat is None:
+            return
+        if beat.asked:
+            if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
+                self._leave()
+            self._commit()
+            self.commits.begin_next_round()
+        interval = self._interval(beat)
+        for hook in self._hooks:
+            hook.on_interval(context, interval)
+
+    def _interval(self, beat: Beat) -> Interval:
+        """Return how the steps since the last beat went."""
+        progress = self.progress
+        samples = self._earlier_samples + progress.consumed.samples
+        before, self._reported_samples = self._reported_samples, samples
+        return Interval(
+            epoch=progress.epoch,
+            step=progress.step,
+            global_step=progress.global_step,
             steps=beat.steps,
-            samples=samples - self._told_samples,
+            samples=samples - before,
             seconds=beat.seconds,
             times=beat.times,
             learning_rate=self._adapter.learning_rates[0],
             metrics=self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="running"), keep=True),
         )
-        self._told_samples = samples
-        self._hooks.on_interval(self._trainer, interval)
-
-    def _keep(self) -> bool:
-        """Have the present state written, and wait for it; return whether there is a place for it."""
-        kept = [each for each in self._hooks if isinstance(each, Checkpoint)]
-        for each in kept:
-            each.save(self._trainer)
-            each.on_fit_end(self._trainer)
-        return bool(kept)
-
-    def leave(self) -> None:
-        """Keep what there is and end the process, as all ranks do at this place.
-
-        Raises:
-            SystemExit: with `preemption.EXIT_CODE`.
-        """
-        kept = self._keep()
-        if self._world.is_root:
-            what = "a checkpoint is written: start again to go on" if kept else "nothing is kept without checkpoint_dir"
-            step, epoch = self.position.step, self.position.epoch
-            last = ", the last" if epoch == self._trainer.epochs else ""
-            place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}{last}"
-            sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
-        # mpirun ends those that are still at work when the first one exits: a log may take a while to close.
-        self._hooks.close()
-        self._world.barrier()
-        sys.exit(preemption.EXIT_CODE)
-
-    def _data(self, source: Source) -> Iterator[Batch]:
-        """Return the epoch's batches; of an epoch that is gone on with, drawn from what it was drawn from."""
-        held, self._held = self._held, {}
-        if self.position.step:
-            self._take_on({name.removeprefix("begin."): a for name, a in held.items() if name.startswith("begin.")})
-        now = rank_state.random_states() | self._adapter.rank_state
-        self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
-        batches = source.epoch(self.position.epoch, shuffle=True, after=self.position.consumed)
-        if self.position.step:
-            self._take_on(held)
-            batches = self._rest(source, batches, held)
-        return batches
-
-    def _rest(self, source: Source, batches: Iterator[Batch], held: rank_state.Arrays) -> Iterator[Batch]:
-        """Return an epoch's last batches; where its steps are all taken, let a batch tell what its metrics are."""
-        first = next(batches, None)
-        if first is not None:
-            return chain([first], batches)
-        shown = source.example(self.position.epoch)
-        if shown is not None:
-            self._adapter.eval_step(replace(shown, local_count=0, global_count=0))
-        self._take_on(held)
-        return iter(())
-
-    def _set_learning_rate(self, step: int) -> None:
-        # Where an epoch's length is unknown there is no ramp, and any step but the first is past it.
-        steps_per_epoch = self._trainer.steps_per_epoch
-        done = self.position.epoch * (steps_per_epoch or 1) + step + self._ahead
-        rates = self._lr.at(done, steps_per_epoch=steps_per_epoch)
-        if rates is not None:
-            self._adapter.learning_rates = rates
 
     def _results(self) -> dict[str, float]:
         times = np.zeros(self._world.size)  # a place for each rank: the sum of the metrics brings them along
@@ -317,10 +402,5 @@ class Loop:
         logs = self._adapter.metrics(reduce)
         seconds = float(times.max())
         self._adapter.settle()
-        self._earlier_samples += self.position.consumed.samples
-        return logs | {"samples_per_s": self.position.consumed.samples / seconds, "seconds": seconds}
-
-
-def _groups(batches: Iterator[Batch], count: int) -> Iterator[list[Batch]]:
-    while group := list(islice(batches, count)):
-        yield group
+        self._earlier_samples += self.progress.consumed.samples
+        return logs | {"samples_per_s": self.progress.consumed.samples / seconds, "seconds": seconds}

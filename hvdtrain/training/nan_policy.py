@@ -1,4 +1,4 @@
-"""What to do about a gradient that is not finite: all ranks decide alike, and say whose it was."""
+"""What to do about a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ADVICE_UNDER_POLICY = (
 )
 
 
-class BadNumbers:
-    """Follows a `nan_policy`.
+class NanPolicy:
+    """Raises, stops or continues where a step's gradients are not finite; the same on all ranks.
 
     Args:
         policy: "raise", "skip" or "stop"; see `Trainer`.
@@ -58,11 +58,11 @@ class BadNumbers:
         self._warned = bool(bad)
 
     def step_taken(self) -> None:
-        """Note that a step was taken: numbers are good again."""
+        """Note that a step was taken."""
         self._in_a_row = 0
 
-    def meet(self, fault: Fault, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
-        """Handle a step that was not taken; return whether training is to stop, the same on all ranks.
+    def step_refused(self, fault: Fault, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
+        """Handle a step that the adapter refused; return whether training is to stop, the same on all ranks.
 
         Args:
             fault: this rank's.
@@ -82,7 +82,7 @@ class BadNumbers:
             "samples": np.concatenate(indices)[:_NAMED].tolist() if indices else None,
             "more": max(0, sum(map(len, indices)) - _NAMED),
         }
-        text = describe(fault, self._world.allgather_object(report, name="bad_numbers"), step=step, epoch=epoch)
+        text = describe(fault, self._world.allgather_object(report, name="nan_policy"), step=step, epoch=epoch)
         if self._policy == "raise":
             raise NonFiniteError(
                 f"{text} The step was not taken. Look at those samples and the learning rate; clip_norm bounds large "

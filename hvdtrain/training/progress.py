@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint says of it, and where the next step goes on."""
+"""How far a run has come."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hvdtrain.errors import CheckpointError
 
 
 @dataclass
-class Position:
+class RunProgress:
     """How far a run has come.
 
     Attributes:
-        epoch: epochs done; the number of the one under way.
-        step: optimizer steps done of that, with however many ranks.
+        epoch: epochs done, and so the number of the current one.
+        step: optimizer steps done of the current epoch, with any number of ranks.
         global_step: optimizer steps done in all.
-        consumed: what of the epoch's data is done.
-        seconds: training time of the epoch so far, up to the checkpoint that the run went on from.
+        consumed: what has been read of the epoch's data.
+        seconds: training time of the epoch, up to the checkpoint that the run resumed from.
     """
 
     epoch: int = 0
@@ -48,20 +48,20 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Position:
-        """Return what `to_json` returned, also that of a version that knew more."""
+    def from_json(cls, value: dict[str, Any]) -> RunProgress:
+        """Return what `to_json` was called on, a later version's too, which may have more fields."""
         known = {name: value[name] for name in ("epoch", "step", "global_step", "seconds")}
         consumed = {name: value["consumed"][name] for name in ("samples", "batches", "size")}
         return cls(**known, consumed=Consumed(**consumed))
 
 
 def steps_done(consumed: Consumed, facts: dict[str, Any], *, size: int, accumulate: int) -> int:
-    """Return how many optimizer steps of a run as it is now would have come as far in the epoch.
+    """Return how many of this run's optimizer steps have read `consumed`.
 
     Args:
-        consumed: how far.
-        facts: `Source.facts` of now; without a batch size, batches are what they were.
-        size: ranks that there are now.
+        consumed: what has been read of the epoch's data, perhaps in batches of another size by other ranks.
+        facts: `Source.facts` of this run; without a batch size, batches are counted as they are.
+        size: number of ranks.
         accumulate: batches of a rank in a step.
     """
     batch_size = facts.get("batch_size")

@@ -1,4 +1,4 @@
-"""Which run this is: alike on all ranks, and in all starts that go on with it."""
+"""Which run this is: equal on all ranks, and in all starts that resume it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import uuid
 from dataclasses import asdict
 
-from hvdtrain.callbacks.context import RunId as RunId
+from hvdtrain.callbacks.context import RunId
 from hvdtrain.callbacks.run_folder import default_name
 from hvdtrain.distributed.world import World
 from hvdtrain.system.settings import RUN_ID, RUN_NAME
@@ -16,10 +16,10 @@ from hvdtrain.system.settings import RUN_ID, RUN_NAME
 _runs_here = itertools.count(1)  # of a job that has an id
 
 
-def meet(world: World) -> tuple[list[str], RunId]:
-    """Return each rank's host, and the identity that a new run has; a collective call.
+def agree(world: World) -> tuple[list[str], RunId]:
+    """Return each rank's host, and a new run's id; a collective call.
 
-    A run that goes on has the one that its checkpoint names. All starts of one `hvdtrain run` are one run, of which
+    A resumed run has the id in its checkpoint. All starts of one `hvdtrain run` are one run, of which
     there may be no checkpoint yet: their first run has one id, their second another, and so on.
     """
     job = os.environ.get(RUN_ID)

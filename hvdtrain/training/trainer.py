@@ -1,25 +1,20 @@
-"""The one loop that every framework shares.
-
-The Trainer decides what happens and when: epochs, steps, learning rate, metrics, checkpoints, callbacks. `data` says
-which samples a step holds, an adapter how a framework takes the step, World who the ranks are. Nothing here asks
-which framework it has.
-"""
+"""The Trainer: arguments in, parts out; `training.loop` runs them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.callbacks.base import CallbackList
-from hvdtrain.callbacks.checkpoint import Checkpoint
+from hvdtrain.callbacks.context import CheckpointOptions, RunId
 from hvdtrain.callbacks.defaults import with_defaults
 from hvdtrain.callbacks.run_folder import RunFolder
-from hvdtrain.data.sources import Source, as_source
+from hvdtrain.data.sources import as_source
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import World, init
 from hvdtrain.errors import HvdTrainError
@@ -28,9 +23,6 @@ from hvdtrain.training.loop import History as History
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.nan_policy import POLICIES
 from hvdtrain.training.option_checks import check_choice, check_positive
-
-if TYPE_CHECKING:
-    from hvdtrain.training.elastic import FitState
 
 log = logging.getLogger("hvdtrain")
 
@@ -72,7 +64,6 @@ class Trainer:
         hosts: each rank's, by rank; known once fit has begun.
         decisions: lines that tell the effective batch and what became of the learning rate; likewise.
         steps_per_epoch: optimizer steps, where known beforehand.
-        kept: the last commit, in an elastic job while `fit` runs.
 
     Raises:
         ValueError: an option outside its range; a model without trainable parameters; an optimizer over others.
@@ -118,11 +109,10 @@ class Trainer:
             "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
             "compression": compression, "nan_policy": nan_policy, "seed": seed,
         }  # fmt: skip
-        # In an elastic job a new rank makes its Trainer alone, and meets the others in `fit`.
+        # In an elastic job a new rank makes its Trainer alone; its first collective call is in `fit`.
         self._elastic = launch_environment.is_elastic()
         if not self._elastic:
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
-        self._accumulate, self._seed = accumulate, seed
         self._adapter = adapter_for(
             model,
             optimizer=optimizer,
@@ -135,10 +125,8 @@ class Trainer:
             self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
         )
         self._loop = Loop(self, self._adapter, self._lr, self._config)
-        self._stop = False
         self._fit_config: dict[str, Any] = {}
         self._run_folder = RunFolder()
-        self.kept: FitState | None = None
         if not self._elastic:
             self._adapter.start()  # so that evaluate and predict, too, run one model and not each rank's own
 
@@ -194,85 +182,58 @@ class Trainer:
 
         run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)
 
-        def once() -> None:
+        def fit_round() -> None:
             hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
-            self._fit(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
+            self._fit_round(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
 
-        give_back = preemption.install()  # once for all rounds: what one of them was asked, the next one hears
+        restore_signals = preemption.install()  # once for all rounds: a signal during one may be heard in the next
         try:
             if self._elastic:
                 from hvdtrain.training import elastic
 
-                elastic.run(self, once, self._adapter)
+                self._loop.commits = elastic.FitState(self._adapter, self.world)
+                elastic.run(fit_round, self._loop.commits, framework_of(self.model))
             else:
-                once()
+                fit_round()
         finally:
-            give_back()
+            self._loop.commits = None
+            restore_signals()
         preemption.pass_on()
         return self.history
 
-    def _fit(
+    def _fit_round(
         self, train: Any, validation: Any, hooks: CallbackList, *, epochs: int, batch_size: int, resume: str
     ) -> None:
         """Train with the ranks there are, from the last commit, a checkpoint or the beginning."""
         if self._elastic:
             self._lr.scale_to(self.world.size)
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
-        source = self._source(train, batch_size)
-        batch_size = int(batch_size)
-        self._fit_config = {"epochs": epochs, "batch_size": batch_size, "data": source.facts}
-        held_out = None if validation is None else self._source(validation, batch_size)
+        seed, accumulate = self._config["seed"], self._config["accumulate"]
+        source = as_source(train, batch_size=batch_size, world=self.world, seed=seed)
+        held_out = None
+        if validation is not None:
+            held_out = as_source(validation, batch_size=batch_size, world=self.world, seed=seed)
+        self._fit_config = {"epochs": epochs, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = epochs
-        self.steps_per_epoch = None if source.steps is None else -(-source.steps // self._accumulate)
-        self.hosts, run = run_id.meet(self.world)
-        checkpoints = [each for each in hooks if isinstance(each, Checkpoint)]
-        self._check_agreement(held_out, checkpoints, batch_size=batch_size, resume=resume)
-        with checkpointing.held([each.open(self) for each in checkpoints], run, before=self.run) as keepers:
-            self._loop.find(keepers, self.kept, anew=resume == "never")
-            states = self._loop.begin(source, hooks, run)
-            for keeper in keepers if self._loop.position.epoch < epochs else ():  # else nothing will be written
-                keeper.begin(self._adapter, self.run or run)
-            self._stop = False
-            self._adapter.start()
+        self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
+        self.hosts, new_run = run_id.agree(self.world)
+        checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
+        schedules = [each.schedule for each in checkpoints]
+        facts = {"epochs": epochs, "validation": held_out is not None, "checkpoints": schedules, "resume": resume}
+        agreement.require_equal(facts, world=self.world, what="fit")
+        if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
+            raise ValueError(
+                "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
+                "Use warmup_epochs=0, or data with a length."
+            )
+        with checkpointing.held(checkpoints, new_run, before=self.run, world=self.world) as folders:
+            self._loop.begin(source.facts, hooks, new_run, folders, resume=resume)
             # A DataLoader has a batch size of its own, and what can only be iterated need not have any.
-            self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=self._accumulate)
+            self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)
             for line in self.decisions if self.world.is_root else ():
                 log.info("%s", line)
-            try:
-                self._run(source, held_out, hooks, states)
-            finally:
-                hooks.close()
-        self._is_to_stop(between=True)  # what was asked while the run ended
-
-    def _run(self, source: Source, held_out: Source | None, hooks: CallbackList, states: list[Any]) -> None:
-        hooks.on_fit_begin(self)
-        hooks.load_states(states)
-        self._commit()
-        stop = self._is_to_stop(between=False)
-        for epoch in range(self._loop.position.epoch, self.epochs):
-            if stop:
-                break
-            logs = self._loop.run_epoch(source)
-            if self._loop.stopped:
-                break
-            if held_out is not None:
-                logs |= {f"val_{name}": value for name, value in self._evaluate(held_out).items()}
-            self._loop.end_epoch(logs)
-            hooks.on_epoch_end(self, epoch, logs)
-            self._commit()
-            stop = self._is_to_stop(between=True)
-        hooks.on_fit_end(self)
-
-    def _is_to_stop(self, *, between: bool) -> bool:
-        """Return whether a rank's callback has ended the run; end the process if a rank was asked to, `between` epochs.
-
-        Within them steps look. Before the first, a run that goes on has not taken on yet what it would have to keep.
-        """
-        asked = between and preemption.requested() is not None
-        stop, asked_anywhere = self.world.allreduce(np.array([self._stop, asked], np.int32), "max", name="stop")
-        if asked_anywhere:
-            self._loop.leave()
-        return bool(stop)
+            self._loop.run(source, held_out)
+        self._loop.agree_to_stop(after_epoch=True)  # a signal that came while the run ended
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """Return the loss and metrics over all of `data`: exact over all ranks, no sample counted twice.
@@ -287,7 +248,8 @@ class Trainer:
                 "evaluate() was called in the middle of a training epoch, whose metrics it would mix with its own. "
                 "Call it in on_epoch_end, or after fit."
             )
-        return self._evaluate(self._source(data, batch_size))
+        source = as_source(data, batch_size=batch_size, world=self.world, seed=self._config["seed"])
+        return self._loop.evaluate(source)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """Return the model's outputs for all of `x`, in input order, on every rank: arrays of shape (len(x), ...).
@@ -303,7 +265,7 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written.
         """
-        checkpointing.save(directory, self._adapter, self._loop.own(), self._loop.progress(), world=self.world)
+        checkpointing.save(directory, self._adapter, self._loop.snapshot(), world=self.world)
 
     @classmethod
     def load(cls, directory: str, model: Any, **options: Any) -> Trainer:
@@ -325,8 +287,8 @@ class Trainer:
             )
         config = checkpointing.read_config(directory, world=world)
         trainer = cls(model, **{**config, **options})
-        trainer._loop.load(
-            checkpointing.restore(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world)
+        trainer._loop.restore(
+            checkpointing.load(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world)
         )
         trainer._adapter.start()
         return trainer
@@ -337,9 +299,9 @@ class Trainer:
         return self._loop.history
 
     @property
-    def run(self) -> run_id.RunId | None:
+    def run(self) -> RunId | None:
         """Which run the current or last `fit` is, alike on all ranks."""
-        return self._loop.run
+        return self._loop.run_id
 
     @property
     def config(self) -> dict[str, Any]:
@@ -349,13 +311,11 @@ class Trainer:
     @property
     def global_step(self) -> int:
         """Optimizer steps taken since training began, those before a resumed checkpoint included."""
-        return self._loop.position.global_step
+        return self._loop.progress.global_step
 
-    def keep(self, keeper: checkpointing.Keeper) -> None:
-        """Have the present state kept; a collective call. See `hvdtrain.callbacks.Checkpoint`."""
-        if self._loop.position.step:  # at an epoch's end it is kept anyway
-            self._commit()
-        keeper.save(self._adapter, self._loop.own(), self._loop.progress())
+    def save_checkpoint(self, options: CheckpointOptions) -> None:
+        """Save the present state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
+        self._loop.save_checkpoint(options)
 
     def state(self, *, copy: bool = True) -> State:
         """Return weights and optimizer state; without a copy, as arrays that the next step may change."""
@@ -370,32 +330,6 @@ class Trainer:
         """Give every rank the root's weights and optimizer state; a collective call."""
         self._adapter.start()
 
-    def _commit(self) -> None:
-        if self.kept is not None:
-            self.kept.commit(self._loop)
-
     def stop(self) -> None:
         """End the run after this epoch, on every rank; one rank's call is enough."""
-        self._stop = True
-
-    def _source(self, data: Any, batch_size: int) -> Source:
-        return as_source(data, batch_size=batch_size, world=self.world, seed=self._seed)
-
-    def _check_agreement(
-        self, held_out: Source | None, checkpoints: Sequence[Checkpoint], *, batch_size: int, resume: str
-    ) -> None:
-        facts = {
-            "epochs": self.epochs, "batch_size": batch_size, "validation": held_out is not None,
-            "checkpoints": [each.moments for each in checkpoints], "resume": resume,
-        }  # fmt: skip
-        agreement.require_equal(facts, world=self.world, what="fit")
-        if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
-            raise ValueError(
-                "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
-                "Use warmup_epochs=0, or data with a length."
-            )
-
-    def _evaluate(self, source: Source) -> dict[str, float]:
-        for batch in source.epoch(0, shuffle=False):
-            self._adapter.eval_step(batch)
-        return self._adapter.metrics(lambda vector: self.world.allreduce(vector, name="metrics"))
+        self._loop.stop_requested = True

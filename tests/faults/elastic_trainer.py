@@ -64,7 +64,7 @@ class Script(Callback):
 
     def on_step_end(self, trainer: hvdtrain.Trainer, step: int) -> None:
         if trainer.global_step == FAULT_STEP and adds_host():
-            while not trainer.kept.hosts_have_changed:
+            while not trainer._loop.commits.hosts_have_changed:
                 time.sleep(0.05)
 
 

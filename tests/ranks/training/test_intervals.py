@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.callbacks import Callback, Stragglers
+from hvdtrain.data.sources import IndexedSource
 from hvdtrain.telemetry import heartbeat
 from hvdtrain.training import loop
 
@@ -79,23 +80,16 @@ def test_listening_changes_no_metric(kit, world, monkeypatch):
 def test_a_slow_rank_is_found_by_all_and_for_the_right_reason(kit, world, monkeypatch, what):
     trainer = kit.trainer(kit.model())
     late = world.size - 1
-    source, train_step = trainer._source, trainer._adapter.train_step
+    epoch, train_step = IndexedSource.epoch, trainer._adapter.train_step
 
     def slow_step(batches):
         time.sleep(NAP_S)
         train_step(batches)
 
-    def slow_source(*given):
-        made = source(*given)
-        epoch = made.epoch
-
-        def slowly(*args, **kwargs):
-            for batch in epoch(*args, **kwargs):
-                time.sleep(NAP_S)
-                yield batch
-
-        made.epoch = slowly
-        return made
+    def slowly(*args, **kwargs):
+        for batch in epoch(*args, **kwargs):
+            time.sleep(NAP_S)
+            yield batch
 
     class SlowCallback(Callback):
         def on_step_end(self, trainer, step):
@@ -105,7 +99,7 @@ def test_a_slow_rank_is_found_by_all_and_for_the_right_reason(kit, world, monkey
     if world.rank == late and what == "computing":
         monkeypatch.setattr(trainer._adapter, "train_step", slow_step)
     if world.rank == late and what.endswith("data"):
-        monkeypatch.setattr(trainer, "_source", slow_source)
+        monkeypatch.setattr(IndexedSource, "epoch", slowly)
     slow, listen = Stragglers(), Listen()
     named = {}
 

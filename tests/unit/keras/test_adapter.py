@@ -13,6 +13,7 @@ import numpy as np  # noqa: E402
 import hvdtrain  # noqa: E402
 import hvdtrain.keras as hvd  # noqa: E402
 from hvdtrain.data import sharding  # noqa: E402
+from hvdtrain.data.sources import IndexedSource  # noqa: E402
 from hvdtrain.distributed import world  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -199,7 +200,7 @@ def test_a_rank_without_samples_counts_nothing_and_has_every_metric():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_bad_step_of_one_process_is_left_out_with_all_that_it_changed(accumulate):
+def test_a_bad_step_of_one_process_is_left_out_with_all_that_it_changed(accumulate, monkeypatch):
     x, y = np.concatenate([X, -X]), np.concatenate([Y, Y])
     with_bad = x.copy()
     with_bad[5] = np.nan
@@ -214,7 +215,7 @@ def test_a_bad_step_of_one_process_is_left_out_with_all_that_it_changed(accumula
             net, optimizer=keras.optimizers.AdamW(0.1), loss="mse", nan_policy="skip", accumulate=accumulate
         )
         if given is x:
-            _leave_out(trainer, given, y, out=out, accumulate=accumulate)
+            _leave_out(monkeypatch, out=out, accumulate=accumulate)
         history = fit(trainer, (given, y))
         variables = [np.array(keras.ops.convert_to_numpy(v)) for v in net.optimizer.variables]
         results.append([np.array(history["loss"]), *weights(net), *variables])
@@ -226,17 +227,15 @@ def _dense():
     return keras.layers.Dense(3)
 
 
-def _leave_out(trainer, x, y, *, out, accumulate):
-    """Let the trainer's data come without the batches of that step."""
-    source = trainer._source((x, y), 4)
-    epoch = source.epoch
+def _leave_out(monkeypatch, *, out, accumulate):
+    """Let data come without the batches of that step."""
+    epoch = IndexedSource.epoch
 
-    def without(number, *, shuffle, after=None):
-        batches = enumerate(epoch(number, shuffle=shuffle))
+    def without(self, number, *, shuffle, after=None):
+        batches = enumerate(epoch(self, number, shuffle=shuffle))
         return (batch for index, batch in batches if index // accumulate != out)
 
-    source.epoch = without
-    trainer._source = lambda *_: source
+    monkeypatch.setattr(IndexedSource, "epoch", without)
 
 
 def test_nan_policy_refuses_what_a_step_could_not_leave_out():

@@ -14,6 +14,7 @@ import torch
 import hvdtrain
 from hvdtrain.callbacks import Callback, EarlyStopping
 from hvdtrain.checkpoint.store import Store
+from hvdtrain.data.sources import as_source
 from hvdtrain.distributed import elastic, world
 from hvdtrain.training import preemption
 
@@ -124,7 +125,7 @@ def test_many_samples_are_counted_exactly_in_low_precision(make, net):
     trainer = make(model)
     trainer.evaluate(rows, batch_size=257)
     sums = []
-    for batch in trainer._source(rows, 257).epoch(0, shuffle=False):
+    for batch in as_source(rows, batch_size=257, world=trainer.world).epoch(0, shuffle=False):
         trainer._adapter.eval_step(batch)
     trainer._adapter.metrics(lambda local: sums.append(local) or local)
     assert sums[0][1] == 514
