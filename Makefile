@@ -29,12 +29,12 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit ranks ranks-all e2e engines attack faults faults-short mutants: export CUDA_VISIBLE_DEVICES :=
+check test unit ranks ranks-all e2e e2e-all engines attack faults faults-short mutants: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks ranks-all e2e mutants test-packages engines gpu-build-test attack faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks ranks-all e2e e2e-all mutants test-packages engines gpu-build-test attack faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ ranks-all: $(STAMP) ## Each of them on every framework and Keras backend, at eve
 
 e2e: $(STAMP) ## Commands as a person types them
 	python -m pytest tests/e2e
+
+e2e-all: $(STAMP) ## Also those that prove a claim once more, with another launcher, signal or Keras backend
+	HVDTRAIN_TEST_LONG=1 python -m pytest tests/e2e
 
 mutants: $(STAMP) ## Put defects into a copy of the core, one at a time: tests of `make test` must catch each (ARGS="bucket loss": some)
 	python scripts/mutants.py $(ARGS)

@@ -36,7 +36,7 @@ LEARNING_RATE = unit("training/test_learning_rate.py")
 FILES = unit("checkpoint")
 TORCH = ranks("torch", "uneven or bf16 or join or options or predivide or shape or resume")
 TRAINER = ranks("trainer-torch", "weights_of_one_process or metrics or disagree or skip or stopped or statistics")
-KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or load_model or groups")
+KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or mid_training or groups")
 
 DEFECTS = (
     # How samples are shared out
@@ -286,11 +286,11 @@ DEFECTS = (
         KERAS,
     ),
     Defect(
-        "Keras: saved files name hvdtrain's class",
+        "Keras: an optimizer that has trained loses its state as it is wrapped",
         "hvdtrain/keras/wrapping.py",
-        '"__module__": base.__module__',
-        '"__module__": __name__',
-        ranks("keras-tensorflow", "plain_keras"),
+        "_track(twin, list(optimizer._variables))",
+        "_track(twin, [])",
+        KERAS,
     ),
     Defect(
         "Keras: predivision is not undone",

@@ -16,6 +16,8 @@ import pytest
 GPU_SWITCH = "HVDTRAIN_TEST_GPU"
 # Set to 1, they make a skip a failure: a run that skips its tests proves nothing, so it must not look green.
 SWITCHES = {"gpu": GPU_SWITCH, "hosts": "HVDTRAIN_TEST_HOSTS", "nccl": "HVDTRAIN_TEST_NCCL"}
+# What proves a claim once more, in another place, runs where there is time for it.
+LONG_SWITCHES = {"HVDTRAIN_TEST_LONG": "1", "HVDTRAIN_FAULTS": "long"}
 
 # Set to 1 where all packages are installed, as .ci/run does as root. Then a skip for want of one is a failure.
 INSTALLED_SWITCH = "HVDTRAIN_TEST_INSTALLED"
@@ -43,11 +45,18 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
+        "long: proves a claim once more in another place; runs under HVDTRAIN_TEST_LONG=1 or HVDTRAIN_FAULTS=long",
+    )
+    config.addinivalue_line(
+        "markers",
         f"hosts: on several hosts, which needs root, namespaces and sshd; {SWITCHES['hosts']}=1: must not skip",
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any(os.environ.get(name) == value for name, value in LONG_SWITCHES.items()):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if not HAS_TENSORFLOW:
         for item in items:
             parameters = getattr(getattr(item, "callspec", None), "params", {}).values()

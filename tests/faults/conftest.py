@@ -15,6 +15,9 @@ import pytest
 ROWS = pytest.StashKey[list[tuple[str, int, str, float]]]()
 
 
+LONG = os.environ.get("HVDTRAIN_FAULTS") == "long"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = []
 
@@ -32,7 +35,7 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def scale() -> int:
     """How often a fault is tried: 10 times as often in the long run."""
-    return 10 if os.environ.get("HVDTRAIN_FAULTS") == "long" else 1
+    return 10 if LONG else 1
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def alone(folder: Path, script: str, scenario: str, *more: str, backend: str = B
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_torch_goes_on_from_its_last_commit_when_a_host_dies(victim: int, tmp_path: Path) -> None:
     job = run(tmp_path, "elastic_torch.py", f"kill-{victim}")
     assert len(job.of("killed")) == 1
@@ -143,7 +143,7 @@ def test_a_new_host_whose_rank_ends_at_once_costs_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("backend", "victim"), [("tensorflow", 0), ("torch", 1)])
+@pytest.mark.parametrize(("backend", "victim"), [("tensorflow", 0), pytest.param("torch", 1, marks=pytest.mark.long)])
 def test_keras_goes_on_from_its_last_commit_when_a_host_dies(backend: str, victim: int, tmp_path: Path) -> None:
     job = run(tmp_path, "elastic_keras.py", f"kill-{victim}", backend=backend)
     assert len(job.of("killed")) == 1
@@ -155,6 +155,7 @@ def test_keras_goes_on_from_its_last_commit_when_a_host_dies(backend: str, victi
     assert end["taken"] == list(range(1, 21))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_keras_takes_a_new_host_in_with_the_same_bits(tmp_path: Path) -> None:
     job = run(tmp_path, "elastic_keras.py", "grow")
@@ -167,7 +168,7 @@ def test_keras_takes_a_new_host_in_with_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("framework", "scenario"),
-    [("torch", "kill-0"), ("torch", "grow"), ("keras", "kill-1")],
+    [("torch", "kill-0"), ("torch", "grow"), pytest.param("keras", "kill-1", marks=pytest.mark.long)],
 )
 def test_the_trainer_goes_on_as_one_process_with_the_same_global_batches(
     framework: str, scenario: str, tmp_path: Path

@@ -87,7 +87,13 @@ def moments(rng, kills):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("framework", "backend", "times"), [("torch", None, 3), ("keras", "tensorflow", 1), ("keras", "torch", 1)]
+    ("framework", "backend", "times"),
+    [
+        ("torch", None, 3),
+        # What Keras resumes from, tests/ranks/training/test_resume.py proves on each backend; a kill is the same.
+        pytest.param("keras", "tensorflow", 1, marks=pytest.mark.long),
+        pytest.param("keras", "torch", 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, backend, times, tmp_path, rng, row, scale):
     straight = run(tmp_path / "straight", framework, backend)

@@ -118,7 +118,14 @@ MPIRUN = "hvdtrain run -np 2 --launcher mpirun"
 
 
 @pytest.mark.parametrize(
-    ("command", "victim"), [(MPI, "rank 1"), (MPI, "rank 0"), (MPI, "launcher"), (GLOO, "rank 1"), (MPIRUN, "launcher")]
+    ("command", "victim"),
+    [
+        (MPI, "rank 1"),
+        pytest.param(MPI, "rank 0", marks=pytest.mark.long),
+        pytest.param(MPI, "launcher", marks=pytest.mark.long),
+        (GLOO, "rank 1"),
+        (MPIRUN, "launcher"),
+    ],
 )
 def test_training_goes_on_within_20_s_of_a_kill(command: str, victim: str, start: Callable[..., Run]) -> None:
     run = start(command, TORCH, "60")
@@ -176,8 +183,18 @@ def test_a_usage_error_is_not_tried_again(start: Callable[..., Run]) -> None:
     assert run.output().count("hvdtrain run: restart") == 0
 
 
-@pytest.mark.parametrize("command", [MPI, GLOO, MPIRUN])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        *[(command, signal.SIGTERM) for command in (MPI, GLOO, MPIRUN)],
+        *[(MPI, number) for number in (signal.SIGINT, signal.SIGUSR1)],
+        *[
+            pytest.param(command, number, marks=pytest.mark.long)
+            for command in (GLOO, MPIRUN)
+            for number in (signal.SIGINT, signal.SIGUSR1)
+        ],
+    ],
+)
 def test_asked_to_stop_all_ranks_end_in_order(command: str, number: int, start: Callable[..., Run]) -> None:
     run = start(command, LIGHT, "4000", "")
     run.wait_for_steps()
@@ -268,8 +285,15 @@ def test_killed_itself_it_leaves_no_process_and_no_folder(command: str, start: C
     run.wait_for(lambda: not folder.exists(), 10)
 
 
-@pytest.mark.parametrize("command", ["horovodrun -np 2", "horovodrun -np 2 --gloo"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("horovodrun -np 2", signal.SIGTERM),
+        ("horovodrun -np 2 --gloo", signal.SIGUSR1),
+        pytest.param("horovodrun -np 2", signal.SIGUSR1, marks=pytest.mark.long),
+        pytest.param("horovodrun -np 2 --gloo", signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
 def test_horovodrun_gives_ranks_time_to_stop(command: str, number: int, start: Callable[..., Run]) -> None:
     run = start(command, LIGHT, "4000", "7")  # each needs 7 s
     run.wait_for_steps()

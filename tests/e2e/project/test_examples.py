@@ -133,6 +133,7 @@ def test_trainer_passes_97_percent_on_digits_with_keras_like_one_process(tmp_pat
     require_equal_to_one_process(row, tmp_path, "keras", KERAS_BACKEND="tensorflow")
 
 
+@pytest.mark.long  # the rank tests train on each backend, with other models
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_trainer_runs_on_each_other_keras_backend(tmp_path: Path, backend: str) -> None:
     command = f"horovodrun -np 2 python {EXAMPLES}/train.py --framework keras --epochs 2"

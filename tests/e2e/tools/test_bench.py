@@ -102,6 +102,9 @@ model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8), keras.layer
 model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.001)), loss="mse")
 model.fit(Slow(), epochs=2, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
+# Where a step of Keras begins and ends is another place on each backend, which a drop-in script shows. What is measured
+# from there on is the same.
+TENSORFLOW_FIRST = ["tensorflow", *(pytest.param(backend, marks=pytest.mark.long) for backend in ("torch", "jax"))]
 KERAS_TRAINER = """
 import keras, hvdtrain, numpy as np
 hvdtrain.init()
@@ -183,7 +186,7 @@ def test_bench_measures_torch(folder: Path) -> None:
     assert {each["steps"] for each in told["steps"]} == {8}
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", TENSORFLOW_FIRST)
 def test_bench_measures_keras(folder: Path, backend: str) -> None:
     told = measured(folder, "--quick", "--max-bytes", "1024", "--framework", "keras", KERAS_BACKEND=backend)
     check_sweep(told)
@@ -258,7 +261,7 @@ def test_a_drop_in_keras_script_is_measured(folder: Path, backend: str) -> None:
     assert all(each["data_s"] + each["communication_s"] >= 0.01 for each in told["steps"])
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", TENSORFLOW_FIRST)
 def test_a_keras_trainer_script_is_measured(folder: Path, backend: str) -> None:
     told = of_script(folder, KERAS_TRAINER, KERAS_BACKEND=backend)
     assert {each["steps"] for each in told["steps"]} == {20 - 3}

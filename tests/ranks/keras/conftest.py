@@ -69,7 +69,9 @@ class Kit:
         return model
 
     def flat(self, thing: Any) -> Any:
-        """Return all weights of a model, or the values of a list of variables, as one float64 vector."""
+        """Return all weights of a model, or the values of a list of variables, as one vector; that vector as it is."""
+        if isinstance(thing, np.ndarray):
+            return thing
         variables = thing if isinstance(thing, list) else thing.weights
         return np.concatenate([np.asarray(to_numpy(v), np.float64).ravel() for v in variables])
 
@@ -88,7 +90,7 @@ class Kit:
         assert hvd.allgather_object(mine) == [mine] * hvd.size()
 
     def assert_close(self, model: Any, reference: Any, tolerance: float = 1e-6) -> None:
-        """Check that two models' weights differ by at most `tolerance`."""
+        """Check that weights, of models or as `flat` returned them, differ by at most `tolerance`."""
         assert np.abs(self.flat(model) - self.flat(reference)).max() <= tolerance
 
     def count_calls(self, monkeypatch: Any) -> list[str]:

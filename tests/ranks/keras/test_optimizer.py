@@ -28,6 +28,16 @@ OPTIMIZERS = {
 }
 
 
+_trained: dict[str, np.ndarray] = {}
+
+
+def _one_process(kit, name):
+    """Return the weights that one process trains, which it does once: compiling takes most of a test's time."""
+    if name not in _trained:
+        _trained[name] = kit.flat(kit.alone(kit.model(), OPTIMIZERS[name]()))
+    return _trained[name]
+
+
 EVERY_BACKEND = ("sgd", "accumulation")  # the others differ in what Keras itself does
 
 
@@ -35,7 +45,7 @@ EVERY_BACKEND = ("sgd", "accumulation")  # the others differ in what Keras itsel
     "name", [pytest.param(name, marks=[pytest.mark.every_backend] * (name in EVERY_BACKEND)) for name in OPTIMIZERS]
 )
 def test_ranks_equal_one_process(kit, name):
-    alone = kit.alone(kit.model(), OPTIMIZERS[name]())
+    alone = _one_process(kit, name)
     together = kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS[name]()))
     kit.assert_close(together, alone)
     kit.assert_same_everywhere(together)
@@ -118,20 +128,20 @@ def test_backward_passes_multiply_with_keras_accumulation(kit):
     ],
 )
 def test_groups_and_predivision_change_nothing(kit, options):
-    alone = kit.alone(kit.model(), OPTIMIZERS["sgd"]())
+    alone = _one_process(kit, "sgd")
     together = kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS["sgd"](), **options))
     kit.assert_close(together, alone)
 
 
 def test_groups_of_variables_change_nothing(kit):
-    alone = kit.alone(kit.model(), OPTIMIZERS["sgd"]())
+    alone = _one_process(kit, "sgd")
     model = kit.model()
     groups = [model.get_layer("hidden").trainable_variables, model.get_layer("head").trainable_variables[:1]]
     kit.assert_close(kit.together(model, hvd.DistributedOptimizer(OPTIMIZERS["sgd"](), groups=groups)), alone)
 
 
 def test_eager_steps_equal_compiled_ones(kit):
-    alone = kit.alone(kit.model(), OPTIMIZERS["accumulation"]())
+    alone = _one_process(kit, "accumulation")
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS["accumulation"]())
     kit.assert_close(kit.together(kit.model(), optimizer, run_eagerly=True), alone)
 
@@ -147,7 +157,7 @@ def test_xla_is_turned_off_where_horovod_does_not_compile(kit):
 def test_several_steps_an_execution_equal_single_steps(kit):
     if kit.backend == "torch":
         pytest.skip("Keras has no steps_per_execution on torch")
-    alone = kit.alone(kit.model(), OPTIMIZERS["sgd"]())
+    alone = _one_process(kit, "sgd")
     together = kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), steps_per_execution=2)
     kit.assert_close(together, alone)
 
@@ -192,7 +202,7 @@ def test_local_layers_keep_their_own_gradients(kit):
 
 
 def test_two_optimizers_do_not_meet(kit):
-    alone = [kit.alone(kit.model(seed), OPTIMIZERS["sgd"]()) for seed in (1, 5)]
+    alone = [_one_process(kit, "sgd"), kit.alone(kit.model(5), OPTIMIZERS["sgd"]())]
     together = [kit.together(kit.model(s), hvd.DistributedOptimizer(OPTIMIZERS["sgd"]())) for s in (1, 5)]
     for one, other in zip(together, alone, strict=True):
         kit.assert_close(one, other)
@@ -203,14 +213,14 @@ def test_ranks_that_counted_differently_still_train(kit):
     if hvd.rank() == 0:
         spare = kit.model()
         hvd.DistributedOptimizer("sgd").build(spare.trainable_variables)
-    alone = kit.alone(kit.model(), OPTIMIZERS["sgd"]())
+    alone = _one_process(kit, "sgd")
     kit.assert_close(kit.together(kit.model(), hvd.DistributedOptimizer(OPTIMIZERS["sgd"]())), alone)
 
 
 def test_a_copied_optimizer_is_distributed_too(kit):
     import copy
 
-    alone = kit.alone(kit.model(), OPTIMIZERS["sgd"]())
+    alone = _one_process(kit, "sgd")
     original = hvd.DistributedOptimizer(OPTIMIZERS["sgd"]())
     for duplicate in (copy.deepcopy(original), type(original).from_config(original.get_config())):
         kit.assert_close(kit.together(kit.model(), duplicate), alone)
