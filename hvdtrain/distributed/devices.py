@@ -66,6 +66,21 @@ def pick(module: ModuleType, choose: Pick | None) -> None:
         picked = choose(module.local_rank())
 
 
+def gpu_of(local_rank: int, count: int) -> int:
+    """Return which of the `count` GPUs that this process sees belongs to `local_rank`.
+
+    Raises:
+        RuntimeError: fewer GPUs than local ranks.
+    """
+    if count == 1:  # the launcher (Slurm, Kubernetes) already gave each rank its own
+        return 0
+    if local_rank >= count:
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this host shows {count}. Launch at most {count} ranks on it."
+        )
+    return local_rank
+
+
 def introduce(
     module: ModuleType, allgather: Callable[..., Bytes], *, gpu: Callable[[int], tuple[str, str]], nccl: bool
 ) -> str:

@@ -83,11 +83,7 @@ def pick_device(local_rank: int) -> str:
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return "cpu"
-    index = 0 if len(gpus) == 1 else local_rank
-    if index >= len(gpus):
-        raise RuntimeError(
-            f"local rank {local_rank} has no GPU: this host shows {len(gpus)}. Launch at most {len(gpus)} ranks on it."
-        )
+    index = devices.gpu_of(local_rank, len(gpus))
     tf.config.set_visible_devices(gpus[index], "GPU")
     tf.config.experimental.set_memory_growth(gpus[index], True)
     return f"cuda:{index}"

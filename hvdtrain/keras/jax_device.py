@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed import devices, launch_environment
 from hvdtrain.errors import HvdTrainError
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -39,12 +39,7 @@ def pick_device(local_rank: int) -> str:
     count = _count_gpus()
     if count == 0:
         return "cpu"
-    # One visible GPU: the launcher (Slurm, Kubernetes) already gave each rank its own.
-    index = 0 if count == 1 else local_rank
-    if index >= count:
-        raise RuntimeError(
-            f"local rank {local_rank} has no GPU: this host shows {count}. Launch at most {count} ranks on it."
-        )
+    index = devices.gpu_of(local_rank, count)
     jax.config.update("jax_cuda_visible_devices", str(index))
     return f"cuda:{index}"
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hvdtrain.distributed import devices
 from hvdtrain.distributed.world import Op, load_engine
 from hvdtrain.torch import compiler_on_demand
 
@@ -86,12 +87,6 @@ def pick_device(local_rank: int) -> str:
     """
     if not torch.cuda.is_available():
         return "cpu"
-    count = torch.cuda.device_count()
-    # One visible GPU: the launcher (Slurm, Kubernetes) already gave each rank its own.
-    index = 0 if count == 1 else local_rank
-    if index >= count:
-        raise RuntimeError(
-            f"local rank {local_rank} has no GPU: this host shows {count}. Launch at most {count} ranks on it."
-        )
+    index = devices.gpu_of(local_rank, torch.cuda.device_count())
     torch.cuda.set_device(index)
     return f"cuda:{index}"
