@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError, RankFailedError
+from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker
-from hvdtrain.integrations.ray.fixed import Follow, RayOutcome, rendezvous_server, serving, settings
+from hvdtrain.integrations.ray.fixed import Follow, RayOutcome
 from hvdtrain.launch.exchange import Message
 
 log = logging.getLogger("hvdtrain")
@@ -112,13 +114,13 @@ class Job:
 
     def __init__(self, cluster: Cluster, request: Request, limits: Limits, pool: Pool) -> None:
         self._cluster, self._request, self._pool = cluster, request, pool
-        self._gloo = importlib.import_module("horovod.runner.gloo_run")
         self._task = cluster.ray.put(request.task.pickled)
         self._answers: dict[str, Message] = {}
         self._deaths: list[Death] = []
         self._over = False
         self._address, self._port = cluster.address(), 0
-        self._server, self._key = rendezvous_server()
+        self._key = proof.new_key()
+        self._server = rendezvous.make_server(bytes.fromhex(self._key))
         self._driver = importlib.import_module("horovod.runner.elastic.driver").ElasticDriver(
             rendezvous=self._server,
             discovery=pool,
@@ -136,7 +138,7 @@ class Job:
         """
         handler = importlib.import_module("horovod.runner.elastic.rendezvous").create_rendezvous_handler(self._driver)
         began = time.monotonic()
-        with serving(self._server, self._address, handler) as self._port:
+        with rendezvous.serving(self._server, self._address, handler) as self._port:
             try:
                 self._driver.start(self._request.ranks, self.work)
                 follow(self._ended, self._pool.present)
@@ -161,8 +163,8 @@ class Job:
 
     def _work(self, slot: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
         name, worker = slot.hostname, self._pool[slot.hostname]
-        place = settings(self._gloo, self._address, self._port, worker.facts["interface"], elastic=True)
-        environment = {**self._request.environment, **place, **self._key, **self._gloo.create_slot_env_vars(slot)}
+        place = rendezvous.variables(slot, self._address, self._port, worker.facts["interface"], elastic=True)
+        environment = {**self._request.environment, **place, proof.VARIABLE: self._key}
         ref = worker.handle.run.remote(environment, self._request.task.facts, self._task)
         while not self._cluster.ray.wait([ref], timeout=POLL_S)[0]:
             if any(event.is_set() for event in events):

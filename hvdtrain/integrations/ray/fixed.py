@@ -11,10 +11,12 @@ from typing import Any
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker, placement_group
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.outcome import Outcome
+from hvdtrain.system import network
 from hvdtrain.system.settings import EXIT_STOPPED
 
 Follow = Callable[[Callable[[], bool], Callable[[], Sequence[Worker]]], None]
@@ -100,52 +102,26 @@ def _start(cluster: Cluster, request: Request, group: Any) -> list[Worker]:
 
 @contextmanager
 def _rendezvous(cluster: Cluster, workers: Sequence[Worker]) -> Iterator[list[dict[str, str]]]:
-    """Serve the rendezvous of the ranks; yield the environment of each."""
-    hosts = importlib.import_module("horovod.runner.common.util.hosts")
-    gloo = importlib.import_module("horovod.runner.gloo_run")
-    nodes = list(dict.fromkeys(worker.facts["node"] for worker in workers))
-    local = nodes == [cluster.node()] and os.environ.get("HVDTRAIN_LOOPBACK") != "0"
-    address = "127.0.0.1" if local else cluster.address()
-    on = {node: [worker for worker in workers if worker.facts["node"] == node] for node in nodes}
-    plan = hosts.get_host_assignments([hosts.HostInfo(node, len(on[node])) for node in nodes], len(workers))
-    server, key = rendezvous_server()
-    with serving(server, address) as port:
-        server.init(plan)
-        environments = []
-        for worker, slot in zip(workers, plan, strict=True):
-            name = "lo" if local else worker.facts["interface"]
-            environments.append(
-                {**settings(gloo, address, port, name), **key, **gloo.create_slot_env_vars(slot)}
-                | _gpus([peer.facts["gpus"] for peer in on[worker.facts["node"]]])
-            )
-        yield environments
-
-
-def rendezvous_server() -> tuple[Any, dict[str, str]]:
-    """Return a rendezvous server with a key of its own, and the variable by which ranks get it.
+    """Serve the rendezvous of the ranks; yield the environment of each.
 
     Ray sends the key to them with their task. Whoever can read the cluster's network can read the key, unless Ray uses
     TLS (RAY_USE_TLS). Whoever can start tasks on the cluster does not need it.
     """
+    gpus: dict[str, list[Sequence[str]]] = {}
+    for worker in workers:
+        gpus.setdefault(worker.facts["node"], []).append(worker.facts["gpus"])
+    local = [*gpus] == [cluster.node()] and os.environ.get("HVDTRAIN_LOOPBACK") != "0"
+    address = network.LOOPBACK if local else cluster.address()
+    slots = rendezvous.slots({node: len(ranks) for node, ranks in gpus.items()})
     key = proof.new_key()
-    server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0, bytes.fromhex(key))
-    return server, {proof.VARIABLE: key}
-
-
-@contextmanager
-def serving(server: Any, address: str, *handler: type) -> Iterator[int]:
-    """Let Horovod's rendezvous server listen at `address` only; yield its port."""
-    port: int = server.start(*handler, host=address)
-    try:
-        yield port
-    finally:
-        server.stop()
-
-
-def settings(gloo: Any, address: str, port: int, interface: str, *, elastic: bool = False) -> dict[str, str]:
-    """Return the variables by which a rank finds the others, over the network interface `interface`."""
-    found = gloo.create_run_env_vars(address, [interface], port, elastic=elastic)
-    return {name: str(value) for name, value in found.items() if value}
+    server = rendezvous.make_server(bytes.fromhex(key))
+    with rendezvous.serving(server, address) as port:
+        server.init(slots)
+        yield [
+            rendezvous.variables(slot, address, port, "lo" if local else worker.facts["interface"])
+            | {proof.VARIABLE: key, **_gpus(gpus[worker.facts["node"]])}
+            for worker, slot in zip(workers, slots, strict=True)
+        ]
 
 
 def _gpus(ranks: Sequence[Sequence[str]]) -> dict[str, str]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import secrets
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hvdtrain.distributed import tuning
-from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray import elastic, fixed
 from hvdtrain.integrations.ray.cluster import Cluster, Request, Worker
 from hvdtrain.launch import job_environment
 from hvdtrain.launch.function import check_call, make_task, name_of
-from hvdtrain.launch.function_job import GRACE_S
-from hvdtrain.system import start_ranks
-from hvdtrain.system.process_tree import RUN_DIR
+from hvdtrain.launch.function_job import GRACE_S, until_ended
 
 log = logging.getLogger("hvdtrain")
 
@@ -25,14 +22,6 @@ T = TypeVar("T")
 
 # Variables of this process that ranks need on any node. Ray itself passes on those of its runtime_env.
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "KERAS_", "NCCL_", "TF_")
-_NOT_PASSED = (
-    RUN_DIR,
-    "HVDTRAIN_CALL_",
-    proof.VARIABLE,
-    "HOROVOD_CONTROLLER",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_GLOO_",
-)
 
 
 def run(
@@ -127,15 +116,9 @@ def _check(
 
 def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that is the same for all ranks."""
-    ours = tuning.without_ours(start_ranks.rank_environment({}, without=_NOT_PASSED))
-    passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED)}
     threads = str(max(1, int(cpus)))  # not this process's: in a job's script they are Ray's, not the user's
-    return {
-        "OMP_NUM_THREADS": threads,
-        "TF_NUM_INTRAOP_THREADS": threads,
-        **job_environment.as_new_run(passed, name, secrets.token_hex(2)),
-        **{variable: str(value) for variable, value in given.items()},
-    }
+    found = rendezvous.environment(name, given, passed=_PASSED)
+    return {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads, **found}
 
 
 def _look_after(cluster: Cluster, ended: Callable[[], bool], workers: Callable[[], Sequence[Worker]]) -> None:
@@ -149,18 +132,20 @@ def _look_after(cluster: Cluster, ended: Callable[[], bool], workers: Callable[[
     Raises:
         KeyboardInterrupt: there was one. The ranks have stopped in order, or have had the time to.
     """
-    try:
-        while not ended():
-            pass
-        return
-    except KeyboardInterrupt as first:
-        interrupt = first
-    log.warning("interrupted: asking the ranks to stop; they get %g s", GRACE_S)
-    until = time.monotonic() + GRACE_S
-    try:
-        cluster.ask_to_stop(workers())
+    until = math.inf
+
+    def follow() -> None:
         while not ended() and time.monotonic() < until:
             pass
-    except KeyboardInterrupt:
-        log.warning("interrupted again: ending everything at once")
-    raise interrupt.with_traceback(None)  # without the frames of this file
+
+    def interrupt() -> None:
+        nonlocal until
+        if until < math.inf:
+            log.warning("interrupted again: ending everything at once")
+            until = 0.0
+            return
+        log.warning("interrupted: asking the ranks to stop; they get %g s", GRACE_S)
+        until = time.monotonic() + GRACE_S
+        cluster.ask_to_stop(workers())
+
+    until_ended(follow, interrupt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import secrets
 import signal
 import threading
 import time
@@ -12,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
-from hvdtrain.distributed import tuning
 from hvdtrain.errors import PackageMissingError, UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.spark.job import slots
 from hvdtrain.integrations.spark.ranks import Ranks
 from hvdtrain.launch import function, job_environment
-from hvdtrain.system import start_ranks
 
 T = TypeVar("T")
 
@@ -68,7 +66,10 @@ def run(
     deadline = time.monotonic() + start_timeout_s
     _wait_for_slots(context, np, deadline, start_timeout_s)
     task = function.make_task(fn, args, kwargs)
-    chosen = {**_environment(function.name_of(fn), environment or {}), proof.VARIABLE: proof.new_key()}
+    chosen = {
+        **rendezvous.environment(function.name_of(fn), environment or {}, passed=_PASSED_ON),
+        proof.VARIABLE: proof.new_key(),
+    }
     show = functools.partial(function.show_lines, output=output)
     ranks = Ranks(context, np, show=show, deadline=deadline, limit_s=start_timeout_s)
     try:
@@ -115,13 +116,6 @@ def _wait_for_slots(context: Any, np: int, deadline: float, limit_s: float) -> N
                 f"Use fewer ranks, or {more}"
             )
         time.sleep(0.5)
-
-
-def _environment(name: str, given: Mapping[str, str]) -> dict[str, str]:
-    ours = tuning.without_ours(start_ranks.rank_environment({}))
-    passed = {variable: value for variable, value in ours.items() if variable.startswith(_PASSED_ON)}
-    named = job_environment.as_new_run(passed, name, secrets.token_hex(2))
-    return {**named, **{variable: str(value) for variable, value in given.items()}}
 
 
 @contextmanager

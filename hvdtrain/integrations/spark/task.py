@@ -10,8 +10,9 @@ import json
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.spark import wire
 from hvdtrain.launch import job_environment, job_folder
 from hvdtrain.launch.exchange import Message
@@ -127,27 +129,20 @@ def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) ->
         context: Spark's, to pass the server's port on.
         key: the job's, which ranks have in their environment.
     """
-    hosts = importlib.import_module("horovod.runner.common.util.hosts")
-    gloo_run = importlib.import_module("horovod.runner.gloo_run")
-    server = importlib.import_module("horovod.runner.http.http_server")
-    counts = {place.host: 0 for place in places}
-    for place in places:
-        counts[place.host] += 1
-    slots = hosts.get_host_assignments([hosts.HostInfo(*each) for each in counts.items()], len(places))
-    meeting, address = None, network.LOOPBACK if len(counts) == 1 else places[0].address
-    interface = _interface(network.LOOPBACK if len(counts) == 1 else places[rank].address)
-    try:
+    counts = Counter(place.host for place in places)
+    slots = rendezvous.slots(counts)
+    address, own = (network.LOOPBACK if len(counts) == 1 else place.address for place in (places[0], places[rank]))
+    interface = network.interface(own)
+    if not interface:
+        raise UsageError(f"no network interface has the address {own}, by which this executor reaches the driver")
+    with ExitStack() as stack:
         port = 0
         if rank == 0:
-            meeting = server.RendezvousServer(0, key)
-            port = meeting.start(host=address)
-            meeting.init(slots)
-        port = max(int(said) for said in context.allGather(str(port)))
-        named = gloo_run.create_slot_env_vars(slots[rank]) | gloo_run.create_run_env_vars(address, [interface], port)
-        yield {**{name: str(value) for name, value in named.items()}, **visible_gpus(rank, places)}
-    finally:
-        if meeting is not None:
-            meeting.stop()
+            server = rendezvous.make_server(key)
+            port = stack.enter_context(rendezvous.serving(server, address))
+            server.init(slots)
+        port = max(int(each) for each in context.allGather(str(port)))
+        yield {**rendezvous.variables(slots[rank], address, port, interface), **visible_gpus(rank, places)}
 
 
 def visible_gpus(rank: int, places: Sequence[Place]) -> dict[str, str]:
@@ -156,14 +151,6 @@ def visible_gpus(rank: int, places: Sequence[Place]) -> dict[str, str]:
     if not all(place.gpus for place in here):
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus[0] for place in here)}
-
-
-def _interface(address: str) -> str:
-    """Return the name of the network interface that has an IP address."""
-    name = network.interface(address)
-    if not name:
-        raise UsageError(f"no network interface has the address {address}, by which this executor reaches the driver")
-    return name
 
 
 class _CallerGoneError(Exception):

@@ -65,4 +65,4 @@ def test_a_config_runs_the_script_and_is_kept_beside_what_the_run_keeps(tmp_path
         "script": "train.py",
         "arguments": ["--epochs", "1"],
     }
-    assert f"arguments --epochs 1 (kept in kept/{folder.name}/run.yaml)" in done.stderr
+    assert f"arguments --epochs 1 (saved in kept/{folder.name}/run.yaml)" in done.stderr

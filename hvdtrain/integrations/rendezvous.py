@@ -1,0 +1,65 @@
+"""What ranks on Ray and on Spark share: how they find each other over Gloo, and the environment of a new run."""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hvdtrain.distributed import tuning
+from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.launch import job_environment
+from hvdtrain.system import start_ranks
+from hvdtrain.system.process_tree import RUN_DIR
+
+# What belongs to a job that this process is part of.
+_NOT_PASSED = (
+    RUN_DIR, "HVDTRAIN_CALL_", proof.VARIABLE, "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_",
+)  # fmt: skip
+
+
+def environment(name: str, given: Mapping[str, str], *, passed: tuple[str, ...]) -> dict[str, str]:
+    """Return the environment that is the same for all ranks.
+
+    Args:
+        name: what is run.
+        given: the user's variables, which win.
+        passed: beginnings of the names of this process's variables that ranks also get.
+    """
+    ours = tuning.without_ours(start_ranks.rank_environment({}, without=_NOT_PASSED))
+    found = {variable: value for variable, value in ours.items() if variable.startswith(passed)}
+    run = job_environment.as_new_run(found, name, secrets.token_hex(2))
+    return {**run, **{variable: str(value) for variable, value in given.items()}}
+
+
+def slots(ranks: Mapping[str, int]) -> list[Any]:
+    """Return Horovod's place for each rank, from {host: ranks on it}."""
+    hosts = importlib.import_module("horovod.runner.common.util.hosts")
+    found: list[Any] = hosts.get_host_assignments(
+        [hosts.HostInfo(*each) for each in ranks.items()], sum(ranks.values())
+    )
+    return found
+
+
+def make_server(key: bytes) -> Any:
+    """Return Horovod's rendezvous server; only who has the job's key may use it."""
+    return importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0, key)
+
+
+@contextmanager
+def serving(server: Any, address: str, *handler: type) -> Iterator[int]:
+    """Let a rendezvous server listen at `address` only; yield its port."""
+    port: int = server.start(*handler, host=address)
+    try:
+        yield port
+    finally:
+        server.stop()
+
+
+def variables(slot: Any, address: str, port: int, interface: str, *, elastic: bool = False) -> dict[str, str]:
+    """Return the variables by which the rank of a slot finds the others, over a network interface."""
+    gloo = importlib.import_module("horovod.runner.gloo_run")
+    found = gloo.create_run_env_vars(address, [interface], port, elastic=elastic) | gloo.create_slot_env_vars(slot)
+    return {name: str(value) for name, value in found.items() if value}
