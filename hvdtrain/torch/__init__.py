@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.engine import init, shutdown
+from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, shutdown
 from hvdtrain.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from hvdtrain.torch.gather_ops import (
     allgather,
@@ -31,7 +31,6 @@ from hvdtrain.torch.gather_ops import (
 from hvdtrain.torch.handles import poll, synchronize
 from hvdtrain.torch.objects import allgather_object, broadcast_object
 from hvdtrain.torch.optimizer import DistributedOptimizer
-from hvdtrain.torch.reduce_kinds import Adasum, Average, Max, Min, Product, Sum
 from hvdtrain.torch.reduce_ops import (
     allreduce,
     allreduce_,

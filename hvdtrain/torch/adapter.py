@@ -135,8 +135,7 @@ class TorchAdapter:
         self._scaler.scale(torch.zeros((), device=self._device))
         self._weights.forget()
         if self._reduced:
-            tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-            hvd.broadcast_parameters(tensors, root_rank=0)
+            hvd.broadcast_parameters([*self._model.named_parameters(), *self._model.named_buffers()], root_rank=0)
             hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
             self._scaler.load_state_dict(self._world.broadcast_object(self._scaler.state_dict(), name="scaler"))
 
@@ -306,23 +305,30 @@ class TorchAdapter:
         return fused_update.chosen(self._optimizer) if self._fuses else _AS_IT_IS
 
     def _fault(self, batches: Sequence[Batch]) -> Fault:
-        """Say what is not finite, and forget the step as far as that is asked for."""
-        reduced = first_non_finite({name: p.grad for name, p in self._model.named_parameters()}) or "none"
+        """Return what is not finite, and undo the step as far as `nan_policy` requests."""
+        parameters = list(self._model.parameters())
+        reduced = first_non_finite([(p, p.grad) for p in parameters])
         losses, own = [], None
-        parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        trained = [p for p in parameters if p.requires_grad]
         for batch, counted in zip(batches, self._weights.counted, strict=True):
             if counted.weight:
                 # Once more, for this rank alone: hooks that reduce gradients do not see what autograd returns.
                 *_, loss = self._forward(batch)
-                gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-                own = own or first_non_finite(dict(zip(parameters, gradients, strict=True)))
+                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+                own = first_non_finite(zip(trained, gradients, strict=True)) if own is None else own
                 losses.append(float(loss.detach()))
             elif self._meets_in_forward:
-                torch.autograd.grad(self._attend(batch), list(parameters.values()), allow_unused=True)
+                torch.autograd.grad(self._attend(batch), trained, allow_unused=True)
         if self._guard is not None:
             self._guard.go_back()
         self._optimizer.zero_grad()
-        return Fault(reduced, own, float(np.mean(losses)) if losses else float("nan"))
+        name, own_name = (None if each is None else self._name_of(each) for each in (reduced, own))
+        return Fault(name or "none", own_name, float(np.mean(losses)) if losses else float("nan"))
+
+    def _name_of(self, parameter: torch.nn.Parameter) -> str:
+        if self._reduced:
+            return str(self._optimizer._hvd_reducer.name_of(parameter))
+        return next(name for name, each in self._model.named_parameters() if each is parameter)
 
 
 def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

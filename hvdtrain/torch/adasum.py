@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.torch import engine
-from hvdtrain.torch.reduce_kinds import Adasum
+from hvdtrain.torch.engine import Adasum
 from hvdtrain.torch.reduce_ops import Reduction, submit
 
 
@@ -21,17 +21,19 @@ class AdasumMixin(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the user's optimizer's step on this rank's gradients, then combine the changes of all ranks."""
         self._reducer()  # type: ignore[attr-defined]
-        params = [(n, p) for n, p in self._hvd_reducer.named_parameters() if p.requires_grad]
-        before = [p.detach().clone() for _, p in params]
-        self._hvd_reducer.scale_gradients()
+        reducer = self._hvd_reducer
+        params = [param for param in reducer.parameters if param.requires_grad]
+        before = [param.detach().clone() for param in params]
+        reducer.scale_gradients()
         result = self._hvd_plain_class.step(self, *args, **kwargs)
         how = Reduction(Adasum, process_set=engine.global_set())
-        compression = self._hvd_reducer.options.compression
-        under_way = []
-        for (name, param), start in zip(params, before, strict=True):
+        compression = reducer.options.compression
+        in_flight = []
+        for param, start in zip(params, before, strict=True):
             compressed, context = compression.compress(param.detach() - start)
-            under_way.append((submit([compressed], how, name=f"adasum.{name}", in_place=True), context))
-        for (_, param), start, (handle, context) in zip(params, before, under_way, strict=True):
+            name = f"adasum.{reducer.name_of(param)}"
+            in_flight.append((submit([compressed], how, name=name, in_place=True), context))
+        for param, start, (handle, context) in zip(params, before, in_flight, strict=True):
             (change,) = handle.wait()
             param.detach().copy_(start + compression.decompress(change, context))
         return result

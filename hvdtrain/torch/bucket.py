@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +12,7 @@ from torch.nn import Parameter
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine, wire
 from hvdtrain.torch.compression import FP16Compressor, NoneCompressor
-from hvdtrain.torch.reduction_unit import Unit, dense_gradient, drain, store_gradient
-
-if TYPE_CHECKING:
-    from hvdtrain.torch.reducer_options import ReducerOptions
+from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, dense_gradient, store_gradient
 
 # A gradient below the first is cheaper to copy than to send alone: 20 us of Python and a negotiation against two passes
 # through the cache. A bucket is sent when it is full.
@@ -61,7 +57,7 @@ def can_pack(options: ReducerOptions) -> bool:
     return options.groups in (None, 0) and options.compression in (NoneCompressor, FP16Compressor)
 
 
-def can_tell(param: Parameter, options: ReducerOptions) -> bool:
+def can_carry_flags(param: Parameter, options: ReducerOptions) -> bool:
     """Return whether a bucket of gradients such as this one's can carry counts.
 
     On a GPU reading them would make the host wait for the device, and float16 counts to 2048 only.
@@ -74,14 +70,11 @@ def _wire_type(param: Parameter, options: ReducerOptions) -> torch.dtype:
     return FP16Compressor.dtype if is_cast else param.dtype
 
 
-class Bucket(Unit):
+class Bucket(ReductionUnit):
     """Gradients of one type and device, dense on all ranks, copied into one tensor and back.
 
     Args:
-        params: see `Unit`.
-        names: see `Unit`.
-        options: see `Unit`.
-        scale: see `Unit`.
+        params, names, options, scale: as for `ReductionUnit`.
         header: how many further numbers travel in front of the gradients, reduced as those are.
     """
 
@@ -104,23 +97,14 @@ class Bucket(Unit):
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
-        self._let_go()
+        self._drain()
         self._flags = self.flags()
-        if [p.shape for p in self.params] != self._shapes:
-            self._complain()
+        self._check_shapes()
         # Without their histories, which a backward with create_graph=True has left on them.
         torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])
-        how = self.how
-        self._direct = engine.native().allreduce_async_(
-            self._flat,
-            name=f"{self.names[0]}.bucket",
-            op=how.op,
-            prescale_factor=how.prescale_factor,
-            postscale_factor=how.postscale_factor,
-            process_set=how.process_set,
-        )
+        self._direct = self.how.send(self._flat, f"{self.names[0]}.bucket")
 
-    def _complain(self) -> None:
+    def _check_shapes(self) -> None:
         for name, param, shape in zip(self.names, self.params, self._shapes, strict=True):
             if param.shape != shape:
                 raise HvdTrainError(
@@ -130,25 +114,19 @@ class Bucket(Unit):
 
     def exchange(self, numbers: Sequence[float], all_active: Callable[[], bool]) -> list[float]:
         """Send the gradients with `numbers` in front of them, and return what those were reduced to."""
-        self._let_go()
+        self._drain()
         self._header[:] = numbers
         self.start(all_active)
         self._wait()
         received: list[float] = self._header.tolist()
         return received
 
-    def _let_go(self) -> None:
-        """Wait for what an abandoned step still has under way, which would write over the next one's numbers."""
-        if self._abandoned is not None:
-            drain(self._abandoned)
-            self._abandoned = None
-
     def _wait(self) -> None:
         """Wait until the bucket is reduced; again is no wait."""
         engine.native().synchronize(self._direct)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
-        """Wait, and copy the results into the gradients; see `Unit.finish`."""
+        """Wait, and copy the results into the gradients; see `ReductionUnit.finish`."""
         self._wait()
         if self._result is not self._flat:
             self._result.copy_(self._flat)

@@ -9,6 +9,9 @@ from typing import Any
 
 from hvdtrain.distributed import world
 
+# Horovod's own numbers for its reduction operations.
+Average, Sum, Adasum, Min, Max, Product = range(6)
+
 _module: ModuleType | None = None
 _generation = 0
 _counters: defaultdict[Any, itertools.count[int]] = defaultdict(itertools.count)

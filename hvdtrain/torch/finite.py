@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -24,9 +24,11 @@ def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in dense)
 
 
-def first_non_finite(gradients: Mapping[str, torch.Tensor | None]) -> str | None:
-    """Return the name of the first gradient that is not finite, in the model's order."""
-    return next((name for name, gradient in gradients.items() if not all_finite([gradient])), None)
+def first_non_finite(
+    gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]],
+) -> torch.nn.Parameter | None:
+    """Return the first parameter whose gradient is not finite."""
+    return next((parameter for parameter, gradient in gradients if not all_finite([gradient])), None)
 
 
 class Guard:

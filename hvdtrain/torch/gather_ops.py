@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hvdtrain.torch import engine, wire
 from hvdtrain.torch.compression import Compression
+from hvdtrain.torch.engine import Average, Sum
 from hvdtrain.torch.handles import Handle
-from hvdtrain.torch.reduce_kinds import Average, Sum
 from hvdtrain.torch.reduce_ops import Reduction, submit
 
 

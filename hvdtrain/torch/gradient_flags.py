@@ -1,11 +1,11 @@
-"""What ranks tell each other at the end of a step: which gradients they have, how many they are, what they weigh."""
+"""What ranks exchange at the end of a step: which gradients they have, how many ranks are active, what they weigh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.torch.reduce_kinds import Average
+from hvdtrain.torch.engine import Average
 from hvdtrain.torch.reduce_ops import Reduction
 
 # For each unit, on how many ranks each parameter's gradient is dense, and on how many sparse.
@@ -13,13 +13,13 @@ Counts = list[tuple[list[int], list[int]]]
 
 
 @dataclass
-class Everywhere:
-    """What came of it; equal on all ranks.
+class AllRanks:
+    """The flags of all ranks; equal on all of them.
 
     Attributes:
         active: ranks that have not joined.
         weight: the sum of the ranks' weights; None where none were given.
-        counts: None where every rank has just the gradients that this one has.
+        counts: None where every rank has the gradients that this one has, and no others.
     """
 
     active: int
@@ -28,12 +28,12 @@ class Everywhere:
 
 
 @dataclass
-class Told:
-    """What all ranks have said, reduced as gradients are, which is undone here.
+class GradientFlags:
+    """Numbers of all ranks, reduced as gradients are; the factors of that reduction are undone here.
 
     Attributes:
-        received: reduced from each rank's 1.0, its weight, and two flags a parameter (`Unit.flags`).
-        how: it was reduced.
+        received: reduced from each rank's 1.0, its weight, and two flags a parameter (`ReductionUnit.flags`).
+        how: how they were reduced.
         size: number of ranks, joined or not.
         counts_ranks: False where none can have joined.
     """
@@ -43,8 +43,8 @@ class Told:
     size: int
     counts_ranks: bool
 
-    def compared_with(self, flags: Sequence[bool], members: Sequence[int], *, weighted: bool) -> Everywhere:
-        """Return what is known now.
+    def compared_with(self, flags: Sequence[bool], members: Sequence[int], *, weighted: bool) -> AllRanks:
+        """Return what is known of all ranks.
 
         Args:
             flags: this rank's.
@@ -52,18 +52,18 @@ class Told:
             weighted: whether ranks gave a weight.
         """
         factor = self.how.prescale_factor * self.how.postscale_factor
-        one = factor / self.size if self.how.op == Average else factor  # what a rank adds to what is received
+        one = factor / self.size if self.how.op == Average else factor  # what a rank adds to a received number
         weight = self.received[1] / one if weighted else None
-        # The mean of what all ranks have alike is what this one has: nothing to look into, in nearly all steps.
+        # The mean of what all ranks have alike is this one's: so it is in nearly all steps.
         if self.how.op == Average and factor == 1.0 == self.received[0] and self.received[2:] == flags:
-            return Everywhere(self.size, weight, None)
+            return AllRanks(self.size, weight, None)
         active = round(self.received[0] / one) if self.counts_ranks else self.size
         totals = [round(number / one) for number in self.received[2:]]
         if active == self.size and totals == [self.size * flag for flag in flags]:
-            return Everywhere(active, weight, None)
+            return AllRanks(active, weight, None)
         counts, offset = [], 0
         for count in members:
             end = offset + 2 * count
             counts.append((totals[offset:end:2], totals[offset + 1 : end : 2]))
             offset = end
-        return Everywhere(active, weight, counts)
+        return AllRanks(active, weight, counts)

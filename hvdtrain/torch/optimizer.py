@@ -18,12 +18,12 @@ from hvdtrain.torch import engine, fused_update
 from hvdtrain.torch.adasum import AdasumMixin
 from hvdtrain.torch.agreement import check_agreement
 from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.reduce_kinds import Adasum, Average
+from hvdtrain.torch.engine import Adasum, Average
 from hvdtrain.torch.reduce_ops import Reduction, check_adasum, submit
 from hvdtrain.torch.reducer import Reducer
-from hvdtrain.torch.reducer_options import ReducerOptions
+from hvdtrain.torch.reduction_unit import ReducerOptions
 
-_OURS = ("_hvd_reducer", "_hvd_names", "_hvd_should_synchronize")
+_OURS = ("_hvd_reducer", "_hvd_should_synchronize")
 
 
 class DistributedMixin(torch.optim.Optimizer):
@@ -35,7 +35,6 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_plain_class: type[torch.optim.Optimizer]
     _hvd_fuses: bool
     _hvd_reducer: Reducer
-    _hvd_names: dict[int, str]
     _hvd_should_synchronize: bool
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +66,7 @@ class DistributedMixin(torch.optim.Optimizer):
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return `closure` with its gradients and its loss reduced."""
         reducer = self._reducer()
-        if reducer.is_under_way:  # gradients of a backward before step()
+        if reducer.is_in_flight:  # gradients of a backward before step()
             reducer.synchronize()
 
         @functools.wraps(closure)
@@ -108,7 +107,7 @@ class DistributedMixin(torch.optim.Optimizer):
             AssertionError: their reduction is under way, between backward() and step() or synchronize().
         """
         reducer = self._hvd_reducer
-        if reducer.is_under_way:
+        if reducer.is_in_flight:
             raise AssertionError(
                 "zero_grad() was called after backward() and before step(), while the gradients are being reduced. "
                 "Call optimizer.step() or optimizer.synchronize() first."
@@ -156,18 +155,9 @@ class DistributedMixin(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = value
 
     def _reducer(self) -> Reducer:
-        """Return the reducer, after telling it of parameters that were added since."""
-        reducer = self._hvd_reducer
-        if not all(reducer.knows(group["params"]) for group in self.param_groups):
-            reducer.extend(
-                [
-                    (self._hvd_names.get(id(p), f"allreduce.noname.{i}.{j}"), p)
-                    for i, group in enumerate(self.param_groups)
-                    for j, p in enumerate(group["params"])
-                    if not reducer.knows([p])
-                ]
-            )
-        return reducer
+        """Return the reducer, which covers parameters that were added since."""
+        self._hvd_reducer.cover(self.param_groups)
+        return self._hvd_reducer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, to be reduced too; on all ranks alike."""
@@ -255,11 +245,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     cls: Any = type(name, (mixin, plain), {**described, **ours})
     distributed = object.__new__(cls)
     distributed.__dict__ = optimizer.__dict__
-    distributed._hvd_names = {id(p): n for n, p in named}
     distributed._hvd_should_synchronize = True
-    in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    reduced = [(n, p) for n, p in named if id(p) in in_groups]
-    distributed._hvd_reducer = Reducer(reduced, options, backward_passes_per_step, hooked=op != Adasum)
+    distributed._hvd_reducer = Reducer(
+        named, optimizer.param_groups, options, backward_passes_per_step, hooked=op != Adasum
+    )
     _move_scheduler(distributed)
     return distributed
 

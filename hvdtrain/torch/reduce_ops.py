@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hvdtrain.torch import bf16, engine, wire
 from hvdtrain.torch.compression import BF16Compressor, Compression
+from hvdtrain.torch.engine import Adasum, Average, Sum
 from hvdtrain.torch.handles import Handle, synchronize
-from hvdtrain.torch.reduce_kinds import Adasum, Average, Sum
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,20 @@ class Reduction:
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
     process_set: Any = None
+
+    def send(self, tensor: Tensor, name: str) -> Any:
+        """Start the reduction of one tensor in place; return Horovod's handle."""
+        return engine.native().allreduce_async_(tensor, name=name, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Horovod's arguments."""
+        return {
+            "op": self.op,
+            "prescale_factor": self.prescale_factor,
+            "postscale_factor": self.postscale_factor,
+            "process_set": self.process_set,
+        }
 
     @property
     def can_lose_ranks(self) -> bool:
@@ -60,7 +74,6 @@ def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bo
         in_place: write the results into `tensors` and return those.
         counted: for a mean, ask how many ranks are left and divide by that; False if the caller does.
     """
-    native = engine.native()
     if how.op == Adasum:
         check_adasum(tensors[0])
     wires = []
@@ -69,17 +82,11 @@ def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bo
         wires.append(sent if in_place or not wire.same_memory(sent, tensor) else sent.clone())
     # Horovod multiplies a sum by a rounded 1/size and cuts: 49 ones on 49 ranks would have the integer mean 0.
     whole_numbers = how.op == Average and not any(sent.is_floating_point() for sent in wires)
-    options = {
-        "name": name,
-        "op": Sum if whole_numbers else how.op,
-        "prescale_factor": how.prescale_factor,
-        "postscale_factor": how.postscale_factor,
-        "process_set": how.process_set,
-    }
+    sent_as = replace(how, op=Sum) if whole_numbers else how
     if len(wires) == 1:
-        parts = [native.allreduce_async_(wires[0], **options)]
+        parts = [sent_as.send(wires[0], name)]
     else:
-        parts = [native.grouped_allreduce_async_(wires, **options)]
+        parts = [engine.native().grouped_allreduce_async_(wires, name=name, **sent_as.options)]
     if counted and how.can_lose_ranks:
         parts.append(active_ranks_async(name))
     expected = how.process_set.size()
@@ -191,18 +198,18 @@ def grouped_allreduce(
     return [compression.decompress(t, context) for t, context in zip(reduced, contexts, strict=True)]
 
 
+def bf16_exchange(tensors: Sequence[Tensor], how: Reduction, name: str) -> bf16.Exchange:
+    """Start a sum or mean of `tensors` as bfloat16 on the wire and float32 in the sum."""
+    divisor = how.process_set.size() if how.op == Average else 1
+    factors = {"prescale": how.prescale_factor, "postscale": how.postscale_factor / divisor}
+    return bf16.Exchange(tensors, name=name, process_set=how.process_set, **factors)
+
+
 class _Bf16Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: Reduction, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.how = how
-        exchange = bf16.Exchange(
-            tensors,
-            name=name,
-            process_set=how.process_set,
-            prescale=how.prescale_factor,
-            postscale=how.postscale_factor / (how.process_set.size() if how.op == Average else 1),
-        )
-        return tuple(exchange.wait())
+        return tuple(bf16_exchange(tensors, how, name).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

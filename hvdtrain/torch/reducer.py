@@ -15,34 +15,34 @@ from torch.nn import Parameter
 
 from hvdtrain.distributed import launch_environment, tuning, wait_time, watchdog
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import bucket, engine, gradient_flags, reduction_unit
+from hvdtrain.torch import bucket, engine, gradient_flags
 from hvdtrain.torch.compression import BF16Compressor
+from hvdtrain.torch.engine import Average
 from hvdtrain.torch.handles import Handle
-from hvdtrain.torch.reduce_kinds import Average
 from hvdtrain.torch.reduce_ops import Reduction, active_ranks_async
-from hvdtrain.torch.reducer_options import ReducerOptions
-from hvdtrain.torch.reduction_unit import Unit
+from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
 
 
 @dataclass
 class _Step:
-    """What is known of the step under way."""
+    """What is known of the step in flight."""
 
-    started: list[Unit] = field(default_factory=list)
+    started: list[ReductionUnit] = field(default_factory=list)
     active: Handle | None = None
     numbers: Handle | None = None
 
 
 class Reducer:
-    """Owns the gradients' way over the ranks; the optimizer asks it to `synchronize` before each step.
+    """Reduces gradients over ranks, and owns the names of parameters; the optimizer calls `synchronize` before a step.
 
     A unit (a parameter, a group, or a bucket) is sent as soon as backward has made all of its gradients. In
-    `synchronize` the ranks first tell each other which gradients they have: what is missing on one rank counts as
-    zeros, what is missing on all stays missing, as it would in one process. After the first step, small gradients that
-    were dense on all ranks travel in buckets, and what ranks tell each other travels in front of the last one.
+    `synchronize` the ranks first exchange flags: which gradients they have. A gradient that is missing on one rank
+    counts as zeros; one that is missing on all ranks stays missing, as in one process. After the first step, small
+    gradients that were dense on all ranks travel in buckets, and the flags travel in front of the last bucket.
 
     Args:
-        named: all parameters with their names; equal names, shapes and order on all ranks.
+        named: parameters with their names, also those that the optimizer may get later; equal on all ranks.
+        groups: the optimizer's parameter groups: what is reduced.
         options: how to reduce.
         passes_per_step: backward passes that make up one gradient.
         hooked: False where gradients stay as they are (Adasum adds up steps instead).
@@ -51,6 +51,7 @@ class Reducer:
     def __init__(
         self,
         named: Sequence[tuple[str, Parameter]],
+        groups: Sequence[dict[str, Any]],
         options: ReducerOptions,
         passes_per_step: int,
         *,
@@ -59,65 +60,76 @@ class Reducer:
         self.options = options
         self.passes_per_step = passes_per_step
         self.is_synchronized = False
-        self._on_gpu = any(param.is_cuda for _, param in named)
-        self._names: dict[Parameter, str] = {}
-        self._passes: dict[Parameter, int] = {}  # backward passes since the last step
-        self._units: list[Unit] = []
-        self._unit_of: dict[Parameter, Unit] = {}
+        self._names: dict[Parameter, str] = {param: name for name, param in named}
+        self._passes: dict[Parameter, int] = {}  # since the last step, of each parameter that is reduced
+        self._on_gpu = False
+        self._units: list[ReductionUnit] = []
+        self._unit_of: dict[Parameter, ReductionUnit] = {}
         self._hooks: dict[Parameter, Any] = {}
-        self._step = _Step()
+        self._step, self._abandoned = _Step(), _Step()
         self._generation = engine.generation()
-        self._abandoned_active: Handle | None = None
-        self._abandoned_numbers: Handle | None = None
         self._packs = bucket.can_pack(options)
         self._dense: list[Parameter] | None = None  # whose gradients are, on all ranks, once that is known
-        self._closing: bucket.Bucket | None = None  # the bucket that waits for what ranks tell each other
+        self._closing: bucket.Bucket | None = None  # the bucket that is sent with the flags, in `synchronize`
         included = options.process_set.included() is not False
-        company = options.process_set.size() > 1 or launch_environment.reduces_alone()
-        self.is_distributed = bool(hooked and included and company)
-        self.extend(named)
+        has_company = options.process_set.size() > 1 or launch_environment.reduces_alone()
+        self.is_distributed = bool(hooked and included and has_company)
+        self.cover(groups)
 
     # Parameters
 
-    def extend(self, named: Sequence[tuple[str, Parameter]]) -> None:
-        """Reduce these parameters too, from the next step on."""
-        self._closing = None  # it has no room for what there is to tell of these
-        for name, param in named:
-            self._names[param] = name
-            self._passes[param] = 0
+    def name_of(self, param: Any) -> str:
+        """Return a parameter's name."""
+        return self._names[param]
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The parameters that are reduced."""
+        return list(self._passes)
+
+    def cover(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Reduce all parameters of an optimizer's groups, from the next step on."""
+        if all(param in self._passes for group in groups for param in group["params"]):
+            return
+        self._closing = None  # it has no room for the flags of the new ones
+        new = []
+        for i, group in enumerate(groups):
+            for j, param in enumerate(group["params"]):
+                if param not in self._passes:
+                    self._names.setdefault(param, f"allreduce.noname.{i}.{j}")
+                    self._passes[param] = 0
+                    new.append(param)
+        self._on_gpu = self._on_gpu or any(param.is_cuda for param in new)
         if self.is_distributed:
-            for members in reduction_unit.partition([p for _, p in named], self._names, self.options):
-                self._add_unit(self._unit(members))
-            self._watch()
+            for members in partition(new, self.options):
+                self._add_unit(ReductionUnit(members, self._names_of(members), self.options, self.scale))
+            self._add_hooks()
 
-    def _add_unit(self, unit: Unit) -> None:
+    def _names_of(self, params: Iterable[Parameter]) -> list[str]:
+        return [self._names[param] for param in params]
+
+    def _add_unit(self, unit: ReductionUnit) -> None:
         self._units.append(unit)
-        self._unit_of.update((p, unit) for p in unit.params)
-
-    def _unit(self, members: list[Parameter]) -> Unit:
-        return Unit(members, self._names_of(members), self.options, self.scale)
-
-    def _names_of(self, members: list[Parameter]) -> list[str]:
-        return [self._names[p] for p in members]
+        self._unit_of.update((param, unit) for param in unit.params)
 
     @property
     def packed(self) -> NDArray[np.uint8] | None:
         """For each parameter whether its gradient may travel in a bucket; None before ranks have found out.
 
-        Equal on all ranks. A run that goes on sets it before its first step, so that what is summed is cut as it was:
+        Equal on all ranks. A resumed run sets it before its first step, so that sums are cut into buckets as before:
         on three ranks or more the last bit depends on that.
         """
         if self._dense is None:
             return None
         dense = set(self._dense)
-        return np.array([param in dense for param in self._names], np.uint8)
+        return np.array([param in dense for param in self._passes], np.uint8)
 
     @packed.setter
     def packed(self, flags: NDArray[np.uint8]) -> None:
         self._renew()
-        if self._packs and self.is_distributed and len(flags) == len(self._names):
+        if self._packs and self.is_distributed and len(flags) == len(self._passes):
             self._unpack()
-            self._pack([param for param, flag in zip(self._names, flags, strict=True) if flag])
+            self._pack([param for param, flag in zip(self._passes, flags, strict=True) if flag])
 
     def _pack_what_is_dense(self, counts: gradient_flags.Counts | None) -> None:
         """Put small gradients that are dense on all ranks into buckets, from the next step on."""
@@ -134,10 +146,10 @@ class Reducer:
         packed = {param for members in buckets for param in members}
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:
-            last = members is buckets[-1] and bucket.can_tell(members[0], self.options)
-            header = 2 + 2 * len(self._names) if last else 0
+            is_last = members is buckets[-1] and bucket.can_carry_flags(members[0], self.options)
+            header = 2 + 2 * len(self._passes) if is_last else 0
             made = bucket.Bucket(members, self._names_of(members), self.options, self.scale, header=header)
-            self._closing = made if last else None
+            self._closing = made if is_last else None
             self._add_unit(made)
 
     def _unpack(self) -> None:
@@ -147,20 +159,11 @@ class Reducer:
         if not buckets:
             return
         self._units = [unit for unit in self._units if not isinstance(unit, bucket.Bucket)]
-        for unit in buckets:
-            for param in unit.params:
-                self._add_unit(self._unit([param]))
+        for param in [param for unit in buckets for param in unit.params]:
+            self._add_unit(ReductionUnit([param], [self._names[param]], self.options, self.scale))
         # The order in which ranks list their gradients, which a new rank takes from its parameters.
-        order = {param: index for index, param in enumerate(self._names)}
+        order = {param: index for index, param in enumerate(self._passes)}
         self._units.sort(key=lambda unit: order[unit.params[0]])
-
-    def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """Return the parameters that are reduced, with their names."""
-        return [(name, param) for param, name in self._names.items()]
-
-    def knows(self, params: Iterable[Any]) -> bool:
-        """Return whether all of these parameters are reduced."""
-        return self._names.keys() >= set(params)
 
     def detach(self) -> None:
         """Take the hooks off the parameters: another reducer takes over."""
@@ -168,18 +171,18 @@ class Reducer:
             hook.remove()
         self._hooks.clear()
 
-    def _watch(self) -> None:
-        # Also those unfrozen since the last step.
-        if len(self._hooks) == len(self._names):
+    def _add_hooks(self) -> None:
+        # Also to parameters that were unfrozen since the last step.
+        if len(self._hooks) == len(self._passes):
             return
-        this = weakref.ref(self)  # parameters outlive optimizers; a forgotten one must not go on reducing
+        this = weakref.ref(self)  # parameters outlive optimizers; a forgotten optimizer must not reduce
 
         def hook(param: Tensor) -> None:
             reducer = this()
             if reducer is not None:
                 reducer._on_gradient(param)  # type: ignore[arg-type]
 
-        for param in self._names:
+        for param in self._passes:
             if param.requires_grad and param.is_leaf and param not in self._hooks:
                 self._hooks[param] = param.register_post_accumulate_grad_hook(hook)
 
@@ -191,8 +194,8 @@ class Reducer:
         return 1.0 / self.passes_per_step if self.options.average_aggregated_gradients else 1.0
 
     @property
-    def is_under_way(self) -> bool:
-        """True from a step's first gradients that are sent, or wait to be, until they are reduced."""
+    def is_in_flight(self) -> bool:
+        """True from the first gradients of a step that are sent, or wait to be sent, until they are reduced."""
         self._renew()
         return bool(self._step.started) or any(unit.ready for unit in self._units)
 
@@ -204,7 +207,7 @@ class Reducer:
             unit.scale = self.scale
 
     def forget(self) -> None:
-        """Start the step anew; what is under way is waited for before its name is used again."""
+        """Drop the step in flight; its operations are waited for before their names are used again."""
         self._renew()
         self._abandon()
         self._end_step()
@@ -220,8 +223,7 @@ class Reducer:
     def _abandon(self) -> None:
         for unit in self._units:
             unit.abandon()
-        self._abandoned_active = self._step.active
-        self._abandoned_numbers = self._step.numbers
+        self._abandoned = self._step
 
     def _end_step(self) -> None:
         self._step = _Step()
@@ -245,12 +247,12 @@ class Reducer:
             if unit.ready == len(unit.params) and unit is not self._closing:
                 self._start(unit)
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: ReductionUnit) -> None:
         unit.start(self._all_active)
         self._step.started.append(unit)
 
     def _all_active(self) -> bool:
-        """Return whether no rank has joined; asked by bf16 buckets, which need everybody."""
+        """Return whether no rank has joined; bf16 units, which need all ranks, ask for it."""
         return not self._counts_ranks or self._active().wait() == self.options.process_set.size()
 
     @property
@@ -259,8 +261,8 @@ class Reducer:
 
     def _active(self) -> Handle:
         if self._step.active is None:
-            reduction_unit.drain(self._abandoned_active)
-            self._abandoned_active = None
+            drain(self._abandoned.active)
+            self._abandoned.active = None
             self._step.active = active_ranks_async("gradients")
         return self._step.active
 
@@ -270,7 +272,7 @@ class Reducer:
         Args:
             weight: what this rank's gradients weigh in the mean, such as the number of labels that count; all ranks
                 give one, or none does. The gradients were scaled as if all ranks' weights summed up to `expected`.
-            expected: where the weights sum up to something else, gradients are multiplied by expected / sum.
+            expected: where the weights sum up to another number, gradients are multiplied by expected / sum.
 
         Returns:
             The sum of the ranks' weights, the same number on all of them; None without weights.
@@ -285,7 +287,7 @@ class Reducer:
             self.is_synchronized = True
             return weight
         self._renew()
-        self._watch()
+        self._add_hooks()
         try:
             with wait_time.counted():
                 total = self._synchronize(weight, expected)
@@ -295,7 +297,7 @@ class Reducer:
         finally:
             self._end_step()
         self.is_synchronized = True
-        if self._on_gpu and tuning.gpu_async():  # no host waits: the watch looks whether the device ever comes by
+        if self._on_gpu and tuning.gpu_async():  # no host waits: the watchdog asks whether the device gets there
             behind = torch.cuda.Event()
             behind.record()
             watchdog.note_device(behind.query)
@@ -308,7 +310,7 @@ class Reducer:
         for unit in self._units:
             if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
                 self._start(unit)
-        found = self._tell_each_other(weight, size)
+        found = self._exchange_flags(weight, size)
         if found.counts is not None:
             self._start_what_others_have(found.counts)
         for unit in self._units:
@@ -335,7 +337,7 @@ class Reducer:
         """Take part in the reductions of gradients that this rank lacks."""
         for unit, (dense, sparse) in zip(self._units, counts, strict=True):
             if unit.takes_sparse and dense[0] and sparse[0]:
-                unit.reset()  # nobody will ever meet what was started: do not wait for it
+                unit.reset()  # no other rank takes part in what was started: do not wait for it
                 raise HvdTrainError(
                     f"The gradient of {unit.names[0]} is sparse on {sparse[0]} rank(s) and dense on {dense[0]}. Use "
                     "the same layer on every rank, or sparse_as_dense=True."
@@ -344,41 +346,33 @@ class Reducer:
             if not unit.is_started and (any(dense) or any(sparse)):
                 unit.start(self._all_active, sparse=bool(sparse[0]))
 
-    def _tell_each_other(self, weight: float | None, size: int) -> gradient_flags.Everywhere:
-        """Exchange which gradients ranks have, how many ranks are left, and what they weigh.
+    def _exchange_flags(self, weight: float | None, size: int) -> gradient_flags.AllRanks:
+        """Exchange which gradients ranks have, how many ranks are active, and what they weigh.
 
-        The numbers travel with the last bucket where there is one, and so are reduced as gradients are.
+        The numbers travel with the last bucket where there is one, and are reduced as gradients are.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
         how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
-        told = gradient_flags.Told(received, how, size, self._counts_ranks)
-        return told.compared_with(flags, [len(unit.params) for unit in self._units], weighted=weight is not None)
+        found = gradient_flags.GradientFlags(received, how, size, self._counts_ranks)
+        return found.compared_with(flags, [len(unit.params) for unit in self._units], weighted=weight is not None)
 
     def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
-        """Return how `numbers` were reduced, and what came of them; they travel with the last gradients."""
+        """Return how `numbers` were reduced, and the result; they travel with the last gradients."""
         if self._closing is not None:
             self._step.started.append(self._closing)
             return self._closing.how, self._closing.exchange(numbers, self._all_active)
-        reduction_unit.drain(self._abandoned_numbers)
-        self._abandoned_numbers = None
-        how = reduction_unit.reduction(self.options, self.scale)
+        drain(self._abandoned.numbers)
+        self._abandoned.numbers = None
+        how = reduction(self.options, self.scale)
         vector = torch.tensor(numbers)
-        part = engine.native().allreduce_async_(
-            vector,
-            name="gradients.present",
-            op=how.op,
-            prescale_factor=how.prescale_factor,
-            postscale_factor=how.postscale_factor,
-            process_set=self.options.process_set,
-        )
-        self._step.numbers = Handle([part], lambda _: None)
+        self._step.numbers = Handle([how.send(vector, "gradients.present")], lambda _: None)
         self._step.numbers.wait()
         received: list[float] = vector.tolist()
         return how, received
 
     def scale_gradients(self) -> None:
-        """Average the gradients over the step's backward passes, where asked for, without any reduction."""
+        """Average the gradients over the step's backward passes, if so requested, without any reduction."""
         if self.scale != 1.0 and self.options.process_set.included() is not False:
-            for param in self._names:
+            for param in self._passes:
                 if param.grad is not None:
                     param.grad.mul_(self.scale)

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain.torch import bf16, engine, wire
-from hvdtrain.torch.compression import BF16Compressor, NoneCompressor
+from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor
+from hvdtrain.torch.engine import Average, Sum
 from hvdtrain.torch.handles import Handle
-from hvdtrain.torch.reduce_kinds import Average, Sum
-from hvdtrain.torch.reduce_ops import Reduction, sparse_allreduce_async, submit
-
-if TYPE_CHECKING:
-    from hvdtrain.torch.reducer_options import ReducerOptions
+from hvdtrain.torch.reduce_ops import Reduction, bf16_exchange, sparse_allreduce_async, submit
 
 _BUCKET_BYTES = 25 * 2**20  # alltoall is not fused by Horovod, so bf16 fuses here; backward still overlaps
 
 
-def partition(
-    params: Sequence[Parameter], names: Mapping[Parameter, str], options: ReducerOptions
-) -> list[list[Parameter]]:
+@dataclass(frozen=True)
+class ReducerOptions:
+    """How gradients are to be reduced; see `DistributedOptimizer`."""
+
+    compression: Any = Compression.none
+    op: int = Average
+    gradient_predivide_factor: float = 1.0
+    groups: Any = None
+    sparse_as_dense: bool = False
+    process_set: Any = None
+    average_aggregated_gradients: bool = False
+
+
+def partition(params: Sequence[Parameter], options: ReducerOptions) -> list[list[Parameter]]:
     """Return the parameters that are sent together, in an order that all ranks share."""
     if isinstance(options.groups, int) and options.groups > 0:
         quotient, rest = divmod(len(params), options.groups)
@@ -61,7 +70,7 @@ def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
     return buckets
 
 
-class Unit:
+class ReductionUnit:
     """Gradients that are sent as one.
 
     Args:
@@ -83,7 +92,8 @@ class Unit:
         self.ready = 0
         self._direct: int | None = None  # Horovod's own handle, where the gradient itself is sent
         self._handle: Any = None
-        self._sent: list[Tensor] = []  # what `finish` copies from, or None where the gradient itself was sent
+        self._sent: list[Tensor] = []  # empty where the gradient itself was sent, or a sparse one
+        self._compression: Any = NoneCompressor
         self._contexts: list[Any] = []
         self._flags: list[bool] = []
         self._abandoned: Any = None
@@ -105,7 +115,7 @@ class Unit:
 
     @property
     def takes_sparse(self) -> bool:
-        """True if a sparse gradient is sent as such: it is made dense in company."""
+        """True if a sparse gradient is sent as such; in a group it is made dense."""
         return len(self.params) == 1 and not self._options.sparse_as_dense
 
     def flags(self) -> list[bool]:
@@ -124,9 +134,7 @@ class Unit:
             all_active: says whether no rank has joined.
             sparse: the missing gradient is sparse on other ranks.
         """
-        if self._abandoned is not None:
-            drain(self._abandoned)
-            self._abandoned = None
+        self._drain()
         self._flags = self.flags()
         options = self._options
         grad = self.params[0].grad
@@ -136,38 +144,22 @@ class Unit:
             self._start_sparse()
             return
         tensors = [dense_gradient(p) for p in self.params]
-        how = self.how
         if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
-            self._contexts = []
-            self._sent = tensors
-            self._handle = bf16.Exchange(
-                tensors,
-                name=self.names[0],
-                process_set=how.process_set,
-                prescale=how.prescale_factor,
-                postscale=how.postscale_factor / (how.process_set.size() if how.op == Average else 1),
-            )
+            self._contexts, self._sent = [], tensors
+            self._handle = bf16_exchange(tensors, self.how, self.names[0])
             return
         # bf16 without all ranks: as it is, since joined ranks can only take part in an allreduce
-        compression = NoneCompressor if options.compression is BF16Compressor else options.compression
-        compressed = [compression.compress(t) for t in tensors]
+        self._compression = NoneCompressor if options.compression is BF16Compressor else options.compression
+        compressed = [self._compression.compress(t) for t in tensors]
         self._sent = [t for t, _ in compressed]
         self._contexts = [context for _, context in compressed]
-        self._handle = submit(self._sent, how, name=self.names[0], in_place=True, counted=False)
+        self._handle = submit(self._sent, self.how, name=self.names[0], in_place=True, counted=False)
 
     def _start_direct(self, grad: Tensor) -> bool:
-        """Give the gradient itself to Horovod, if it can be: backward waits for this, so it is kept short."""
+        """Give the gradient itself to Horovod, if possible; short, since backward waits for it."""
         if self._options.compression is not NoneCompressor or not wire.is_native(grad):
             return False
-        how = self.how
-        self._direct = engine.native().allreduce_async_(
-            grad,
-            name=self.names[0],
-            op=how.op,
-            prescale_factor=how.prescale_factor,
-            postscale_factor=how.postscale_factor,
-            process_set=how.process_set,
-        )
+        self._direct = self.how.send(grad, self.names[0])
         return True
 
     def _start_sparse(self) -> None:
@@ -181,15 +173,14 @@ class Unit:
                 check_invariants=False,  # torch warns where it is not said
             )
         self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
-        self._sent = []
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and put the results into the gradients.
 
         Args:
-            present: for each parameter, whether any rank has a gradient; one that nobody has stays None. None: all
-                ranks have those that this one has.
-            correction: multiplies the results; not 1 where ranks have joined.
+            present: for each parameter, whether any rank has a gradient; one that no rank has stays None. None: all
+                ranks have the gradients that this one has.
+            correction: multiplies the results.
         """
         if self._direct is not None:
             engine.native().synchronize(self._direct)
@@ -197,36 +188,34 @@ class Unit:
             if correction != 1.0 and grad is not None:
                 grad.detach().mul_(correction)
             return
-        handle, options = self._handle, self._options
-        if isinstance(handle, Handle) and not self._sent:
-            param = self.params[0]
-            param.grad = (handle.wait() * (self.scale * correction)).coalesce()
+        results = self._handle.wait()
+        if not self._sent:  # a sparse gradient
+            self.params[0].grad = (results * (self.scale * correction)).coalesce()
             return
-        results = handle.wait()
-        if self._contexts and options.compression is not BF16Compressor:
-            results = [
-                options.compression.decompress(t, context)
-                for t, context in zip(results, self._contexts, strict=True)
-            ]  # fmt: skip
+        if self._contexts:
+            pairs = zip(results, self._contexts, strict=True)
+            results = [self._compression.decompress(tensor, context) for tensor, context in pairs]
         there = [p.grad is not None for p in self.params] if present is None else present
         for param, result, wanted in zip(self.params, results, there, strict=True):
-            if not wanted:
-                continue
-            if correction != 1.0:
-                result.mul_(correction)
-            store_gradient(param, result)
+            if wanted:
+                store_gradient(param, result.mul_(correction) if correction != 1.0 else result)
 
     def begin_second_half(self) -> None:
-        """Let a bf16 exchange go on, so that several do at once."""
+        """Start the second half of a bf16 exchange, so that several are in flight at once."""
         if isinstance(self._handle, bf16.Exchange):
             self._handle.add_up()
 
     def abandon(self) -> None:
-        """Leave what is under way to itself; the next `start` waits for it, since its name is taken until then."""
+        """Leave what is in flight to itself; the next `start` waits for it, since its name is taken until then."""
         if self._direct is not None:
             self._abandoned = Handle([self._direct], lambda _: None)
         elif self._handle is not None:
             self._abandoned = self._handle
+
+    def _drain(self) -> None:
+        """Wait for what an abandoned step has in flight, which would write over the next step's numbers."""
+        drain(self._abandoned)
+        self._abandoned = None
 
     def reset(self) -> None:
         """Forget this step."""

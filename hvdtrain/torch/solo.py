@@ -14,9 +14,6 @@ from torch import Tensor
 
 from hvdtrain.distributed import world
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch.reduce_kinds import Adasum, Average, Max, Min, Product, Sum
-
-__all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum"]
 
 
 class HorovodInternalError(RuntimeError):
@@ -233,7 +230,7 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: Any = None, process
 
 
 def reducescatter_async(
-    tensor: Tensor, name: Any = None, op: Any = Average, process_set: Any = None,
+    tensor: Tensor, name: Any = None, op: Any = None, process_set: Any = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
     """Return a handle on a scaled copy of `tensor`."""
@@ -241,7 +238,7 @@ def reducescatter_async(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor], name: Any = None, op: Any = Average, process_set: Any = None,
+    tensors: Sequence[Tensor], name: Any = None, op: Any = None, process_set: Any = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
     """`reducescatter_async` for each tensor, under one handle."""

@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.distributed import launch_environment
 from hvdtrain.torch import engine
+from hvdtrain.torch.engine import Sum
 from hvdtrain.torch.gather_ops import allgather_async
-from hvdtrain.torch.reduce_kinds import Sum
 from hvdtrain.torch.reduce_ops import Reduction, submit
 
 

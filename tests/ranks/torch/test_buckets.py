@@ -222,7 +222,7 @@ def test_a_run_that_starts_over_lists_its_units_as_a_new_rank_would(hvd, kind, m
     engine.start_over()
     step(optimizer, model, hvd.rank())
     engine.start_over()
-    assert not optimizer._hvd_reducer.is_under_way
+    assert not optimizer._hvd_reducer.is_in_flight
     assert listed(optimizer) == new
 
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import hvdtrain.torch as drop_in
-from hvdtrain.torch import reduce_kinds, solo
+from hvdtrain.torch import engine, solo
 
 # All public names of horovod.torch 0.28.1, so that the claim is tested where Horovod is not installed too.
 _NAMES = """
@@ -68,7 +68,7 @@ def test_arguments_are_horovods_in_its_order():
         assert ours[: len(wanted)] == wanted, name
     for name in ("init", "shutdown", "size", "rank", "is_initialized"):
         assert callable(getattr(solo, name))
-    assert reduce_kinds.Average == 0
+    assert engine.Average == 0
 
 
 CODE = """
