@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, shutdown
-from hvdtrain.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from hvdtrain.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from hvdtrain.torch.gather_ops import (
     allgather,
     allgather_async,
@@ -29,7 +29,6 @@ from hvdtrain.torch.gather_ops import (
     reducescatter_async,
 )
 from hvdtrain.torch.handles import poll, synchronize
-from hvdtrain.torch.objects import allgather_object, broadcast_object
 from hvdtrain.torch.optimizer import DistributedOptimizer
 from hvdtrain.torch.reduce_ops import (
     allreduce,

@@ -17,7 +17,7 @@ def check_agreement(named: Sequence[tuple[str, Parameter]], process_set: Any) ->
     Raises:
         DesyncError: on every rank, naming the first parameter that differs.
     """
-    from hvdtrain.torch.objects import allgather_object
+    from hvdtrain.torch.functions import allgather_object
 
     # Under elastic a new rank builds its model alone, before it meets the others.
     if process_set.included() is False or process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":

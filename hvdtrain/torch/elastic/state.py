@@ -10,8 +10,7 @@ import torch
 from hvdtrain.distributed.elastic import ObjectState
 from hvdtrain.torch import engine
 from hvdtrain.torch.elastic.sampler import ElasticSampler
-from hvdtrain.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from hvdtrain.torch.objects import broadcast_object
+from hvdtrain.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
 def _rank() -> int:
