@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch import engine
+from hvdtrain.torch.handles import Handle
 
 
-class Exchange:
-    """One reduction in flight, of several tensors.
+class Exchange(Handle):
+    """A handle on one reduction of several tensors; gives them reduced, in the types and shapes of those given.
 
     Args:
         tensors: floating point, on one device; shapes equal on all ranks.
@@ -31,56 +32,34 @@ class Exchange:
         self, tensors: Sequence[Tensor], *, name: str, process_set: Any, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
         self._like = [(t.shape, t.dtype) for t in tensors]
-        self._name, self._process_set, self._postscale = name, process_set, postscale
-        self._size = process_set.size()
-        total = sum(t.numel() for t in tensors)
-        shard = -(-total // self._size)
-        device = tensors[0].device
-        bits = torch.zeros(self._size * shard, dtype=torch.bfloat16, device=device)
+        self._process_set, self._postscale = process_set, postscale
+        size = process_set.size()
+        shard = -(-sum(t.numel() for t in tensors) // size)
+        bits = torch.zeros(size * shard, dtype=torch.bfloat16, device=tensors[0].device)
         offset = 0
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
             bits[offset : offset + flat.numel()] = flat * prescale if prescale != 1.0 else flat
             offset += flat.numel()
-        self._native = engine.native()
-        self._generation = engine.generation()
-        self._scatter: Any = self._native.alltoall_async(
+        scatter = engine.native().alltoall_async(
             bits.view(torch.float16), name=f"{name}.scatter", process_set=process_set
         )
-        self._gather: Any = None
-
-    @property
-    def is_stale(self) -> bool:
-        """True if Horovod was shut down since."""
-        return self._generation != engine.generation()
-
-    def poll(self) -> bool:
-        """True when `wait` will not block; may start the second half."""
-        if self._gather is None:
-            if not self._native.poll(self._scatter):
-                return False
-            self.add_up()
-        return bool(self._native.poll(self._gather))
+        self._first_half = Handle([scatter], self._start_second_half, name)
+        super().__init__([self._first_half], self._split, name)
 
     def add_up(self) -> None:
         """Wait for the first half, add this rank's shard up, and start the second half."""
-        if self._gather is not None:
-            return
-        received, _ = self._native.synchronize(self._scatter)
+        self._first_half.wait()
+
+    def _start_second_half(self, scattered: tuple[Tensor, Tensor]) -> Any:
         # (size, shard): one row a rank, added up in rank order
-        mine = received.view(torch.bfloat16).view(self._size, -1).float().sum(0)
+        mine = scattered[0].view(torch.bfloat16).view(self._process_set.size(), -1).float().sum(0)
         if self._postscale != 1.0:
             mine *= self._postscale
-        self._gather = self._native.allgather_async(
-            mine.to(torch.bfloat16).view(torch.float16), name=f"{self._name}.gather", process_set=self._process_set
-        )
+        bits = mine.to(torch.bfloat16).view(torch.float16)
+        return engine.native().allgather_async(bits, name=f"{self.name}.gather", process_set=self._process_set)
 
-    def wait(self) -> list[Tensor]:
-        """Return the reduced tensors, in the types and shapes of those given."""
-        self.add_up()
-        bits = self._native.synchronize(self._gather).view(torch.bfloat16)
-        results, offset = [], 0
-        for shape, dtype in self._like:
-            results.append(bits[offset : offset + shape.numel()].view(shape).to(dtype))
-            offset += shape.numel()
-        return results
+    def _split(self, gather: Any) -> list[Tensor]:
+        bits = engine.native().synchronize(gather).view(torch.bfloat16)
+        parts = bits[: sum(shape.numel() for shape, _ in self._like)].split([shape.numel() for shape, _ in self._like])
+        return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, self._like, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,21 @@ from hvdtrain.torch.handles import Handle
 from hvdtrain.torch.reduce_ops import Reduction, submit
 
 
+def _start(
+    kind: str, sent: list[Tensor], back: Callable[..., Tensor], like: Sequence[Tensor], name: str, **options: Any
+) -> Handle:
+    """Start an operation of Horovod on one tensor, or its grouped form on several; the handle gives a list."""
+    native, dtypes = engine.native(), [t.dtype for t in like]
+    if len(sent) == 1:
+        part = getattr(native, kind)(sent[0], name=name, **options)
+        return Handle([part], lambda received: [back(received, *dtypes)], name)
+    part = getattr(native, f"grouped_{kind}")(sent, name=name, **options)
+    return Handle([part], lambda received: list(map(back, received, dtypes)), name)
+
+
 def _mean_of(grads: Sequence[Tensor], process_set: Any) -> list[Tensor]:
     name = engine.auto_name("allreduce", process_set)
-    reduced: list[Tensor] = submit(grads, Reduction(process_set=process_set), name=name, in_place=False).wait()
+    reduced: list[Tensor] = submit(grads, Reduction(process_set=process_set), name=name).wait()
     return reduced
 
 
@@ -30,22 +42,12 @@ def grouped_allgather_async(tensors: Sequence[Tensor], name: str | None = None, 
     process_set = engine.global_set(process_set)
     name = name or engine.auto_name("allgather", process_set)
     sent = [wire.to_move(t) for t in tensors]
-    if len(sent) == 1:
-        part = engine.native().allgather_async(sent[0], name=name, process_set=process_set)
-    else:
-        part = engine.native().grouped_allgather_async(sent, name=name, process_set=process_set)
-    dtypes = [t.dtype for t in tensors]
-
-    def finish(received: Any) -> list[Tensor]:
-        several = [received] if len(dtypes) == 1 else received
-        return [wire.from_move(t, dtype) for t, dtype in zip(several, dtypes, strict=True)]
-
-    return Handle([part], finish, name)
+    return _start("allgather_async", sent, wire.from_move, tensors, name, process_set=process_set)
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Handle:
     """Start an allgather and return a handle; see `allgather`."""
-    return Handle([grouped_allgather_async([tensor], name, process_set)], lambda results: results[0])
+    return grouped_allgather_async([tensor], name, process_set).first()
 
 
 class _Allgather(torch.autograd.Function):
@@ -188,27 +190,12 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Start a grouped reducescatter; the handle gives a list of tensors. See `reducescatter`."""
     process_set = engine.global_set(process_set)
-    native = engine.native()
+    name = name or engine.auto_name("reducescatter", process_set)
     sent = [wire.to_reduce(t) for t in tensors]
     if prescale_factor != 1.0:  # Horovod would do it in its fusion buffer, and refuse what is larger
         sent = [(t * prescale_factor).to(t.dtype) for t in sent]
-    options = {
-        "name": name or engine.auto_name("reducescatter", process_set),
-        "op": op,
-        "process_set": process_set,
-        "postscale_factor": postscale_factor,
-    }
-    if len(sent) == 1:
-        part = native.reducescatter_async(sent[0], **options)
-    else:
-        part = native.grouped_reducescatter_async(sent, **options)
-    dtypes = [t.dtype for t in tensors]
-
-    def finish(received: Any) -> list[Tensor]:
-        several = [received] if len(dtypes) == 1 else received
-        return [t.to(dtype) for t, dtype in zip(several, dtypes, strict=True)]
-
-    return Handle([part], finish, options["name"])
+    options = {"op": op, "process_set": process_set, "postscale_factor": postscale_factor}
+    return _start("reducescatter_async", sent, Tensor.to, tensors, name, **options)
 
 
 def reducescatter_async(
@@ -220,8 +207,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter and return a handle; see `reducescatter`."""
-    several = grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
-    return Handle([several], lambda results: results[0])
+    return grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor).first()
 
 
 class _Reducescatter(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""A handle on an operation in flight, which may consist of several native operations."""
+"""A handle on an operation in flight, which may consist of several native ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdtrain.torch import engine
 
 
 class Handle:
-    """One operation in flight; pass it to `poll` or `synchronize`, or call it to wait.
+    """One operation in flight; `poll` and `synchronize` take it, and calling it waits too.
 
     Args:
         parts: native handles, or other handles, that must be done first.
@@ -51,6 +51,10 @@ class Handle:
         return self._result
 
     __call__ = wait
+
+    def first(self) -> Handle:
+        """Return a handle on the first of this one's results."""
+        return Handle([self], lambda results: results[0])
 
     @property
     def is_stale(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from hvdtrain.torch import bf16, engine, wire
 from hvdtrain.torch.compression import BF16Compressor, Compression
 from hvdtrain.torch.engine import Adasum, Average, Sum
-from hvdtrain.torch.handles import Handle, synchronize
+from hvdtrain.torch.handles import Handle
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Reduction:
 
     @property
     def can_lose_ranks(self) -> bool:
-        """True if ranks that joined would make the mean too small: its divisor must be asked for."""
+        """True if ranks that joined would make the mean too small: ranks must count the active ones."""
         return self.op == Average and engine.is_global(self.process_set) and engine.native().size() > 1
 
 
 def resolve_op(op: int | None, average: bool | None) -> int:
-    """Return the operation asked for, in Horovod's new or old words."""
+    """Return the operation, requested in Horovod's new or old words."""
     if op is not None:
         if average is not None:
             raise ValueError(f"op supersedes average; give one of them. Received: op={op}, average={average}")
@@ -58,13 +58,15 @@ def resolve_op(op: int | None, average: bool | None) -> int:
 
 
 def active_ranks_async(name: str) -> Handle:
-    """Count the ranks that have not joined: each sends a one, and who joined sends Horovod's zero."""
+    """Count the ranks that have not joined: each sends a one; for a rank that joined, Horovod sends a zero."""
     ones = torch.ones(1)
     part = engine.native().allreduce_async_(ones, name=f"{name}.active", op=Sum)
     return Handle([part], lambda total: round(float(total)))
 
 
-def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bool, counted: bool = True) -> Handle:
+def submit(
+    tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bool = False, counted: bool = True
+) -> Handle:
     """Start one reduction of `tensors`, as one group if there are several; the handle gives a list of tensors.
 
     Args:
@@ -72,7 +74,7 @@ def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bo
         how: operation, factors, process set.
         name: equal on all ranks.
         in_place: write the results into `tensors` and return those.
-        counted: for a mean, ask how many ranks are left and divide by that; False if the caller does.
+        counted: for a mean, count the active ranks and divide by that; False if the caller does.
     """
     if how.op == Adasum:
         check_adasum(tensors[0])
@@ -109,6 +111,13 @@ def submit(tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bo
     return Handle(parts, finish, name)
 
 
+def bf16_exchange(tensors: Sequence[Tensor], how: Reduction, *, name: str) -> bf16.Exchange:
+    """Start a sum or mean of `tensors` as bfloat16 on the wire and float32 in the sum."""
+    divisor = how.process_set.size() if how.op == Average else 1
+    factors = {"prescale": how.prescale_factor, "postscale": how.postscale_factor / divisor}
+    return bf16.Exchange(tensors, name=name, process_set=how.process_set, **factors)
+
+
 def check_adasum(tensor: Tensor) -> None:
     """Raise ValueError where Horovod has no Adasum: it runs over MPI alone, on GPUs too.
 
@@ -126,14 +135,14 @@ class _Allreduce(torch.autograd.Function):
     """The gradient of a reduction is the same reduction of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, how: Reduction, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.how, ctx.count = how, len(tensors)
-        return tuple(submit(tensors, how, name=name, in_place=False).wait())
+    def forward(ctx: Any, start: Callable[..., Handle], how: Reduction, name: str, *tensors: Tensor) -> Any:
+        ctx.start, ctx.how = start, how
+        return tuple(start(tensors, how, name=name).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         name = engine.auto_name("allreduce", ctx.how.process_set)
-        return (None, None, *submit(grads, ctx.how, name=name, in_place=False).wait())
+        return (None, None, None, *_Allreduce.apply(ctx.start, ctx.how, name, *grads))
 
 
 def _options(
@@ -192,29 +201,10 @@ def grouped_allreduce(
     if compression is BF16Compressor and how.op in (Average, Sum) and how.process_set.size() > 1:
         active = active_ranks_async(name).wait() if engine.is_global(how.process_set) else how.process_set.size()
         if active == how.process_set.size():  # Horovod has no alltoall with ranks that joined
-            return list(_Bf16Allreduce.apply(how, name, *tensors))
+            return list(_Allreduce.apply(bf16_exchange, how, name, *tensors))
     compressed, contexts = zip(*(compression.compress(t) for t in tensors), strict=True)
-    reduced = _Allreduce.apply(how, name, *compressed)
+    reduced = _Allreduce.apply(submit, how, name, *compressed)
     return [compression.decompress(t, context) for t, context in zip(reduced, contexts, strict=True)]
-
-
-def bf16_exchange(tensors: Sequence[Tensor], how: Reduction, name: str) -> bf16.Exchange:
-    """Start a sum or mean of `tensors` as bfloat16 on the wire and float32 in the sum."""
-    divisor = how.process_set.size() if how.op == Average else 1
-    factors = {"prescale": how.prescale_factor, "postscale": how.postscale_factor / divisor}
-    return bf16.Exchange(tensors, name=name, process_set=how.process_set, **factors)
-
-
-class _Bf16Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, how: Reduction, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.how = how
-        return tuple(bf16_exchange(tensors, how, name).wait())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        name = engine.auto_name("allreduce", ctx.how.process_set)
-        return (None, None, *_Bf16Allreduce.apply(ctx.how, name, *grads))
 
 
 def allreduce_async(
@@ -228,7 +218,7 @@ def allreduce_async(
 ) -> Handle:
     """Start an allreduce and return a handle on the result; see `allreduce`."""
     how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
-    return _first(submit([tensor], how, name=name, in_place=False))
+    return submit([tensor], how, name=name).first()
 
 
 def allreduce_async_(
@@ -242,7 +232,7 @@ def allreduce_async_(
 ) -> Handle:
     """Start an allreduce in place; leave `tensor` alone until `synchronize`. See `allreduce`."""
     how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
-    return _first(submit([tensor], how, name=name, in_place=True))
+    return submit([tensor], how, name=name, in_place=True).first()
 
 
 def allreduce_(
@@ -269,7 +259,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start a grouped allreduce and return a handle on the list of results; see `allreduce`."""
     how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
-    return submit(tensors, how, name=name, in_place=False)
+    return submit(tensors, how, name=name)
 
 
 def grouped_allreduce_async_(
@@ -333,9 +323,9 @@ def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any 
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until every rank says so.
+    """Report that this rank has no more data, and wait until every rank reports it.
 
-    Meanwhile the others go on reducing, and this rank adds zeros; their means are over the ranks still there.
+    Meanwhile the others continue to reduce, and this rank adds zeros; their means are over the active ranks.
 
     Args:
         device: GPU on which to add zeros to the others' tensors on GPUs; -1 is this rank's.
@@ -345,7 +335,7 @@ def join(device: int = -1) -> int:
     """
     native = engine.native()
     if device == -1 and torch.cuda.is_initialized() and native.cuda_built():
-        device = torch.cuda.current_device()  # zeros on the CPU would meet nobody who waits in NCCL
+        device = torch.cuda.current_device()  # zeros on the CPU would never meet what other ranks wait for in NCCL
     last = int(native.join(device))
     engine.joined_together()
     return last
@@ -354,23 +344,3 @@ def join(device: int = -1) -> int:
 def barrier(process_set: Any = None) -> None:
     """Return once every rank of the process set (None: all) has called it."""
     engine.native().barrier(process_set=engine.global_set(process_set))
-
-
-def _first(handle: Handle) -> Handle:
-    return Handle([handle], lambda results: results[0])
-
-
-__all__ = [
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "barrier",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "join",
-    "sparse_allreduce_async",
-    "synchronize",
-]

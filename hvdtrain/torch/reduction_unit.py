@@ -146,7 +146,7 @@ class ReductionUnit:
         tensors = [dense_gradient(p) for p in self.params]
         if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
             self._contexts, self._sent = [], tensors
-            self._handle = bf16_exchange(tensors, self.how, self.names[0])
+            self._handle = bf16_exchange(tensors, self.how, name=self.names[0])
             return
         # bf16 without all ranks: as it is, since joined ranks can only take part in an allreduce
         self._compression = NoneCompressor if options.compression is BF16Compressor else options.compression

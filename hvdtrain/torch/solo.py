@@ -23,11 +23,8 @@ class HorovodInternalError(RuntimeError):
 class ProcessSet:
     """A set of ranks that run collectives together; alone, rank 0 is all there is.
 
-    Args:
-        ranks_or_comm: the ranks.
-
     Raises:
-        ValueError: not a list of whole numbers.
+        ValueError: `ranks_or_comm` is not a list of whole numbers.
     """
 
     process_set_id: int | None = None
@@ -66,7 +63,7 @@ _set_ids = itertools.count(1)
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Note that the run began; there is nobody to meet."""
+    """Note that the run began, and register process sets."""
     global _initialized
     _initialized = True
     if process_sets and not isinstance(process_sets, str):
@@ -92,29 +89,45 @@ def is_initialized() -> bool:
     return True
 
 
-def _number(value: int) -> int:
-    if not is_initialized():
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return value
-
-
 def size() -> int:
     """Return 1."""
-    return _number(1)
+    return 1 + rank()
 
 
-def rank() -> int:
+def rank(*_: Any, **__: Any) -> int:
     """Return 0."""
-    return _number(0)
-
-
-local_size = cross_size = size
-local_rank = cross_rank = rank
+    if not is_initialized():
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return 0
 
 
 def is_homogeneous() -> bool:
     """Return True: one host, one rank."""
     return True
+
+
+def _no() -> bool:
+    return False
+
+
+local_size = cross_size = size
+local_rank = cross_rank = rank
+join = rank  # the last rank to join is the only one
+mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = _no
+nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _no
+
+
+def barrier(process_set: Any = None) -> None:
+    """Return at once."""
+    rank()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Do nothing: no communication, no timeline."""
+
+
+def stop_timeline() -> None:
+    """Do nothing."""
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -139,24 +152,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _no() -> bool:
-    return False
+# Operations, with those of Horovod's arguments that change a result where there is one rank.
 
 
-mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = _no
-nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _no
-
-
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Do nothing: no communication, no timeline."""
-
-
-def stop_timeline() -> None:
-    """Do nothing."""
-
-
-def _keep(result: Any) -> int:
-    _number(0)
+def _handle_on(result: Any) -> int:
+    rank()
     handle = next(_handles)
     _results[handle] = result
     return handle
@@ -172,45 +172,44 @@ def synchronize(handle: int) -> Any:
     return _results.pop(handle, None)
 
 
-def _scaled(tensor: Tensor, prescale_factor: float, postscale_factor: float) -> Tensor:
+def _scaled(tensor: Tensor, prescale_factor: float = 1.0, postscale_factor: float = 1.0, **_: Any) -> Tensor:
     factor = prescale_factor * postscale_factor
     return tensor.clone() if factor == 1.0 else (tensor * factor).to(tensor.dtype)
 
 
-def allreduce_async(
-    tensor: Tensor, average: Any = None, name: Any = None, op: Any = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
-) -> int:  # fmt: skip
-    """Return a handle on a scaled copy of `tensor`."""
-    return _keep(_scaled(tensor, prescale_factor, postscale_factor))
-
-
-def allreduce_async_(
-    tensor: Tensor, average: Any = None, name: Any = None, op: Any = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: Any = None,
-) -> int:  # fmt: skip
+def allreduce_async_(tensor: Tensor, **options: Any) -> int:
     """Scale `tensor` in place and return a handle on it."""
-    if prescale_factor * postscale_factor != 1.0:
-        tensor.detach().copy_(_scaled(tensor, prescale_factor, postscale_factor))
-    return _keep(tensor)
+    if options.get("prescale_factor", 1.0) * options.get("postscale_factor", 1.0) != 1.0:
+        tensor.detach().copy_(_scaled(tensor, **options))
+    return _handle_on(tensor)
 
 
-def grouped_allreduce_async_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
+def grouped_allreduce_async_(tensors: Sequence[Tensor], **options: Any) -> int:
     """`allreduce_async_` for each tensor, under one handle."""
-    return _keep(tuple(synchronize(allreduce_async_(t, *args, **kwargs)) for t in tensors))
+    return _handle_on(tuple(synchronize(allreduce_async_(t, **options)) for t in tensors))
 
 
-def allgather_async(tensor: Tensor, name: Any = None, process_set: Any = None) -> int:
+def reducescatter_async(tensor: Tensor, **options: Any) -> int:
+    """Return a handle on a scaled copy of `tensor`."""
+    return _handle_on(_scaled(tensor, **options))
+
+
+def grouped_reducescatter_async(tensors: Sequence[Tensor], **options: Any) -> int:
+    """`reducescatter_async` for each tensor, under one handle."""
+    return _handle_on(tuple(_scaled(t, **options) for t in tensors))
+
+
+def allgather_async(tensor: Tensor, **options: Any) -> int:
     """Return a handle on a copy of `tensor`."""
-    return _keep(tensor.clone())
+    return _handle_on(tensor.clone())
 
 
-def grouped_allgather_async(tensors: Sequence[Tensor], name: Any = None, process_set: Any = None) -> int:
+def grouped_allgather_async(tensors: Sequence[Tensor], **options: Any) -> int:
     """Return a handle on copies of `tensors`."""
-    return _keep(tuple(t.clone() for t in tensors))
+    return _handle_on(tuple(t.clone() for t in tensors))
 
 
-def broadcast_async_(tensor: Tensor, root_rank: int, name: Any = None, process_set: Any = None) -> int:
+def broadcast_async_(tensor: Tensor, root_rank: int, **options: Any) -> int:
     """Return a handle on `tensor`.
 
     Raises:
@@ -218,38 +217,12 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: Any = None, process_s
     """
     if root_rank != 0:
         raise ValueError(f"There is one process, rank 0. Received: root_rank={root_rank}")
-    return _keep(tensor)
+    return _handle_on(tensor)
 
 
-def alltoall_async(tensor: Tensor, splits: Any = None, name: Any = None, process_set: Any = None) -> int:
+def alltoall_async(tensor: Tensor, splits: Any = None, **options: Any) -> int:
     """Return a handle on (copy of `tensor`, number of rows)."""
     received = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int32)
     if splits is not None and int(torch.as_tensor(splits).sum()) != int(received[0]):
         raise ValueError(f"splits must add up to the {int(received[0])} rows of the tensor. Received: {splits}")
-    return _keep((tensor.clone(), received))
-
-
-def reducescatter_async(
-    tensor: Tensor, name: Any = None, op: Any = None, process_set: Any = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:  # fmt: skip
-    """Return a handle on a scaled copy of `tensor`."""
-    return _keep(_scaled(tensor, prescale_factor, postscale_factor))
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor], name: Any = None, op: Any = None, process_set: Any = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:  # fmt: skip
-    """`reducescatter_async` for each tensor, under one handle."""
-    return _keep(tuple(_scaled(t, prescale_factor, postscale_factor) for t in tensors))
-
-
-def join(device: int = -1) -> int:
-    """Return 0: the last rank to join is the only one."""
-    return _number(0)
-
-
-def barrier(process_set: Any = None) -> None:
-    """Return at once."""
-    _number(0)
+    return _handle_on((tensor.clone(), received))
