@@ -205,7 +205,7 @@ class DistributedMixin:
             step(gradient, variable, learning_rate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Keras copies an optimizer through its file format, which keeps the settings alone and knows no ranks.
+        # Keras copies an optimizer through its file format, which has its settings only and no reduction.
         return type(self).from_config(self.get_config())  # type: ignore[attr-defined]
 
     def __copy__(self) -> Any:
@@ -264,7 +264,7 @@ class DistributedMixin:
         return _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)
 
     def register_local_var(self, var: Any) -> None:
-        """Keep the gradient of `var` this rank's own; scaled by 1 / size unless scale_local_gradients is False."""
+        """Do not reduce the gradient of `var`; scale it by 1 / size unless scale_local_gradients is False."""
         self._hvd_how.local_variables.append(var)
 
     @property
@@ -291,9 +291,9 @@ class DistributedMixin:
 
 
 def distributed_part(optimizer: Any) -> Any | None:
-    """Return the optimizer that reduces gradients: `optimizer`, or what its LossScaleOptimizer wraps; else None.
+    """Return the optimizer that reduces gradients: `optimizer`, or the one inside its LossScaleOptimizer; else None.
 
-    After `model.compile` under mixed_float16 that is where the distributed optimizer is.
+    `model.compile` wraps the optimizer in a LossScaleOptimizer under mixed_float16.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return inner if isinstance(inner, DistributedMixin) else None

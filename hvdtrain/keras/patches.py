@@ -1,15 +1,18 @@
-"""The two places of Keras that an optimizer cannot reach from inside, opened when the first one is distributed.
+"""The two places of Keras that an optimizer cannot change from inside, patched when the first one is distributed.
 
-Both change nothing for models and optimizers that are not distributed.
+Neither patch changes anything for models and optimizers that are not distributed.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import keras
+
+from hvdtrain.keras.optimizer import distributed_part
 
 log = logging.getLogger("hvdtrain")
 
@@ -18,48 +21,42 @@ def patch_keras() -> None:
     """Let `LossScaleOptimizer` agree over ranks, and `Model.compile` know of distributed optimizers. Idempotent."""
     from keras.src.trainers.trainer import Trainer
 
-    if not hasattr(keras.optimizers.LossScaleOptimizer.check_finite, "_hvdtrain"):
-        _open_check_finite(keras.optimizers.LossScaleOptimizer)
-    if not hasattr(Trainer.compile, "_hvdtrain"):
-        _open_compile(Trainer)
+    _patch(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
+    _patch(Trainer, "compile", _compile)
 
 
-def _open_check_finite(loss_scale_optimizer: Any) -> None:
-    original = loss_scale_optimizer.check_finite
-
-    @functools.wraps(original)
-    def check_finite(self: Any, grads: Any) -> Any:
-        finite = original(self, grads)
-        agree = getattr(self.inner_optimizer, "finite_everywhere", None)
-        # Ranks must agree to skip: the one that skips sends nothing, and the others would wait for it.
-        if agree is not None:
-            finite = agree(finite)
-            self.inner_optimizer.report_scaling(finite, grads)
-        return finite
-
-    check_finite._hvdtrain = True  # type: ignore[attr-defined]
-    loss_scale_optimizer.check_finite = check_finite
-
-
-def _open_compile(trainer: Any) -> None:
-    original = trainer.compile
+def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, "_hvdtrain"):
+        return
 
     @functools.wraps(original)
-    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Horovod's documentation told everybody to pass this; Keras 3 no longer has it, and no longer needs it.
-        kwargs.pop("experimental_run_tf_function", None)
-        result = original(self, *args, **kwargs)
-        without_xla(self)
-        return result
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
 
-    compile._hvdtrain = True  # type: ignore[attr-defined]
-    trainer.compile = compile
+    patched._hvdtrain = True  # type: ignore[attr-defined]
+    setattr(owner, name, patched)
+
+
+def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
+    finite = original(self, grads)
+    part = distributed_part(self)
+    # Ranks must agree to skip: a rank that skips sends nothing, and the others would wait for it.
+    if part is not None:
+        finite = part.finite_everywhere(finite)
+        part.report_scaling(finite, grads)
+    return finite
+
+
+def _compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    # Horovod's documentation tells users to pass this; Keras 3 no longer has it, and no longer needs it.
+    kwargs.pop("experimental_run_tf_function", None)
+    original(self, *args, **kwargs)
+    without_xla(self)
 
 
 def without_xla(model: Any) -> None:
-    """Turn XLA (TensorFlow) or torch.compile (torch) off for a model whose optimizer is distributed, and say so."""
-    from hvdtrain.keras.optimizer import distributed_part
-
+    """Turn XLA (TensorFlow) or torch.compile (torch) off for a model whose optimizer is distributed, and log it."""
     if keras.backend.backend() == "jax" or not getattr(model, "jit_compile", False):
         return
     if distributed_part(model.optimizer) is None:

@@ -1,4 +1,4 @@
-"""What is to be done with a step's gradients: the options of one DistributedOptimizer, for every backend."""
+"""How a step's gradients are reduced: the options of one DistributedOptimizer, for every backend."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GradientReduction:
         return members(self.process_set)
 
     def active(self) -> bool:
-        """True if there is anybody to reduce with. An elastic run may get company later, its graph stays."""
+        """True if gradients are reduced: in an elastic job also on one rank, whose compiled step may get more."""
         size = self.size()
         return size > 1 or (size == 1 and launch_environment.reduces_alone() and basics.running() is not None)
 
@@ -95,9 +95,9 @@ class GradientReduction:
 
 
 def small_together(nbytes: Sequence[int], *, limit: int = 2**18, room: int = 2**22) -> list[list[int]]:
-    """Return positions that are sent together: each large tensor alone, small ones in company.
+    """Return positions of tensors that are sent together: each large tensor alone, small ones together.
 
-    A small one costs a round of messages, whatever it holds; a large one a copy in and out, if it had company.
+    A small tensor costs a round of messages, whatever its size; a large one a copy in and out, if sent with others.
 
     Args:
         nbytes: size of each tensor; equal on all ranks.
@@ -105,16 +105,16 @@ def small_together(nbytes: Sequence[int], *, limit: int = 2**18, room: int = 2**
         room: most bytes that are sent together.
     """
     buckets: list[list[int]] = []
-    company: list[int] = []
+    bucket: list[int] = []
     filled = 0
     for position in reversed(range(len(nbytes))):  # about the order in which backward makes gradients
         if nbytes[position] >= limit:
             buckets.append([position])
             continue
-        if not company or filled + nbytes[position] > room:
-            company, filled = [], 0
-            buckets.append(company)
-        company.append(position)
+        if not bucket or filled + nbytes[position] > room:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(position)
         filled += nbytes[position]
     return buckets
 

@@ -1,4 +1,4 @@
-"""Load a saved Keras model to train it further on several ranks."""
+"""Make the optimizer of a compiled or saved model distributed."""
 
 from __future__ import annotations
 

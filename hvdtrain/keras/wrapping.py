@@ -35,20 +35,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return an optimizer of the user's class whose gradients are reduced over ranks before they are applied.
 
-    It holds the same variables and state as `optimizer`, which itself stays as it was. Saved models name the user's
-    class and load in plain Keras, state and all.
+    It holds the same variables and state as `optimizer`, which itself does not change. Saved models name the user's
+    class and load in plain Keras, with the optimizer's state.
 
     Args:
         optimizer: a Keras 3 optimizer, a name such as "adam", or a LossScaleOptimizer, whose inner one is wrapped.
         name: prefix of the names under which gradients travel; equal on all ranks.
         device_dense: TensorFlow device of the reductions; TensorFlow backend only.
         device_sparse: likewise, for tf.IndexedSlices.
-        compression: what travels: Compression.none, .fp16 or .bf16.
+        compression: how gradients travel: Compression.none, .fp16 or .bf16.
         sparse_as_dense: reduce tf.IndexedSlices as dense tensors instead of gathering their rows.
         gradient_predivide_factor: divide before the sum and multiply after it; with op=Average only.
         op: Average or Sum.
-        backward_passes_per_step: steps whose gradients are added up before they are reduced and applied. It becomes
-            Keras's gradient_accumulation_steps, multiplied with what the optimizer already has.
+        backward_passes_per_step: steps whose gradients are added up before they are reduced and applied. It multiplies
+            the optimizer's gradient_accumulation_steps.
         average_aggregated_gradients: divide that sum by backward_passes_per_step.
         num_groups: Horovod's older name for a number of groups.
         groups: number of groups, or lists of variables: each group travels as one.
@@ -59,7 +59,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         TypeError: `optimizer` is not a Keras 3 optimizer.
         ValueError: an argument out of range; the message names it.
     """
-    optimizer = _checked(optimizer)
+    optimizer = _plain(optimizer)
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1. Received: {backward_passes_per_step}")
     if op not in (basics.Average, basics.Sum):
@@ -69,6 +69,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "gradient_predivide_factor must be positive and needs op=Average. "
             f"Received: gradient_predivide_factor={gradient_predivide_factor}, op={op}"
         )
+    groups = groups if groups is not None else (num_groups or None)
+    in_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    if not (groups is None or in_lists or (isinstance(groups, int) and groups > 0)):
+        raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
     if (device_dense or device_sparse) and keras.backend.backend() != "tensorflow":
         raise ValueError(
             "device_dense and device_sparse name TensorFlow devices; Keras runs on "
@@ -80,7 +84,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         factor=1.0 if average_aggregated_gradients else float(backward_passes_per_step),
         predivide=float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
-        groups=_checked_groups(groups if groups is not None else (num_groups or None)),
+        groups=groups,
         process_set=process_set,
         device_dense=device_dense,
         device_sparse=device_sparse,
@@ -109,7 +113,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a `DistributedOptimizer` that leaves the gradients of some layers to each rank.
+    """Return a `DistributedOptimizer` that does not reduce the gradients of some layers.
 
     Args:
         optimizer: as in `DistributedOptimizer`, like the arguments up to `process_set`.
@@ -122,7 +126,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         op: see there.
         groups: see there.
         process_set: see there.
-        local_layers: a built keras layer or several, whose variables each rank trains for itself.
+        local_layers: a built keras layer or several, whose variables each rank trains on its own.
         scale_local_gradients: divide their gradients by the number of ranks, as averages of the others are.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
@@ -148,7 +152,8 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     return distributed
 
 
-def _checked(optimizer: Any) -> Any:
+def _plain(optimizer: Any) -> Any:
+    """Return `optimizer`, or the one that it names, if it can be distributed."""
     if isinstance(optimizer, str | dict):
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -159,14 +164,6 @@ def _checked(optimizer: Any) -> Any:
     if distributed_part(optimizer) is not None:
         raise ValueError(f"{type(optimizer).__name__} is already distributed: its gradients would be reduced twice.")
     return optimizer
-
-
-def _checked_groups(groups: Any) -> Any:
-    if groups is None or (isinstance(groups, int) and groups > 0):
-        return groups
-    if isinstance(groups, list) and all(isinstance(group, list) for group in groups):
-        return groups
-    raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
 
 
 def _distribute(optimizer: Any, how: GradientReduction, passes: int) -> Any:
@@ -200,10 +197,12 @@ def _twin(optimizer: Any, cls: type) -> Any:
     twin: Any = object.__new__(cls)
     twin._lock = False
     for key, value in vars(optimizer).items():
-        # TensorFlow's notes of what belongs to what ("_self_...") are taken anew as the attributes are set.
+        # TensorFlow makes its tracking attributes ("_self_...") again as the others are set.
         if key in ("_tracker", "_variables", "_lock", "_hvdtrain_state") or key.startswith("_self_"):
             continue
-        setattr(twin, key, _own(value))
+        # Containers are copied, so that building one twin leaves the other unbuilt.
+        kind = next((kind for kind in (list, dict, set) if isinstance(value, kind)), None)
+        setattr(twin, key, kind(value) if kind else value)
     _track(twin, list(optimizer._variables))
     return twin
 
@@ -213,21 +212,13 @@ def _track(optimizer: Any, variables: list[Any]) -> None:
     from keras.src import backend
     from keras.src.utils.tracking import Tracker
 
-    # As in an optimizer's own __init__: the list first, so that it is not tracked itself, then what adds to it.
+    # As in an optimizer's own __init__: the list first, so that it is not tracked itself, then the tracker.
     vars(optimizer).pop("_tracker", None)
     optimizer._variables = variables
     store = optimizer._variables  # TensorFlow's __setattr__ has wrapped it
     tracker = Tracker({"variables": (lambda x: isinstance(x, backend.Variable), store)})
     tracker.stored_ids["variables"].update(id(v) for v in variables)
     optimizer._tracker = tracker
-
-
-def _own(value: Any) -> Any:
-    """Return a container's copy, so that building one twin leaves the other unbuilt."""
-    for kind in (list, dict, set):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:
