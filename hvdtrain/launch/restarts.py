@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from hvdtrain.launch.exit_cause import Cause, RankError
 
-# Without word of any step, an attempt that lasted so long is taken to have got somewhere.
+# An attempt that reported no step counts as progress if it lasted this long.
 LONG_S = 60.0
-_BARREN_LIMIT = 3
-_BARREN_LIMIT_OF_ONE_ERROR = 2
+_ATTEMPTS_WITHOUT_PROGRESS = 3
+_ATTEMPTS_WITH_ONE_ERROR = 2
 _LONGEST_PAUSE_S = 30.0
-# What another attempt would meet again.
-_HOPELESS = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
+# Errors that would occur in every attempt.
+_PERMANENT_ERRORS = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
 _USAGE = (2, 126, 127)  # wrong arguments; no such program
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the job that failed.
+    """A start of the job that failed.
 
     Attributes:
         cause: what ended it.
         seconds: how long it lasted.
-        step: the last step that the rank which ended told of, or any rank.
-        error: the exception that ended it, if one did.
+        step: the last step that the failed rank reported, or any rank.
+        error: the exception that ended it, if any.
     """
 
     cause: Cause
@@ -35,13 +35,13 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What follows a failed attempt: a pause and a further one, or the reason why there is none.
+class RestartDecision:
+    """Restart after a pause, or give up for a reason.
 
     Attributes:
-        pause_s: before the next attempt; None to give up.
+        pause_s: time until the next attempt; None to give up.
         reason: why to give up.
-        first: the attempt whose error says what went wrong.
+        first: the attempt whose error is the root cause.
     """
 
     pause_s: float | None
@@ -49,39 +49,39 @@ class Verdict:
     first: Attempt
 
 
-def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> Verdict:
-    """Return what to do after `attempts`, all failed, oldest first, of which there is at least one."""
+def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
+    """Decide what to do after `attempts`: all failed attempts, oldest first, at least one."""
     last = attempts[-1]
-    hopeless = _hopeless(last)
-    if hopeless:
-        return Verdict(None, hopeless, last)
-    barren = _barren(attempts)
-    same_error = [a.error.last_line if a.error else None for a in barren[-_BARREN_LIMIT_OF_ONE_ERROR:]]
-    if len(barren) >= _BARREN_LIMIT or (
-        len(same_error) == _BARREN_LIMIT_OF_ONE_ERROR and same_error[0] is not None and len(set(same_error)) == 1
-    ):
-        return Verdict(None, f"{len(barren)} attempts in a row came no further", barren[0])
+    permanent = _permanent_failure(last)
+    if permanent:
+        return RestartDecision(None, permanent, last)
+    stuck = _attempts_without_progress(attempts)
+    errors = [a.error.last_line if a.error else None for a in stuck[-_ATTEMPTS_WITH_ONE_ERROR:]]
+    one_error = len(errors) == _ATTEMPTS_WITH_ONE_ERROR and errors[0] is not None and len(set(errors)) == 1
+    if len(stuck) >= _ATTEMPTS_WITHOUT_PROGRESS or one_error:
+        return RestartDecision(None, f"{len(stuck)} attempts in a row made no progress", stuck[0])
     if len(attempts) > max_restarts:
-        return Verdict(None, _used_up(max_restarts), last)
-    # At once after progress: what killed it was not the job itself. Else longer and longer.
-    return Verdict(min(_LONGEST_PAUSE_S, 2.0 ** (len(barren) - 1)) if barren else 0.0, "", last)
+        return RestartDecision(None, _used_up(max_restarts), last)
+    # After progress restart at once: the job itself works. Without progress double the pause.
+    return RestartDecision(min(_LONGEST_PAUSE_S, 2.0 ** (len(stuck) - 1)) if stuck else 0.0, "", last)
 
 
 def _used_up(max_restarts: int) -> str:
-    return f"all {max_restarts} restarts are used up" if max_restarts else "no restarts were asked for"
+    return f"all {max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0"
 
 
-def _hopeless(attempt: Attempt) -> str:
+def _permanent_failure(attempt: Attempt) -> str:
+    """Return why another attempt would fail in the same way; "" if it might not."""
     if attempt.step is not None:
         return ""
     if attempt.cause.code in _USAGE:
         return "it would end the same way again"
     name = attempt.error.last_line.partition(":")[0].rpartition(".")[2] if attempt.error else ""
-    return "it would fail the same way again" if name in _HOPELESS else ""
+    return "it would fail the same way again" if name in _PERMANENT_ERRORS else ""
 
 
-def _barren(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the latest attempts that came no further than all before them, oldest first."""
+def _attempts_without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts since the last progress, oldest first. Progress is a step beyond all earlier ones."""
     trailing: list[Attempt] = []
     best = -1
     for attempt in attempts:

@@ -124,19 +124,19 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
         error = exit_cause.first_error(run_dir, listener=job.listener, cause=ending.cause)
         step = exit_cause.latest_step(run_dir, rank=ending.cause.rank)
         attempts.append(restarts.Attempt(ending.cause, ending.seconds, step, error))
-        verdict = restarts.judge(attempts, max_restarts=launch.max_restarts)
-        if verdict.pause_s is None:
+        decision = restarts.judge(attempts, max_restarts=launch.max_restarts)
+        if decision.pause_s is None:
             _end_elsewhere(launch, run_dir)
-            return _give_up(attempts, verdict)
+            return _give_up(attempts, decision)
         say(
             f"restart {len(attempts)} of {launch.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
             + (f", at step {step}" if step is not None else "")
             + (f" ({error.last_line})" if error else "")
             + "; starting it again"
-            + (f" in {_time(verdict.pause_s)}" if verdict.pause_s else "")
+            + (f" in {_time(decision.pause_s)}" if decision.pause_s else "")
         )
         _empty(run_dir)
-        deadline = time.monotonic() + verdict.pause_s
+        deadline = time.monotonic() + decision.pause_s
         while not signals.requests and time.monotonic() < deadline:
             signals.wait(deadline - time.monotonic())
 
@@ -243,13 +243,13 @@ def _stopped_hard(ending: Ending, run_dir: Path, job: Job) -> int:
     return 128 + ending.requested
 
 
-def _give_up(attempts: Sequence[restarts.Attempt], verdict: restarts.Verdict) -> int:
-    last, first = attempts[-1], verdict.first
+def _give_up(attempts: Sequence[restarts.Attempt], decision: restarts.RestartDecision) -> int:
+    last, first = attempts[-1], decision.first
     if first.error is not None:
         _show(first.error)
     tried = f"{len(attempts)} attempt{'s' * (len(attempts) > 1)}"
     which = "" if first is last else f"; the first of them: {first.cause}"
-    say(f"gave up after {tried}, for {verdict.reason}: {last.cause} after {_time(last.seconds)}{which}")
+    say(f"gave up after {tried}, because {decision.reason}: {last.cause} after {_time(last.seconds)}{which}")
     return last.cause.code
 
 

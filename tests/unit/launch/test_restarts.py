@@ -30,7 +30,7 @@ def test_restarts_are_counted() -> None:
     verdict = judge([attempt(10), attempt(20), attempt(30)], max_restarts=2)
     assert verdict.pause_s is None
     assert verdict.reason == "all 2 restarts are used up"
-    assert judge([attempt(10)], max_restarts=0).reason == "no restarts were asked for"
+    assert judge([attempt(10)], max_restarts=0).reason == "--max-restarts is 0"
 
 
 def test_a_crash_loop_stops_and_shows_its_first_attempt() -> None:
