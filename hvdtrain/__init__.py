@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from hvdtrain.distributed.world import init as init
     from hvdtrain.launch.function import run as run
     from hvdtrain.training.custom_loop import prepare as prepare
-    from hvdtrain.training.loop import History as History
+    from hvdtrain.training.progress import History as History
     from hvdtrain.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "History": "training.loop",
+    "History": "training.progress",
     "Sharded": "data",
     "SoloWorld": "distributed.world",
     "Trainer": "training.trainer",

@@ -57,12 +57,14 @@ class Pulse:
         """Let steps begin now: what was done since the last one, such as validation, is none."""
         self._last, self._waited, self._loading_s = time.perf_counter(), wait_time.outside_graphs(), 0.0
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Measure the wait for a step's batches, without that for other ranks'; counted with the step."""
-        began, before = time.perf_counter(), wait_time.outside_graphs()
-        yield
-        self._loading_s = time.perf_counter() - began - (wait_time.outside_graphs() - before)
+    def begin_loading(self) -> None:
+        """Begin to measure the wait for a step's batches, without that for other ranks'."""
+        self._loading_began, self._loading_waited = time.perf_counter(), wait_time.outside_graphs()
+
+    def end_loading(self) -> None:
+        """End it; it is counted with the step."""
+        waited_s = wait_time.outside_graphs() - self._loading_waited
+        self._loading_s = time.perf_counter() - self._loading_began - waited_s
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -28,22 +28,10 @@ from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
 from hvdtrain.training.learning_rate import LearningRate
 from hvdtrain.training.nan_policy import NanPolicy
-from hvdtrain.training.progress import RunProgress, check_data, steps_done
+from hvdtrain.training.progress import History, RunProgress, check_data, steps_done
 
 if TYPE_CHECKING:
     from hvdtrain.training.elastic import FitState
-
-
-class History(dict[str, list[float]]):
-    """A metric's name -> one float an epoch, equal on every rank.
-
-    Besides the metrics it holds "samples_per_s", over all ranks, and "seconds", the slowest rank's training time.
-    """
-
-    def add(self, logs: dict[str, float]) -> None:
-        """Append one epoch."""
-        for name, value in logs.items():
-            self.setdefault(name, []).append(float(value))
 
 
 class Loop:
@@ -299,8 +287,9 @@ class Loop:
             if resumed_at:
                 self._load_rank_state(held)
             while True:
-                with pulse.loading():
-                    group = list(itertools.islice(batches, self._accumulate))
+                pulse.begin_loading()
+                group = list(itertools.islice(batches, self._accumulate))
+                pulse.end_loading()
                 if not group:
                     break
                 step = progress.step

@@ -10,6 +10,18 @@ from hvdtrain.data.sources import NOTHING, Batch, Consumed
 from hvdtrain.errors import CheckpointError
 
 
+class History(dict[str, list[float]]):
+    """A metric's name -> one float an epoch, equal on every rank.
+
+    Besides the metrics it holds "samples_per_s", over all ranks, and "seconds", the slowest rank's training time.
+    """
+
+    def add(self, logs: dict[str, float]) -> None:
+        """Append one epoch."""
+        for name, value in logs.items():
+            self.setdefault(name, []).append(float(value))
+
+
 @dataclass
 class RunProgress:
     """How far a run has come.

@@ -19,10 +19,10 @@ from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import World, init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.training import checkpointing, learning_rate, prediction, preemption, run_id
-from hvdtrain.training.loop import History as History
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.nan_policy import POLICIES
 from hvdtrain.training.option_checks import check_choice, check_positive
+from hvdtrain.training.progress import History as History
 
 log = logging.getLogger("hvdtrain")
 
