@@ -1,4 +1,4 @@
-"""What a callback may do, and how several are run as one."""
+"""The base class of callbacks, and a list of them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Logs = dict[str, float]
 class Callback:
     """Override what you need; every method does nothing by default.
 
-    Callbacks run on every rank. Metrics in `logs` are equal on all ranks, so a decision taken on them is taken by all;
-    guard I/O with `trainer.world.is_root`. To end the run after the current epoch, call `trainer.stop()`: it is enough
-    that one rank does.
+    Callbacks run on every rank. Metrics in `logs` are equal on all ranks, so all ranks take the same decisions on them.
+    Guard I/O with `trainer.world.is_root`. To end the run after the current epoch, call `trainer.stop()` on one rank or
+    more.
 
     Attributes:
-        checkpoint: a `Checkpoint`'s options; None for any other callback.
+        checkpoint: the options of a `Checkpoint`; None for any other callback.
     """
 
     checkpoint: CheckpointOptions | None = None
 
     @property
     def name(self) -> str:
-        """What a checkpoint knows this callback by: its class."""
+        """The callback's name in checkpoints: its class's name."""
         return type(self).__name__
 
     def on_fit_begin(self, trainer: RunContext) -> None:
@@ -45,30 +45,30 @@ class Callback:
         """Run after an optimizer step."""
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
-        """Run about once a second, after the same step on all ranks: `interval` says how the last steps went."""
+        """Run about once a second, after the same step on all ranks; `interval` describes the last steps."""
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Run after training and validation of an epoch; `logs` is what History keeps of it."""
+        """Run after training and validation of an epoch; `logs` has the epoch's metrics, as in History."""
 
     def on_fit_end(self, trainer: RunContext) -> None:
         """Run once, after the last epoch."""
 
     def close(self) -> None:
-        """Give back what was opened; run on each rank when fit ends in any way, an error included."""
+        """Close open resources. Runs on each rank when fit ends, also after an error."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint should keep of this callback, as JSON and arrays; rank 0's is kept.
+        """Return state for checkpoints, as JSON values and arrays; rank 0's state is saved.
 
-        An array is a value of the dict itself, which later steps do not change.
+        An array must be a direct value of the dict, and later steps must not change it.
         """
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take on what `state` returned, on every rank; called after on_fit_begin of a run that goes on."""
+        """Restore what `state` returned, on every rank; called after on_fit_begin of a resumed run."""
 
 
 def without_arrays(states: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
-    """Return what `CallbackList.states` returned without its arrays, and those under names of their own."""
+    """Split what `CallbackList.states` returned into JSON values and named arrays."""
     plain, arrays = [], {}
     for index, (name, state) in enumerate(states):
         own = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
@@ -78,7 +78,7 @@ def without_arrays(states: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], di
 
 
 def with_arrays(plain: Sequence[Sequence[Any]], arrays: dict[str, NDArray[Any]]) -> list[list[Any]]:
-    """Return what `without_arrays` was given."""
+    """Undo `without_arrays`."""
     states = [[name, dict(state)] for name, state in plain]
     for name, array in arrays.items():
         index, _, key = name.partition(".")
@@ -102,7 +102,7 @@ class CallbackList:
         return [[name, state] for name, state in named if state]
 
     def load_states(self, states: Sequence[Sequence[Any]]) -> None:
-        """Give each callback the state that one of its class had; in order, where there are several."""
+        """Restore each callback's state, found by class name; several of one class by their order."""
         left = list(states)
         for callback in self._callbacks:
             found = next((each for each in left if each[0] == callback.name), None)
@@ -111,7 +111,7 @@ class CallbackList:
                 callback.load_state(found[1])
 
     def close(self) -> None:
-        """Call each, once."""
+        """Close each callback, once."""
         if not self._closed:
             self._closed = True
             for callback in self._callbacks:

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: their names and order, which are kept, and which is the newest whole one."""
+"""A run's folder of checkpoints: names, order, pruning, and the newest complete one."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hvdtrain.system import private_files
 
 log = logging.getLogger("hvdtrain")
 
-_PROBE_BYTES = 4096  # a quota that is spent may still let an empty file be made
+_PROBE_BYTES = 4096  # an exhausted quota may still allow an empty file
 _NAME = re.compile(r"epoch-([0-9]{6,})(?:-step-([0-9]{8,}))?")
 
 
 class Store:
-    """The checkpoints under one folder, "epoch-000003" after three epochs, "epoch-000003-step-00000120" 120 steps on.
+    """The checkpoints in one folder: "epoch-000003" after three epochs, "epoch-000003-step-00000120" 120 steps later.
 
     Args:
-        root: the folder; made by the first write.
-        keep_last: how many of the newest are kept; None keeps all.
-        best: a name in meta["metrics"]; the checkpoint with its best value is kept too.
-        mode: whether less or more of it is better, as for EarlyStopping.
+        root: the folder; the first write creates it.
+        keep_last: number of newest checkpoints that `prune` does not delete; None for all.
+        best: a name in meta["metrics"]; the checkpoint with its best value is not deleted either.
+        mode: whether a lower or a higher value is better, as for EarlyStopping.
 
     Raises:
-        ValueError: keep_last is no positive number, or an unknown mode.
+        ValueError: keep_last is not positive, or mode is unknown.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Store:
         self._warned = False
 
     def place(self, epochs_done: int, steps_done: int = 0) -> Path:
-        """Return where the checkpoint after this many epochs, and steps of the next one, belongs."""
+        """Return the path of the checkpoint after this many epochs, and steps of the next epoch."""
         if epochs_done < 0 or steps_done < 0:
             raise ValueError(f"Epochs and steps must be >= 0. Received: epochs={epochs_done}, steps={steps_done}")
         return self.root / _name(epochs_done, steps_done)
 
     def newest_first(self) -> list[Path]:
-        """Return where the checkpoints are, the newest first; whether they are whole, reading tells.
+        """Return the paths of the checkpoints, newest first. They may be damaged: only reading tells.
 
         Raises:
             CheckpointError: the folder cannot be listed.
@@ -69,10 +69,10 @@ class Store:
         return [found[order] for order in sorted(found, reverse=True)]
 
     def check_writable(self, num_bytes: int) -> None:
-        """Make the folder, and see that a checkpoint of this size can be written to it.
+        """Create the folder, and check that a checkpoint of this size can be written to it.
 
         Raises:
-            CheckpointError: it cannot: permissions, a read-only disk, a quota, or too little space.
+            CheckpointError: permissions, a read-only disk, a quota, or too little space prevent it.
         """
         try:
             folders.make(self.root)
@@ -92,10 +92,9 @@ class Store:
             )
 
     def prune(self) -> None:
-        """Delete all but the newest, the best, and the newest whose numbers are finite.
+        """Delete all checkpoints but the newest ones, the best one, and the newest finite one.
 
-        What is not known for a whole checkpoint is neither counted nor lost. One that cannot be deleted is left, with a
-        warning.
+        A checkpoint that cannot be read is neither counted nor deleted. A warning names one that cannot be deleted.
         """
         if self._keep_last is None:
             return
@@ -104,7 +103,7 @@ class Store:
             try:
                 metas[path] = files.read_meta(path)
             except CheckpointError as error:
-                log.warning("left alone: %s", error)
+                log.warning("not deleted: %s", error)
         older = list(metas)[self._keep_last :]
         if not older:
             return
@@ -120,7 +119,7 @@ class Store:
                     log.warning("could not delete checkpoint %s: %s", path, error)
 
     def newest_finite(self) -> Path | None:
-        """Return where the newest checkpoint is from whose numbers training can resume; None where there is none."""
+        """Return the path of the newest checkpoint with finite numbers, or None."""
         for path in self.newest_first():
             with suppress(CheckpointError):
                 if files.is_finite(path):
@@ -128,7 +127,7 @@ class Store:
         return None
 
     def _best_of(self, metas: dict[Path, dict[str, Any]]) -> Path | None:
-        """Return the checkpoint with the best metric, of equal ones the oldest, as EarlyStopping does."""
+        """Return the checkpoint with the best metric; of equal ones the oldest, as EarlyStopping does."""
         best, best_score = None, -math.inf
         for path in reversed(metas):
             metrics = metas[path].get("metrics")
@@ -138,7 +137,7 @@ class Store:
         return best
 
     def newest_whole(self) -> tuple[Path, Contents] | None:
-        """Return the newest checkpoint that is whole, saying which are skipped and why; None where there is none."""
+        """Return the newest complete checkpoint, or None. A warning names each one that is skipped, and why."""
         for path in self.newest_first():
             try:
                 contents = files.read(path)
@@ -149,11 +148,11 @@ class Store:
         return None
 
     def clear_leftovers(self) -> None:
-        """Remove what killed writers left half done; what another process is still writing stays."""
+        """Remove incomplete files of killed writers, but not those of a live process."""
         folders.clear_leftovers(self.root, lambda name: _order(name) is not None)
 
     def set_aside(self) -> Path | None:
-        """Move the checkpoints into a folder of their own; return it, or None where there were none.
+        """Move the checkpoints into a folder "old-N"; return it, or None if there are no checkpoints.
 
         Raises:
             CheckpointError: they cannot be moved.
@@ -179,7 +178,7 @@ def _name(epochs: int, steps: int) -> str:
 
 
 def _order(name: str) -> tuple[int, int] | None:
-    """Return (epochs, steps) of a checkpoint's name; None for any other, one with needless zeros included."""
+    """Return (epochs, steps) of a checkpoint's name; None for any other name, also with additional zeros."""
     match = _NAME.fullmatch(name)
     order = (int(match[1]), int(match[2] or 0)) if match else None
     return order if order and _name(*order) == name else None

@@ -1,12 +1,15 @@
-"""Which rank sees which sample: pure index arithmetic, no framework and no communication.
+"""Shard sample indices over ranks, by arithmetic: without a framework and without communication.
 
-One rule gives everything else. The samples of an epoch stand in one order, the same on every rank; rank r takes
-every size-th of them, from position r. Then the union of all ranks' k-th batches of B samples is the k-th batch of
-size * B samples of a single process, so gradients averaged over ranks equal that process's; shard lengths differ by at
-most one; and a short last batch is spread over the ranks instead of landing on one.
+There is one rule. The samples of an epoch have one order, equal on every rank. Rank r takes every size-th of them, from
+position r. It follows that
 
-The order is never written down: `EpochOrder` computes which sample stands at a position. A batch costs O(batch) time
-and a shard O(1) memory, and an epoch begins at once, whatever the length of the dataset.
+- all ranks' k-th batches of B samples are together the k-th batch of size * B samples of one process, so gradients
+  averaged over ranks equal that process's;
+- shard lengths differ by at most one;
+- a short last batch is spread over the ranks.
+
+The order is not stored: `EpochOrder` computes the sample at a position. A batch costs O(batch) time and a shard O(1)
+memory, and an epoch begins at once, for any length of the dataset.
 """
 
 from __future__ import annotations
@@ -20,21 +23,21 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 
-_ROUNDS = 12  # with 8, orders of 5 and 6 samples were not yet equally likely (chi-square twice what it should be)
-_BLOCK = 4096  # positions computed at a time: numpy's cost a call, shared by many batches, in 32 KiB
+_ROUNDS = 12  # with 8, orders of 5 and 6 samples were not equally likely (twice the expected chi-square)
+_BLOCK = 4096  # positions computed at a time, 32 KiB: many batches share numpy's cost per call
 
 
 class EpochOrder:
-    """The order in which all ranks together see the samples of one epoch, computed where it is asked for.
+    """The order in which all ranks together see the samples of one epoch, computed on demand.
 
     A shuffled order is a bijection of [0, num_samples) keyed by (seed, epoch): a Feistel network over the digits of
     a number in a mixed base a * b >= num_samples, with addition mod a and mod b in place of xor (Black and Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002). The few numbers past the end, at most a = ceil(sqrt(num_samples))
-    of them, are sent through again until they land inside.
+    "Ciphers with Arbitrary Finite Domains", 2002). At most a = ceil(sqrt(num_samples)) results are not below
+    num_samples; these are permuted again until they are.
 
     Args:
         num_samples: dataset length, in samples.
-        epoch: counts from 0; each has an order of its own.
+        epoch: counts from 0; each epoch has another order.
         seed: must be equal on all ranks.
         shuffle: False keeps the dataset's order.
 
@@ -51,7 +54,7 @@ class EpochOrder:
         if self._shuffle:
             high = math.isqrt(num_samples - 1) + 1
             self._bases = np.uint64(high), np.uint64(-(-num_samples // high))
-            # A hash, and not numpy.random, which takes 60 ms to import; nobody's random state is read or changed.
+            # A hash: numpy.random takes 60 ms to import. No random state is read or changed.
             self._keys = np.frombuffer(hashlib.shake_128(b"%d %d" % (seed, epoch)).digest(8 * _ROUNDS), "<u8")
 
     def __len__(self) -> int:
@@ -79,7 +82,7 @@ class EpochOrder:
 
 
 def _random_below(base: np.uint64, numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Return for each number one in [0, base) that looks drawn at random, by the finaliser of splitmix64."""
+    """Return a pseudo-random number in [0, base) for each number, by the finaliser of splitmix64."""
     mixed = numbers ^ key
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
@@ -93,17 +96,17 @@ def _random_below(base: np.uint64, numbers: NDArray[np.uint64], key: np.uint64) 
 
 
 class Shard:
-    """A rank's samples of an epoch, in order: a sequence that computes what is asked for.
+    """A rank's samples of an epoch, in order: a sequence that computes its items on demand.
 
     Args:
         at: positions -> samples, such as `EpochOrder(...).at`.
-        positions: those of this rank.
+        positions: this rank's positions.
     """
 
     def __init__(self, at: Callable[[Indices], Indices], positions: range) -> None:
         self._at = at
         self._positions = positions
-        self._block: tuple[int, Indices] = (0, np.zeros(0, np.int64))  # in one piece, for threads: (start, samples)
+        self._block: tuple[int, Indices] = (0, np.zeros(0, np.int64))  # (start, samples), one object because of threads
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -116,7 +119,7 @@ class Shard:
             ahead = self._positions[first : max(last, first + _BLOCK)]
             start, block = first, self._at(np.arange(ahead.start, ahead.stop, ahead.step, dtype=np.int64))
             self._block = (start, block)
-        return np.array(block[first - start : last - start])  # a copy: whoever sorts it sorts no later batch's
+        return np.array(block[first - start : last - start])  # a copy: a caller may sort it
 
     def __iter__(self) -> Iterator[int]:
         for first in range(0, len(self), _BLOCK):
@@ -128,8 +131,8 @@ def shard(
 ) -> Shard:
     """Return this rank's samples of one epoch, in O(1) memory; see `shard_indices` for the arguments.
 
-    Where `start` samples of the epoch are done already, by however many ranks, those that are left are shared out:
-    found by arithmetic, so that going on costs nothing.
+    The first `start` samples of the epoch are done, by any number of ranks; the others are sharded. This costs no time,
+    so a resume is free.
     """
     check_rank(rank, size)
     order = EpochOrder(num_samples, epoch=epoch, seed=seed, shuffle=shuffle)
@@ -137,7 +140,7 @@ def shard(
 
 
 def epoch_order(num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> Indices:
-    """Return the whole of an `EpochOrder`, written down: int64, a permutation of [0, num_samples)."""
+    """Return an `EpochOrder` as an array: int64, a permutation of [0, num_samples)."""
     order = EpochOrder(num_samples, epoch=epoch, seed=seed, shuffle=shuffle)
     return order.at(np.arange(num_samples, dtype=np.int64))
 
@@ -145,7 +148,7 @@ def epoch_order(num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: boo
 def shard_indices(
     num_samples: int, *, rank: int, size: int, epoch: int = 0, seed: int = 0, shuffle: bool = True
 ) -> Indices:
-    """Return this rank's sample indices for one epoch, written down.
+    """Return this rank's sample indices for one epoch, as an array.
 
     Every index in [0, num_samples) belongs to exactly one rank; shard lengths differ by at most one.
 
@@ -167,12 +170,12 @@ def shard_indices(
 
 
 def steps_per_epoch(num_samples: int, *, batch_size: int, size: int) -> int:
-    """Return how many steps every rank takes in an epoch, those with nothing left for this rank included."""
+    """Return the number of steps of an epoch, equal on all ranks: also steps without samples for this rank count."""
     return -(-num_samples // (batch_size * size))
 
 
 def samples_in_step(step: int, num_samples: int, *, batch_size: int, size: int) -> int:
-    """Return how many samples all ranks hold together in a step: batch_size * size, or what the tail has."""
+    """Return the number of samples of a step on all ranks: batch_size * size, or fewer in the last step."""
     return max(0, min(batch_size * size, num_samples - step * batch_size * size))
 
 

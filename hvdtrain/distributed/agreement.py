@@ -1,4 +1,4 @@
-"""What must be equal on all ranks, checked and named: a difference that goes unnoticed is a wrong number or a hang."""
+"""Check that ranks agree on values, and on whether an action failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.errors import DesyncError, HvdTrainError
 
 
 def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
-    """Raise DesyncError on every rank unless `values` (JSON values by name) are equal on all of them."""
+    """Raise DesyncError on every rank unless `values` (JSON values by name) are equal on all ranks."""
     if world.size == 1:
         return
     gathered = world.allgather_object(values, name="agreement")
@@ -28,17 +28,17 @@ def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
 def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
     """Run `action` on the root and return its JSON result on every rank; if it fails, every rank raises.
 
-    The action does I/O only; the exchange of its outcome is the collective, outside `if is_root`.
+    The action does only I/O. The collective that shares its outcome is outside `if is_root`.
 
     Raises:
-        Exception: the root's own error, on the root; a HvdTrainError that quotes it, on the others.
+        Exception: on the root, its own error; on the others, a HvdTrainError that quotes it.
     """
     outcome: dict[str, Any] = {}
     error: Exception | None = None
     if world.is_root:
         try:
             outcome["result"] = action()
-        except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait for it
+        except Exception as caught:  # noqa: BLE001 - the other ranks wait, whatever the error is
             error = caught
             outcome["error"] = f"{type(caught).__name__}: {caught}"
     received = world.broadcast_object(outcome, name=name)
@@ -51,15 +51,15 @@ def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
 
 @contextmanager
 def everywhere(*, world: World, name: str) -> Iterator[None]:
-    """Raise on every rank if the block fails on one; a collective at its end.
+    """Raise on every rank if the block fails on one. The end of the block is a collective.
 
     Raises:
-        Exception: this rank's own error; on ranks without one, a HvdTrainError that quotes the first.
+        Exception: this rank's own error; on ranks without an error, a HvdTrainError that quotes the first.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # noqa: BLE001 - likewise
+    except Exception as caught:  # noqa: BLE001 - as in `together`
         error = caught
     text = error and f"{type(error).__name__}: {error}"
     texts = [text] if world.size == 1 else world.allgather_object(text, name=name)

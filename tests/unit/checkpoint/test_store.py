@@ -103,7 +103,7 @@ def test_what_is_no_whole_checkpoint_is_neither_counted_nor_deleted(tmp_path, ca
     assert names(store) == [f"epoch-{epoch:06d}" for epoch in (6, 5, 4, 3, 2)] + ["epoch-000000-step-00000005"]
     assert (store.place(2) / "thesis.tex").exists()
     assert read(tmp_path / "elsewhere" / "one").meta == {}
-    assert "left alone" in caplog.text
+    assert "not deleted" in caplog.text
 
 
 def test_a_kill_while_deleting_leaves_nothing_half(tmp_path, monkeypatch):
