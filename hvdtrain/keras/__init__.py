@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.keras import callbacks
+from hvdtrain.keras import callbacks, process_sets
 from hvdtrain.keras.basics import (
     Adasum,
     Average,
@@ -122,8 +122,7 @@ def __getattr__(name: str) -> Any:
     if name == "elastic":
         return importlib.import_module("hvdtrain.keras.elastic")
     if name in ("ProcessSet", "global_process_set"):
-        sets = importlib.import_module("hvdtrain.keras.process_sets")
-        return sets.process_set_class() if name == "ProcessSet" else sets.global_process_set()
+        return getattr(process_sets.module(), name)
     raise AttributeError(f"module 'hvdtrain.keras' has no attribute {name!r}")
 
 

@@ -6,13 +6,19 @@ Same names and results as horovod.torch at size 1; a handle is a number whose re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvdtrain.distributed import world
+from hvdtrain.distributed.solo_process_sets import (  # noqa: F401 - Horovod's names
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from hvdtrain.errors import HvdTrainError
 
 
@@ -20,46 +26,10 @@ class HorovodInternalError(RuntimeError):
     """A collective failed; elastic training recovers from it."""
 
 
-class ProcessSet:
-    """A set of ranks that run collectives together; alone, rank 0 is all there is.
-
-    Raises:
-        ValueError: `ranks_or_comm` is not a list of whole numbers.
-    """
-
-    process_set_id: int | None = None
-    mpi_comm = None
-
-    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        ranks = list(ranks_or_comm)
-        if any(not isinstance(rank, int) for rank in ranks):
-            raise ValueError(f"ProcessSet takes a list of ranks. Received: {ranks_or_comm!r}")
-        self.ranks = sorted(ranks)
-
-    def size(self) -> int | None:
-        """Return the number of ranks in the set; None before it is registered."""
-        return None if self.process_set_id is None else len(self.ranks)
-
-    def rank(self) -> int | None:
-        """Return this process's rank in the set; None before it is registered."""
-        return None if self.process_set_id is None else 0
-
-    def included(self) -> bool:
-        """Return whether this process is in the set."""
-        return 0 in self.ranks
-
-    def __str__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
-
-
-global_process_set = ProcessSet([0])
-global_process_set.process_set_id = 0
-
 # None: neither init nor shutdown was called; then hvdtrain.init() counts.
 _initialized: bool | None = None
 _results: dict[int, Any] = {}
 _handles = itertools.count()
-_set_ids = itertools.count(1)
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -128,28 +98,6 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """Do nothing."""
-
-
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set.
-
-    Raises:
-        ValueError: it names ranks that do not exist.
-    """
-    if not isinstance(process_set, ProcessSet):
-        process_set = ProcessSet(process_set)
-    if process_set.ranks != [0]:
-        raise ValueError(f"There is one process, rank 0. Received: ranks={process_set.ranks}")
-    process_set.process_set_id = next(_set_ids)
-    return process_set
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; return whether there was one to forget."""
-    if not process_set.process_set_id:
-        return False
-    process_set.process_set_id = None
-    return True
 
 
 # Operations, with those of Horovod's arguments that change a result where there is one rank.

@@ -8,11 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.keras import basics
+from hvdtrain.keras import basics, process_sets
 from hvdtrain.keras.backends import tensorflow_marks
 from hvdtrain.keras.backends.shared import BatchWeight, on_update_step, wait_for_reports  # noqa: F401 - part of each backend
 from hvdtrain.keras.backends.tensorflow_updates import fused_update  # noqa: F401 - likewise
-from hvdtrain.keras.process_sets import global_process_set
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 
 Tensor = Any
@@ -179,7 +178,7 @@ def _horovod() -> Any:
 
 
 def _process_set(how: GradientReduction) -> Any:
-    return how.process_set or global_process_set()
+    return how.process_set or process_sets.module().global_process_set
 
 
 def _common(how: GradientReduction) -> dict[str, Any]:
