@@ -285,13 +285,10 @@ def check_ranks(
     Args:
         ranks: number of ranks.
         slots: {host: slots} where they were named.
-        elastic: whether hosts may come and go.
+        elastic: hosts may come and go.
         cores: usable cores of this host.
-        name: what stands before the number, for messages.
+        name: what precedes the number in messages.
         insist: what allows any number.
-
-    Raises:
-        UsageError: see above.
     """
     if slots:
         if ranks > sum(slots.values()):

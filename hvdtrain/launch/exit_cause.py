@@ -60,11 +60,9 @@ class Cause:
 
 
 class Listener:
-    """Hears what a launcher prints; keeps the end of it, and what it says of its ranks.
+    """Reads what a launcher prints; stores the end of it, and the first rank that it reports as ended.
 
-    Args:
-        host: this one.
-        by_rank: the host of each rank, "" for one that is not known; this one where there is none.
+    `by_rank` has the host of each rank, "" for an unknown one; without it all are on `host`, this one.
     """
 
     def __init__(self, host: str, by_rank: Sequence[str] = ()) -> None:
@@ -171,13 +169,8 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
     return None
 
 
-def told_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
-    """Return why a rank of this host ended by what it wrote down, None if none wrote anything.
-
-    Args:
-        run_dir: where ranks write error-<rank>.json, and waits-<rank>.json when they have waited too long.
-        host: this one.
-    """
+def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
+    """Return why a rank of this host ended, by its error-<rank>.json or waits-<rank>.json; None without these."""
     for fact, code in (("error", 1), ("waits", STALLED)):
         ranks = sorted(int(path.stem.rpartition("-")[2]) for path in run_dir.glob(f"{fact}-*.json"))
         if ranks:

@@ -25,12 +25,7 @@ _HALF_LINE_S = 1.0
 
 
 class Guard:
-    """A process that ends the job should this one be killed.
-
-    Args:
-        run_dir: the job's folder.
-        elsewhere: a command that ends what other hosts have of it; may be empty.
-    """
+    """A process that ends the job should this one be killed; see `process_tree.guard`."""
 
     def __init__(self, run_dir: Path, elsewhere: Sequence[str] = ()) -> None:
         self._run_dir = run_dir

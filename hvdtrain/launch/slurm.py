@@ -48,11 +48,7 @@ def hosts(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def check_ranks(ranks: int, given: Mapping[str, int]) -> None:
-    """Refuse more ranks than the job has tasks.
-
-    Raises:
-        UsageError: see above.
-    """
+    """Raise a UsageError for more ranks than the job has tasks."""
     if ranks > sum(given.values()):
         raise UsageError(
             f"-np {ranks} is more than the {sum(given.values())} tasks of this Slurm job on {listed(given)}. "

@@ -70,11 +70,8 @@ class Ending:
 def run(launch: Launch, run_dir: Path) -> int:
     """Run the job to its end and return the exit status.
 
-    0: every rank ended with 0. 75: stopped on request, to be gone on with. Else that of the rank that ended first.
-
-    Args:
-        launch: see there.
-        run_dir: the job's private folder; removed at the end.
+    0: every rank ended with 0. 75: stopped on request. Else that of the rank that ended first. `run_dir`, the job's
+    private folder, is removed.
     """
     with _supervision(run_dir, ssh.ending(launch.ssh, run_dir)) as (guard, signals):
         return _run(launch, run_dir, guard, signals)
@@ -229,8 +226,8 @@ def _cause(job: Job, status: int | None, launcher: str) -> Cause:
     if said is not None and said.code:
         return said
     if status is None:
-        told = exit_cause.told_by_ranks(job.run_dir, host=socket.gethostname()) if job.listener.is_aborted() else None
-        return told or Cause(launcher, 128 + signal.SIGKILL)
+        reported = exit_cause.reported_by_ranks(job.run_dir, host=socket.gethostname())
+        return (reported if job.listener.is_aborted() else None) or Cause(launcher, 128 + signal.SIGKILL)
     return Cause(launcher, 128 - status if status < 0 else status)
 
 

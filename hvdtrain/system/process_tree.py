@@ -177,11 +177,9 @@ def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ..
 
 
 def guard(run_dir: str, elsewhere: list[str]) -> None:
-    """Wait for the end of standard input; without a word of farewell before it, end the job and remove its folder.
+    """Wait for the end of standard input; unless DONE precedes it, end the job and remove its folder.
 
-    Args:
-        run_dir: the job's folder.
-        elsewhere: a command that ends what other hosts have of it; may be empty.
+    `elsewhere` is a command that ends the job on other hosts; may be empty.
     """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)

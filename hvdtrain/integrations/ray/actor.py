@@ -15,14 +15,10 @@ from hvdtrain.system import network
 
 
 class Rank:
-    """A process that becomes a rank when `run` is called. `run` uses the main thread, so that signals reach a Trainer.
-
-    Args:
-        name: the prefix of the lines that it prints.
-    """
+    """A process that becomes a rank by `run`, which uses the main thread, so that signals reach a Trainer."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name = name  # the prefix of the lines that it prints
 
     def __repr__(self) -> str:
         return self._name

@@ -23,22 +23,13 @@ _LEAVING_S = 10.0  # for a rank's exit handlers, such as a logger that writes it
 
 @dataclass(frozen=True)
 class Request:
-    """What a job requests from the cluster.
-
-    Attributes:
-        task: what each rank runs.
-        ranks: how many to begin with.
-        cpus: for each rank.
-        gpus: for each rank.
-        start_timeout_s: how long to wait for room, and for processes to start.
-        environment: of the ranks.
-    """
+    """What a job requests from the cluster, `cpus` and `gpus` for each rank."""
 
     task: Message
-    ranks: int
+    ranks: int  # to begin with
     cpus: float
     gpus: int
-    start_timeout_s: float
+    start_timeout_s: float  # to wait for room, and for processes to start
     environment: Mapping[str, str]
 
     @property
@@ -59,36 +50,16 @@ class Death(Cause):
 
 @dataclass(eq=False)
 class Worker:
-    """An actor that is a rank, or will be one.
-
-    Attributes:
-        handle: Ray's.
-        asked: Ray's reference to its facts, which have been requested.
-        facts: where it is; {} until it has started.
-    """
+    """An actor that is a rank, or will be one."""
 
     handle: Any
-    asked: Any
-    facts: dict[str, Any] = field(default_factory=dict)
+    asked: Any  # Ray's reference to its facts
+    facts: dict[str, Any] = field(default_factory=dict)  # where it is; {} until it has started
 
     def who(self, rank: int | None) -> str:
         """Return what it is called in messages."""
         name = "a rank that had not started yet" if rank is None else f"rank {rank}"
         return f"{name} on host {self.facts['host']} (pid {self.facts['pid']})" if self.facts else name
-
-
-def load() -> Any:
-    """Return the module ray.
-
-    Raises:
-        PackageMissingError: it is not installed.
-    """
-    try:
-        return importlib.import_module("ray")
-    except ImportError as problem:
-        raise PackageMissingError(
-            f"hvdtrain.integrations.ray needs the package ray ({problem}). Type: pip install 'hvdtrain[ray]'"
-        ) from None
 
 
 class Cluster:
@@ -100,20 +71,25 @@ class Cluster:
     """
 
     def __init__(self) -> None:
-        self.ray = load()
+        try:
+            self.ray = importlib.import_module("ray")
+        except ImportError as problem:
+            raise PackageMissingError(
+                f"hvdtrain.integrations.ray needs the package ray ({problem}). Type: pip install 'hvdtrain[ray]'"
+            ) from None
         self._workers: list[Worker] = []
         self._leaving: dict[Worker, Any] = {}
-        self._session = Session(self.ray)
+        self.session = Session(self.ray)
 
     def __enter__(self) -> Cluster:
         """Connect, if not connected yet."""
         try:
-            self._session.connect()
+            self.session.connect()
         except BaseException:
-            self._session.disconnect()
+            self.session.disconnect()
             raise
         if importlib.import_module("ray.util.client").ray.is_connected():
-            self._session.disconnect()
+            self.session.disconnect()
             raise UsageError(
                 "hvdtrain.integrations.ray.run must run on the cluster. This process is connected by Ray Client "
                 "(ray://), through which ranks cannot reach it. Submit the script: ray job submit -- python train.py"
@@ -128,7 +104,7 @@ class Cluster:
                 self.ray.wait(list(self._leaving.values()), num_returns=len(self._leaving), timeout=_LEAVING_S)
         finally:
             self.kill(self._workers)
-            self._session.disconnect(keep_logs=kind is HvdTrainError)  # which names them
+            self.session.disconnect(keep_logs=kind is HvdTrainError)  # which names them
 
     def start(self, name: str, request: Request, **options: Any) -> Worker:
         """Request an actor; Ray starts it when it has room."""
@@ -191,10 +167,6 @@ class Cluster:
     def address(self) -> str:
         """Return the address of this process's node."""
         return str(self.ray.util.get_node_ip_address())
-
-    def logs(self) -> str:
-        """Return where Ray's logs of this host are."""
-        return self._session.logs
 
     def check_room(self, request: Request) -> str:
         """Return a message if the cluster is too small at present, else ""; it may grow."""

@@ -40,19 +40,11 @@ class Limits:
 class Pool:
     """The job's processes, as Horovod's driver discovers them: each one that has started is a host with its own name.
 
-    One that dies is replaced as soon as Ray has room.
-
-    Args:
-        cluster: where they are.
-        request: what each takes.
-        most: how many processes to have.
-
-    Attributes:
-        problem: why no more processes are started; None while they are.
+    There are at most `most`. One that dies is replaced as soon as Ray has room.
     """
 
     def __init__(self, cluster: Cluster, request: Request, *, most: int) -> None:
-        self.problem: HvdTrainError | None = None
+        self.problem: HvdTrainError | None = None  # why no more processes are started
         self._cluster, self._request, self._most = cluster, request, most
         self._workers: dict[str, Worker] = {}
         self._gone: set[str] = set()
@@ -103,14 +95,7 @@ class Pool:
 
 
 class Job:
-    """One run: the threads of Horovod's driver call `work`, each for one process.
-
-    Args:
-        cluster: where.
-        request: what.
-        limits: how far it may shrink and grow.
-        pool: the processes.
-    """
+    """One run: the threads of Horovod's driver call `work`, each for one process."""
 
     def __init__(self, cluster: Cluster, request: Request, limits: Limits, pool: Pool) -> None:
         self._cluster, self._request, self._pool = cluster, request, pool

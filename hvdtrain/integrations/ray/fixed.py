@@ -19,6 +19,8 @@ from hvdtrain.launch.outcome import Outcome
 from hvdtrain.system import network
 from hvdtrain.system.settings import EXIT_STOPPED
 
+# Calls its first argument until that returns True, for the job has ended. On an interrupt it stops the workers that its
+# second argument returns.
 Follow = Callable[[Callable[[], bool], Callable[[], Sequence[Worker]]], None]
 
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
@@ -56,14 +58,7 @@ def _is_failure(answer: Message) -> bool:
 
 
 def run(cluster: Cluster, request: Request, follow: Follow) -> RayOutcome:
-    """Run the job to its end.
-
-    Args:
-        cluster: where.
-        request: what.
-        follow: calls its first argument until that returns True, for the job has ended. On an interrupt it stops the
-            workers that its second argument returns.
-    """
+    """Run the job to its end, by `follow`."""
     outcome = RayOutcome(request.ranks)
     with placement_group(cluster, request) as group:
         workers = _start(cluster, request, group)
@@ -94,7 +89,7 @@ def _start(cluster: Cluster, request: Request, group: Any) -> list[Worker]:
         if time.monotonic() > until:
             raise HvdTrainError(
                 f"the ranks had room on the Ray cluster, but their processes have not started within "
-                f"{request.start_timeout_s:g} s. Look into {cluster.logs()}, or raise start_timeout_s"
+                f"{request.start_timeout_s:g} s. Look into {cluster.session.logs}, or raise start_timeout_s"
             )
         time.sleep(POLL_S / 4)
     return workers
@@ -136,14 +131,7 @@ def _gpus(ranks: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 class _Follower:
-    """Collects the answers of ranks as they arrive.
-
-    Args:
-        cluster: where they are.
-        workers: in rank order.
-        refs: {Ray's reference to an answer: rank}.
-        outcome: stores the answers.
-    """
+    """Collects the answers of ranks as they arrive, from {Ray's reference to an answer: rank}."""
 
     def __init__(
         self, cluster: Cluster, workers: Sequence[Worker], refs: Mapping[Any, int], outcome: RayOutcome

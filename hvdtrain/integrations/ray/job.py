@@ -93,11 +93,7 @@ def run(
 def _check(
     np: int, cpus: float, gpus: int, min_np: int | None, max_np: int | None, reset_limit: int | None, timeout_s: float
 ) -> elastic.Limits | None:
-    """Check the numbers; return the limits of an elastic job, None for another one.
-
-    Raises:
-        ValueError: one of them is out of range.
-    """
+    """Check the numbers; return the limits of an elastic job, None for another one."""
     if isinstance(cpus, bool) or not isinstance(cpus, (int, float)) or not 0 <= cpus < float("inf"):
         raise ValueError(f"cpus_per_rank must be a number, 0 or more. Received: cpus_per_rank={cpus!r}")
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 0:  # NCCL wants no two ranks on one GPU
@@ -122,16 +118,7 @@ def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, 
 
 
 def _look_after(cluster: Cluster, ended: Callable[[], bool], workers: Callable[[], Sequence[Worker]]) -> None:
-    """Follow a job to its end.
-
-    Args:
-        cluster: where it is.
-        ended: looks at the job for a moment and returns whether it has ended.
-        workers: returns its present ones.
-
-    Raises:
-        KeyboardInterrupt: there was one. The ranks have stopped in order, or have had the time to.
-    """
+    """Follow a job to its end; on an interrupt let its present `workers` stop in order. See `fixed.Follow`."""
     until = math.inf
 
     def follow() -> None:

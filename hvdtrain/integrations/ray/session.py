@@ -32,11 +32,7 @@ _LAST_LINES_S = 0.5  # Ray looks for what ranks print ten times a second
 
 
 class Session:
-    """This process's connection to a Ray, and that Ray itself if the job has started it.
-
-    Args:
-        ray: the module.
-    """
+    """This process's connection to a Ray, and that Ray itself if the job has started it."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray

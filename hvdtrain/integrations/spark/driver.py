@@ -101,11 +101,7 @@ def _context() -> Any:
 
 
 def _wait_for_slots(context: Any, np: int, deadline: float, limit_s: float) -> None:
-    """Wait until executors have room for all ranks.
-
-    Raises:
-        ValueError: they have too few task slots.
-    """
+    """Wait until executors have room for all ranks; raise a ValueError where they do not get it."""
     local = bool(context._jsc.sc().isLocal())
     while (there := slots(context)) < np:
         if local or time.monotonic() > deadline:

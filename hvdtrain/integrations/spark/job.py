@@ -20,15 +20,12 @@ def slots(context: Any) -> int:
 class SparkJob:
     """One Spark job with a task for each rank. Spark starts all tasks together, and does not retry a failed one.
 
-    Attributes:
-        end: a file descriptor that can be read once the job has ended.
-        came: how the ranks ended.
-        error: why the job failed.
+    `end` is a file descriptor that can be read once the job has ended.
     """
 
     def __init__(self, context: Any) -> None:
-        self.came: list[Came] = []
-        self.error: Exception | None = None
+        self.came: list[Came] = []  # how the ranks ended
+        self.error: Exception | None = None  # why the job failed
         self._context = context
         self._group = f"hvdtrain-{secrets.token_hex(4)}"
         self._thread: Any = None

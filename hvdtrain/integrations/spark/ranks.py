@@ -47,9 +47,6 @@ class Ranks:
         show: takes the lines that ranks print, as they arrive, and with rank None lines about the job.
         deadline: when all ranks must have been started, of time.monotonic().
         limit_s: the same in seconds, for messages.
-
-    Attributes:
-        outcome: how it ended.
     """
 
     def __init__(

@@ -57,16 +57,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Came:
-    """How one rank ended.
-
-    Attributes:
-        rank: which one.
-        answer: what it answered; None for nothing.
-        tail: the last lines that it printed.
-    """
+    """How one rank ended, and the last lines that it printed."""
 
     rank: int
-    answer: Message | None
+    answer: Message | None  # None: it was killed
     tail: list[str] = field(default_factory=list)
 
 
@@ -123,11 +117,7 @@ def rank_order(hosts: Sequence[str]) -> list[int]:
 def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) -> Iterator[dict[str, str]]:
     """Let ranks find each other, at a server in rank 0's task; yield the variables that Horovod reads.
 
-    Args:
-        rank: this one.
-        places: of each rank.
-        context: Spark's, to pass the server's port on.
-        key: the job's, which ranks have in their environment.
+    `context` is Spark's, to pass the server's port on; `key` is the job's, which ranks have in their environment.
     """
     counts = Counter(place.host for place in places)
     slots = rendezvous.slots(counts)

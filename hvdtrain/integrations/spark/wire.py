@@ -50,14 +50,9 @@ class _Unproven:
 
 
 class Door:
-    """The caller's side. No connection holds it up: each has a deadline, and may send a proof and nothing else before.
+    """The caller's side. No connection blocks it: each has a deadline, and may send a proof and nothing else before."""
 
-    Args:
-        host: where to listen.
-        name: under which tasks reach it.
-    """
-
-    def __init__(self, host: str, name: str) -> None:
+    def __init__(self, host: str, name: str) -> None:  # where to listen, and the name by which tasks reach it
         self.refused = 0
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
@@ -177,11 +172,7 @@ def own_address(connection: Connection) -> str:
 
 
 def tell(connection: Connection, **facts: Any) -> None:
-    """Send a message.
-
-    Raises:
-        OSError: the other side has ended.
-    """
+    """Send a message; an OSError says that the other side has ended."""
     connection.send_bytes(json.dumps(facts).encode())
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.launch import exit_cause, supervisor
-from hvdtrain.launch.exit_cause import Cause, Listener, first_error, told_by_ranks
+from hvdtrain.launch.exit_cause import Cause, Listener, first_error, reported_by_ranks
 
 # Open MPI 5's.
 SIGNAL_5 = b"prterun noticed that process rank 1 with PID 3173 on node vm exited on\nsignal 9 (Killed).\n"
@@ -83,11 +83,11 @@ def test_that_mpirun_ends_a_job_is_heard_before_it_says_why(piece: int, tmp_path
         listener.hear("stderr", said[i : i + piece])
     assert listener.is_aborted()
     assert listener.cause() is None
-    assert told_by_ranks(tmp_path, host="here") is None
+    assert reported_by_ranks(tmp_path, host="here") is None
     (tmp_path / "waits-3.json").write_text("{}")
-    assert str(told_by_ranks(tmp_path, host="here")) == "rank 3 on host here has waited too long for others"
+    assert str(reported_by_ranks(tmp_path, host="here")) == "rank 3 on host here has waited too long for others"
     (tmp_path / "error-2.json").write_text("{}")
-    assert str(told_by_ranks(tmp_path, host="here")) == "rank 2 on host here ended with status 1"
+    assert str(reported_by_ranks(tmp_path, host="here")) == "rank 2 on host here ended with status 1"
 
 
 def test_a_cause_reads_as_a_sentence() -> None:
