@@ -160,6 +160,8 @@ class Ranks:
             connection = self._door.take(source)
             if connection is not None:
                 self._connections[connection] = None
+                if self._ending:  # it is late
+                    self._tell("end", connection)
                 if len(self._connections) == self._np:
                     self._door.close()
 
@@ -201,7 +203,7 @@ class Ranks:
             self._end()
         else:
             self._give_up_at = time.monotonic() + GRACE_S + _END_S
-            self._tell_all("stop")
+            self._tell("stop", *self._connections)
         self._stopping = True
 
     def _end(self) -> None:
@@ -209,10 +211,10 @@ class Ranks:
         if not self._ending:
             self._ending = True
             self._give_up_at = min(self._give_up_at, time.monotonic() + _END_S)
-            self._tell_all("end")
+            self._tell("end", *self._connections)
 
-    def _tell_all(self, kind: str) -> None:
-        for connection in self._connections:
+    def _tell(self, kind: str, *connections: Connection) -> None:
+        for connection in connections:
             try:
                 wire.tell(connection, kind=kind)
             except OSError:  # it has ended
