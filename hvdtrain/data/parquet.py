@@ -1,9 +1,8 @@
-"""Parquet files as arrays that any sample can be taken from, which no process holds in memory.
+"""Parquet files as memory-mapped arrays.
 
-Parquet is compressed by row groups: to read one row is to unpack thousands, and a shuffled epoch asks for rows in any
-order. So the first process of a host that reads a table unpacks it once, a batch at a time, into plain arrays on local
-disk; all processes of the host map those, and share what the system keeps of them. The Trainer then has arrays like any
-others: the same order, the same sharing out, the same numbers.
+Parquet compresses row groups, so to read one row is to unpack thousands, and a shuffled epoch reads rows in any order.
+Therefore the first process of a host that reads a table unpacks it once, batch by batch, into plain arrays on local
+disk. All processes of the host map these files and share the system's page cache.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,12 @@ from hvdtrain.errors import HvdTrainError, PackageMissingError
 Columns = Sequence[str] | Mapping[str, str | Sequence[str]]
 
 _BATCH_ROWS = 2**14
-_LAYOUT = 1  # of what is unpacked: another one is another folder
+_FORMAT = 2  # of the unpacked files; part of the folder's name
+_INDEX = "arrays.json"  # [type, shape] of each array
 _UNUSED_S = 7 * 24 * 3600.0
 _WAIT_S = 3600.0
 _POLL_S = 0.1
-_SPARKS = re.compile(r"part-\d{5}-[0-9a-f]{8}-")
-_NUMBERS = ("bool", "int", "uint", "halffloat", "float", "double")
+_SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-")
 
 
 def read_parquet(
@@ -46,19 +44,19 @@ def read_parquet(
     dtypes: Mapping[str, DTypeLike] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Return columns of a Parquet file, or of a folder of them, as arrays: one row a sample, types kept.
+    """Return columns of a Parquet file, or of a folder of them, as arrays: one row a sample, types preserved.
 
     A column of numbers has the shape (rows,), one of lists of one length (rows, length). Rows have the order of the
-    files' names, and within a file its own, on every rank. They lie in memory-mapped files: rows are read when they are
-    asked for, in any order. Every rank must see the Parquet files.
+    files' names, and within a file its own, on every rank. The arrays are memory-mapped: rows are read when they are
+    used, in any order. Every rank must see the Parquet files.
 
     Args:
         path: a file, a folder, or a URL such as s3://bucket/folder.
         columns: names; or {name of an array: a column, or several, side by side in one array of shape (rows, width)}.
             None for all columns.
-        dtypes: {name of an array: its type}, such as float32 for the doubles of a table; others keep theirs.
+        dtypes: {name of an array: its type}, such as float32 for a table's doubles; others keep theirs.
         cache_dir: where arrays are unpacked, on a disk of this host with room for them; by default in the folder for
-            temporary files. What nobody has read for a week is removed.
+            temporary files. Arrays that nobody has read for a week are removed.
 
     Raises:
         PackageMissingError: pyarrow is not installed.
@@ -67,176 +65,168 @@ def read_parquet(
             lengths, or no rows.
         HvdTrainError: the files cannot be unpacked here.
     """
-    try:
-        modules = _Modules()
-    except ImportError:
-        raise PackageMissingError("pyarrow is not installed. Run: pip install 'hvdtrain[parquet]'") from None
-    table = _Table.find(os.fspath(path), modules)
+    table = _Table(os.fspath(path))
     casts = {name: np.dtype(each) for name, each in (dtypes or {}).items()}
     wanted = table.choose(columns, casts)
     written = {name: dtype.str for name, dtype in casts.items()}
-    key = hashlib.sha256(json.dumps([_LAYOUT, table.identity, wanted, written]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([_FORMAT, table.identity, wanted, written]).encode()).hexdigest()[:32]
     parent = _cache(cache_dir)
     folder = parent / key
     if not folder.is_dir():
         with _lock(parent / f"{key}.lock"):
             if not folder.is_dir():  # another process may have been first
-                _forget_unused(parent)
+                _remove_unused(parent)
                 _unpack(table, wanted, casts, folder)
     os.utime(folder)
-    # A copy of a page that is written to: nobody else's data changes.
-    return {name: np.asarray(np.load(folder / f"{i}.npy", mmap_mode="c")) for i, name in enumerate(wanted)}
+    kinds = json.loads((folder / _INDEX).read_text())
+    # Mode "c": a page that is written to is copied, so nobody else's data changes.
+    return {
+        name: np.asarray(np.memmap(folder / str(i), dtype, "c", shape=tuple(shape)))
+        for i, (name, (dtype, shape)) in enumerate(zip(wanted, kinds, strict=True))
+    }
 
 
-class _Modules:
-    def __init__(self) -> None:
-        self.arrow = importlib.import_module("pyarrow")
-        self.files = importlib.import_module("pyarrow.fs")
-        self.parquet = importlib.import_module("pyarrow.parquet")
-
-
-@dataclass(frozen=True)
 class _Table:
-    path: str
-    files: Sequence[str]
-    identity: Sequence[tuple[str, int, int]]
-    system: Any
-    schema: Any
-    modules: _Modules
+    """A Parquet file, or a folder of them; has the first file's schema."""
 
-    @classmethod
-    def find(cls, path: str, modules: _Modules) -> _Table:
-        """Find the files and read the first one's schema."""
+    def __init__(self, path: str) -> None:
+        try:
+            self._arrow, filesystems, self._parquet = map(
+                importlib.import_module, ("pyarrow", "pyarrow.fs", "pyarrow.parquet")
+            )
+        except ImportError:
+            raise PackageMissingError("pyarrow is not installed. Run: pip install 'hvdtrain[parquet]'") from None
+        self.path = path
         try:
             if "://" in path:
-                system, place = modules.files.FileSystem.from_uri(path)
+                self._system, place = filesystems.FileSystem.from_uri(path)
             else:
-                system, place = modules.files.LocalFileSystem(), os.path.abspath(path)
-            found = system.get_file_info(place)
-        except (OSError, modules.arrow.ArrowException) as problem:
+                self._system, place = filesystems.LocalFileSystem(), os.path.abspath(path)
+            found = self._system.get_file_info(place)
+        except (OSError, self._arrow.ArrowException) as problem:
             raise HvdTrainError(f"{path} cannot be read: {problem}") from None
-        if found.type == modules.files.FileType.NotFound:
+        if found.type == filesystems.FileType.NotFound:
             raise FileNotFoundError(
                 f"there is no {path} on host {os.uname().nodename}. Every rank reads the files itself: they must be in "
                 "a file system that all hosts share, under the same path"
             )
         infos = [found]
-        if found.type == modules.files.FileType.Directory:
-            infos = _data_files(path, system.get_file_info(modules.files.FileSelector(place)))
-        identity = [(info.path, int(info.size), int(info.mtime_ns or 0)) for info in infos]
-        files = [info.path for info in infos]
+        if found.type == filesystems.FileType.Directory:
+            infos = _data_files(path, self._system.get_file_info(filesystems.FileSelector(place)))
+        self.identity = [(info.path, int(info.size), int(info.mtime_ns or 0)) for info in infos]
+        self.files = [info.path for info in infos]
         try:
-            schema = modules.parquet.read_schema(files[0], filesystem=system)
-        except modules.arrow.ArrowInvalid as problem:
-            raise ValueError(f"{files[0]} is no Parquet file: {problem}") from None
-        return cls(path, files, identity, system, schema, modules)
+            schema = self._parquet.read_schema(self.files[0], filesystem=self._system)
+        except self._arrow.ArrowInvalid as problem:
+            raise ValueError(f"{self.files[0]} is no Parquet file: {problem}") from None
+        self._types = dict(zip(schema.names, schema.types, strict=True))
 
     def choose(self, columns: Columns | None, casts: Mapping[str, np.dtype[Any]]) -> dict[str, list[str]]:
-        """Return {name of an array: its columns}, all there and of numbers.
+        """Return {name of an array: its columns}, all of them in the table and of numbers.
 
         Raises:
             ValueError: see `read_parquet`.
         """
-        there = list(self.schema.names)
         if isinstance(columns, str):
             columns = [columns]
-        named = columns if isinstance(columns, Mapping) else {name: name for name in (columns or there)}
+        named = columns if isinstance(columns, Mapping) else {name: name for name in (columns or self._types)}
         wanted = {name: [each] if isinstance(each, str) else list(each) for name, each in named.items()}
-        for column in [each for group in wanted.values() for each in group]:
-            if column not in there:
-                raise ValueError(f"{self.path} has no column {column!r}. It has: {', '.join(there)}")
-            self._dtype(column, self.schema.field(column).type)
         for name in casts:
             if name not in wanted:
                 raise ValueError(f"dtypes names {name!r}, which is none of the arrays: {', '.join(wanted)}")
         for name, group in wanted.items():
-            types = {column: self._dtype(column, self.schema.field(column).type) for column in group}
+            types = {column: self._dtype(column) for column in group}
             if len(set(types.values())) != 1 and not (types and name in casts):
-                said = ", ".join(f"{column} {dtype}" for column, dtype in types.items()) or "no column"
+                received = ", ".join(f"{column} {dtype}" for column, dtype in types.items()) or "no column"
                 raise ValueError(
-                    f"the array {name!r} takes columns of one type. Received: {said}. Give it one by dtypes, say "
+                    f"the array {name!r} takes columns of one type. Received: {received}. Give it one by dtypes, say "
                     f"{{{name!r}: 'float32'}}"
                 )
         return wanted
 
-    def _dtype(self, column: str, kind: Any) -> str:
-        arrow = self.modules.arrow
-        if arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind):
+    def _dtype(self, column: str) -> str:
+        if column not in self._types:
+            raise ValueError(f"{self.path} has no column {column!r}. It has: {', '.join(self._types)}")
+        kind, types = self._types[column], self._arrow.types
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
             kind = kind.value_type
-        if re.sub(r"\d+$", "", str(kind)) not in _NUMBERS:
-            raise ValueError(f"column {column!r} of {self.path} is of {kind}: {_advice(kind, arrow)}")
-        return str(np.dtype(kind.to_pandas_dtype()))
+        if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
+            return str(np.dtype(kind.to_pandas_dtype()))
+        advice = "an array takes numbers, or lists of numbers. Cast it, or leave it out of columns"
+        if types.is_struct(kind):
+            advice = "ML vectors are written as lists by hvdtrain.integrations.spark.write_parquet; take others apart"
+        elif types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind):
+            advice = "a model takes numbers. Encode it, say by StringIndexer"
+        raise ValueError(f"column {column!r} of {self.path} is of {kind}: {advice}")
 
-    def batches(self, columns: Sequence[str]) -> Iterator[tuple[str, int, Any]]:
-        """Yield (file, its row that comes first, record batch)."""
+    def batches(self, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, NDArray[Any]], str]]:
+        """Yield (number of rows, {column: array}, file)."""
         for path in self.files:
             row = 0
             try:
-                with self.modules.parquet.ParquetFile(path, filesystem=self.system, pre_buffer=False) as file:
-                    self._check_schema(path, file.schema_arrow, columns)
+                with self._parquet.ParquetFile(path, filesystem=self._system, pre_buffer=False) as file:
+                    there = {field.name: field.type for field in file.schema_arrow}
+                    other = [name for name in columns if there.get(name) != self._types[name]]
+                    if other:
+                        raise ValueError(f"{path} has another schema than {self.files[0]}: see {', '.join(other)}")
                     for batch in file.iter_batches(_BATCH_ROWS, columns=list(columns)):
-                        yield path, row, batch
+                        arrays = {name: _array(batch.column(name), name, path, row) for name in columns}
+                        yield batch.num_rows, arrays, path
                         row += batch.num_rows
-            except (OSError, self.modules.arrow.ArrowException) as problem:
+            except (OSError, self._arrow.ArrowException) as problem:
                 raise HvdTrainError(f"{path} cannot be read: {problem}") from None
-
-    def _check_schema(self, path: str, schema: Any, columns: Sequence[str]) -> None:
-        there = {field.name: field.type for field in schema}
-        other = [name for name in columns if there.get(name) != self.schema.field(name).type]
-        if other:
-            raise ValueError(f"{path} has another schema than {self.files[0]}: see {', '.join(other)}")
+        self._arrow.default_memory_pool().release_unused()  # memory of row groups
 
 
 def _data_files(path: str, infos: Sequence[Any]) -> list[Any]:
     """Return the Parquet files of a folder in order of their names."""
-    names = {info.base_name for info in infos}
-    folders = sorted(info.base_name for info in infos if "=" in info.base_name)
-    if folders:
-        raise ValueError(f"{path} is partitioned ({folders[0]}): its files lack a column. Write it without partitionBy")
+    names = sorted(info.base_name for info in infos)
+    partitions = [name for name in names if "=" in name]
+    if partitions:
+        raise ValueError(
+            f"{path} is partitioned ({partitions[0]}): its files lack a column. Write it without partitionBy"
+        )
     found = [info for info in infos if info.base_name.endswith(".parquet") and info.base_name[0] not in "._"]
-    half = "_temporary" in names or ("_SUCCESS" not in names and any(_SPARKS.match(info.base_name) for info in found))
-    if half:
+    by_spark = any(_SPARK_PART.match(info.base_name) for info in found)
+    if "_temporary" in names or ("_SUCCESS" not in names and by_spark):
         raise ValueError(
             f"{path} is half written: Spark's _SUCCESS is missing. Wait for the job that writes it, or write it again"
         )
     if not found:
-        raise FileNotFoundError(f"{path} holds no *.parquet file. Received: {', '.join(sorted(names)) or 'nothing'}")
+        raise FileNotFoundError(f"{path} holds no *.parquet file. Received: {', '.join(names) or 'nothing'}")
     return sorted(found, key=lambda info: str(info.base_name))
-
-
-def _advice(kind: Any, arrow: Any) -> str:
-    if arrow.types.is_struct(kind):
-        return "ML vectors are written as lists by hvdtrain.integrations.spark.write_parquet; take others apart"
-    if arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_dictionary(kind):
-        return "a model takes numbers. Encode it, say by StringIndexer"
-    return "an array takes numbers, or lists of numbers. Cast it, or leave it out of columns"
-
-
-# ---- unpacking
 
 
 def _unpack(
     table: _Table, wanted: Mapping[str, Sequence[str]], casts: Mapping[str, np.dtype[Any]], folder: Path
 ) -> None:
-    """Write each array of `wanted` into `folder`, which is there only once it is whole."""
+    """Write each array of `wanted` into `folder`, which appears only once it is whole."""
     columns = list(dict.fromkeys(each for group in wanted.values() for each in group))
-    rows = 0
+    rows, kinds = 0, dict[str, tuple[str, tuple[int, ...]]]()  # type and shape of a row, by array
     making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         with ExitStack() as stack:
-            outputs = [_Output(making / f"{i}.npy", stack) for i in range(len(wanted))]
-            for file, first, batch in table.batches(columns):
-                arrays = {name: _as_array(batch.column(name), name, file, first) for name in columns}
+            # Written, not mapped: a full disk is then an error, and does not kill the process.
+            outputs = [stack.enter_context((making / str(i)).open("wb")) for i in range(len(wanted))]
+            for num_rows, arrays, file in table.batches(columns):
+                if not num_rows:
+                    continue
+                rows += num_rows
                 for output, (name, group) in zip(outputs, wanted.items(), strict=True):
                     array = _side_by_side([arrays[column] for column in group])
-                    output.add(array.astype(casts.get(name, array.dtype), copy=False), f"{name!r} of {file}")
-                rows += batch.num_rows
-            if not rows:
-                raise ValueError(f"{table.path} holds no samples. Received: {len(table.files)} files without rows")
-            for output in outputs:
-                output.finish(rows)
+                    array = array.astype(casts.get(name, array.dtype), copy=False)
+                    _, shape = kinds.setdefault(name, (array.dtype.str, array.shape[1:]))
+                    if shape != array.shape[1:]:
+                        raise ValueError(
+                            f"lists of {name!r} of {file} have {array.shape[1]} numbers, and {shape[0]} before: pad or "
+                            "cut them"
+                        )
+                    array.tofile(output)
+        if not rows:
+            raise ValueError(f"{table.path} holds no samples. Received: {len(table.files)} files without rows")
+        index = [(dtype, (rows, *shape)) for dtype, shape in (kinds[name] for name in wanted)]
+        (making / _INDEX).write_text(json.dumps(index))
         making.rename(folder)
-        table.modules.arrow.default_memory_pool().release_unused()  # what held row groups
     except OSError as problem:
         room = shutil.disk_usage(folder.parent).free / 2**30
         raise HvdTrainError(
@@ -247,38 +237,7 @@ def _unpack(
         shutil.rmtree(making, ignore_errors=True)
 
 
-class _Output:
-    """One array on disk, written row by row: its shape is known at the end.
-
-    Written, not mapped: a full disk is then an error, and not the end of the process.
-    """
-
-    _HEADER_BYTES = 256
-
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._file = stack.enter_context(path.open("wb"))
-        self._file.seek(self._HEADER_BYTES)
-        self._like: NDArray[Any] | None = None
-
-    def add(self, array: NDArray[Any], what: str) -> None:
-        if self._like is None and len(array):
-            self._like = array[:0].copy()
-        if self._like is not None and len(array) and self._like.shape[1:] != array.shape[1:]:
-            lengths = [each.shape[1] for each in (self._like, array)]
-            raise ValueError(f"lists of {what} have {lengths[1]} numbers, and {lengths[0]} before: pad or cut them")
-        array.tofile(self._file)
-
-    def finish(self, rows: int) -> None:
-        assert self._like is not None
-        header = {"descr": self._like.dtype.str, "fortran_order": False, "shape": (rows, *self._like.shape[1:])}
-        text = repr(header).encode()
-        # NumPy's format 1.0: magic, length of the header, the header with blanks and an end of line.
-        start = b"\x93NUMPY\x01\x00" + (self._HEADER_BYTES - 10).to_bytes(2, "little")
-        self._file.seek(0)
-        self._file.write((start + text).ljust(self._HEADER_BYTES - 1) + b"\n")
-
-
-def _as_array(column: Any, name: str, file: str, first: int) -> NDArray[Any]:
+def _array(column: Any, name: str, file: str, first: int) -> NDArray[Any]:
     """Return a column of a record batch: shape (rows,), or (rows, length) of lists.
 
     Raises:
@@ -306,9 +265,6 @@ def _side_by_side(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate([array if array.ndim > 1 else array[:, None] for array in arrays], axis=1)
-
-
-# ---- the folder on local disk
 
 
 def _cache(given: str | os.PathLike[str] | None) -> Path:
@@ -345,15 +301,9 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _forget_unused(parent: Path) -> None:
-    """Remove what nobody has read for long; who has it mapped keeps it."""
+def _remove_unused(parent: Path) -> None:
+    """Remove what nobody has read for a week; a process that has it mapped keeps it."""
     for entry in parent.iterdir():
-        try:
-            if time.time() - entry.stat().st_mtime < _UNUSED_S:
-                continue
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
-        except OSError:
-            continue
+        with suppress(OSError):
+            if time.time() - entry.stat().st_mtime >= _UNUSED_S:
+                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()

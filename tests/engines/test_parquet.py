@@ -171,10 +171,10 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(
 ) -> None:
     folder = write(tmp_path / "data", {"a.parquet": {"x": [1.0]}})
 
-    def full(self: Any, *_: Any) -> None:
+    def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(parquet._Output, "add", full)
+    monkeypatch.setattr(parquet, "_side_by_side", full)
     with pytest.raises(HvdTrainError, match=r"No space left on device\. Choose another disk of this host by cache_dir"):
         hvdtrain.read_parquet(folder, cache_dir=cache)
 
