@@ -102,8 +102,8 @@ def introduce(
     return f"{picked} ({name})" if name else picked
 
 
-def meet() -> None:
-    """Let ranks compare their devices, if they have not since they met; a collective of all ranks.
+def compare_once() -> None:
+    """Let ranks compare their devices, once after `hvd.init`; a collective of all ranks.
 
     TensorFlow must not compute before a script has set its threads and memory: there it comes before the first
     collective of the World.

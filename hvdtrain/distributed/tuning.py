@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from hvdtrain.system import bridges, open_mpi
 
 log = logging.getLogger("hvdtrain")
 
-Bytes = NDArray[np.uint8]
+Array = NDArray[Any]
 
 PIECES = "HVDTRAIN_MPI_PIECE_BYTES"
 FUSION = "HOROVOD_FUSION_THRESHOLD"
@@ -68,35 +68,37 @@ _said = False
 
 
 class Host(Protocol):
-    """What an engine's framework is asked: see `hvdtrain.torch.collectives`."""
+    """What a framework does with host arrays and with its share of the host: `collectives` of each framework."""
+
+    def allreduce(self, array: Array, op: str, name: str) -> Array:
+        """Return the sum, min or max over ranks; never called with "mean"."""
+
+    def allgather(self, array: Array, name: str) -> Array:
+        """Return all ranks' arrays, concatenated on axis 0."""
+
+    def broadcast(self, array: Array, root: int, name: str) -> Array:
+        """Return the root's array."""
+
+    def pick_device(self, local_rank: int) -> str:
+        """Make this rank's GPU the current one and return its name, or "cpu"."""
 
     def has_gpu(self) -> bool:
         """Return whether the framework sees a GPU."""
-        ...
 
     def why_not(self, horovod: ModuleType) -> str:
         """Return why `horovod` cannot serve the GPU that this process would compute on, "" if it can."""
-        ...
 
     def gpu(self, index: int) -> tuple[str, str]:
         """Return UUID and name of a GPU that this process sees."""
-        ...
 
     def put_off_loading(self) -> str:
         """Leave out of this process what the framework would load at once and most trainings never use; name it."""
-        ...
 
     def starts_with_threads(self) -> bool:
         """Return whether the number of threads must be known before anything is computed, a collective included."""
-        ...
 
     def set_threads(self, threads: int) -> int | None:
         """Compute with at most so many threads; return the number in force, None where that cannot be told."""
-        ...
-
-    def allgather(self, array: Bytes, name: str) -> Bytes:
-        """Return all ranks' arrays, concatenated."""
-        ...
 
 
 @dataclass

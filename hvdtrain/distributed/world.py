@@ -12,13 +12,14 @@ import importlib.util
 import json
 import logging
 import os
+import time
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.distributed import devices, forks, frameworks, launch_environment, tuning, wait_time, watchdog
+from hvdtrain.distributed import devices, frameworks, launch_environment, tuning, wait_time, watchdog
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 from hvdtrain.horovod_build import installed
 
@@ -28,89 +29,103 @@ Framework = Literal["torch", "tensorflow"]
 Op = Literal["sum", "mean", "min", "max"]
 Array = NDArray[Any]
 
+# Long enough for a thread that the system has just taken off its core to come back, on a machine with too much to do;
+# a worker's start takes several times as long.
+FORK_PAUSE_S = 0.01
+
 _world: World | None = None
 _loaded: dict[str, ModuleType] = {}
 
 
-class Collectives(tuning.Host, Protocol):
-    """What an engine does with host arrays, and with this rank's share of the host."""
-
-    def allreduce(self, array: Array, op: Op, name: str) -> Array:
-        """Return the sum, min or max over ranks; never called with "mean"."""
-        ...
-
-    def allgather(self, array: Array, name: str) -> Array:
-        """Return all ranks' arrays, concatenated on axis 0."""
-        ...
-
-    def broadcast(self, array: Array, root: int, name: str) -> Array:
-        """Return the root's array."""
-        ...
-
-    def pick_device(self, local_rank: int) -> str:
-        """Make this rank's GPU the current one and return its name, or "cpu"."""
-        ...
-
-
 class World:
-    """This process's place among the ranks, with collectives on host (numpy) arrays.
+    """This process's place among the ranks that a launcher started, with collectives on host (numpy) arrays.
 
-    The base class is the contract; `SoloWorld` and `HorovodWorld` are the two that exist. Collectives must be called
-    by every rank, in the same order. `name` shows up in Horovod's stall messages: say what the call is for.
+    Collectives must be called by every rank, in the same order. `name` is shown in messages about stalls: say what the
+    call is for. `SoloWorld` is one process alone.
+
+    Attributes:
+        engine: whose Horovod it is, "torch" or "tensorflow"; "solo" for one process without.
+        device: the device this rank computes on: "cpu" or "cuda:<local rank>".
+        seed: default seed of the order in which samples are seen.
     """
 
-    engine: str
     seed: int | None = None
+
+    def __init__(self, engine: str, horovod: ModuleType, device: str) -> None:
+        self.engine = engine
+        self.device = device
+        self._horovod = horovod
+        self._host: tuning.Host = frameworks.load(engine, "collectives")
+
+    # Horovod is asked each time: an elastic job renumbers ranks, grows and shrinks.
 
     @property
     def rank(self) -> int:
         """This process's number, in [0, size)."""
-        raise NotImplementedError
+        return int(self._horovod.rank())
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        raise NotImplementedError
+        return int(self._horovod.size())
 
     @property
     def local_rank(self) -> int:
         """This process's number among those on its host."""
-        raise NotImplementedError
+        return int(self._horovod.local_rank())
 
     @property
     def local_size(self) -> int:
         """Number of ranks on this host."""
-        raise NotImplementedError
-
-    @property
-    def device(self) -> str:
-        """The device this rank computes on: "cpu" or "cuda:<local rank>"."""
-        raise NotImplementedError
+        return int(self._horovod.local_size())
 
     @property
     def is_root(self) -> bool:
         """True on rank 0. Under it there is I/O only, never a collective."""
         return self.rank == 0
 
+    @wait_time.counted()
     def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
         """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them."""
-        raise NotImplementedError
+        devices.compare_once()
+        if op not in ("sum", "mean", "min", "max"):
+            raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
+        # A mean is a sum divided here: exact for integers too, and one native operation less to trust.
+        total = self._host.allreduce(
+            np.asarray(array, order="C"), "sum" if op == "mean" else op, f"hvdtrain.{name}.{op}"
+        )
+        return total / self.size if op == "mean" else total
 
+    @wait_time.counted()
     def allgather(self, array: Array, *, name: str = "host") -> Array:
         """Concatenate every rank's `array` on axis 0, in rank order; only axis 0 may differ in length."""
-        raise NotImplementedError
+        devices.compare_once()
+        array = np.asarray(array, order="C")
+        if array.ndim == 0:
+            raise ValueError(
+                f"allgather concatenates on axis 0, so it needs an array of >= 1 axis. Received: {array!r}"
+            )
+        # As bytes: any dtype travels, bit for bit.
+        rows = array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((0, 1), np.uint8)
+        flat = self._host.allgather(rows.reshape(-1), f"hvdtrain.{name}.allgather")
+        return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
+    @wait_time.counted()
     def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
         """Return the root's `array`; shape and dtype must be equal on all ranks."""
-        raise NotImplementedError
+        devices.compare_once()
+        if not 0 <= root < self.size:
+            raise ValueError(f"root must be a rank in [0, {self.size}). Received: root={root}")
+        array = np.asarray(array, order="C")
+        flat = array.reshape(-1).view(np.uint8)
+        return self._host.broadcast(flat, root, f"hvdtrain.{name}").view(array.dtype).reshape(array.shape)
 
     def allgather_object(self, obj: Any, *, name: str = "object") -> list[Any]:
         """Gather one JSON value from each rank, in rank order. JSON, so that nothing received is ever unpickled."""
         data = np.frombuffer(json.dumps(obj).encode(), np.uint8)
         lengths = self.allgather(np.array([data.size], np.int64), name=f"{name}.length")
         gathered = self.allgather(data, name=f"{name}.bytes")
-        ends = np.cumsum(lengths)
-        return [json.loads(gathered[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
+        return [json.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(lengths)[:-1])]
 
     def broadcast_object(self, obj: Any, *, root: int = 0, name: str = "object") -> Any:
         """Return the root's JSON value on every rank."""
@@ -124,7 +139,7 @@ class World:
 
 
 class SoloWorld(World):
-    """One process: every collective returns what it was given."""
+    """One process: every collective returns a copy of its argument."""
 
     engine = "solo"
     rank = 0
@@ -133,12 +148,7 @@ class SoloWorld(World):
     local_size = 1
 
     def __init__(self, device: str = "cpu") -> None:
-        self._device = device
-
-    @property
-    def device(self) -> str:
-        """The device given at construction."""
-        return self._device
+        self.device = device
 
     def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
         """Return a copy of `array`: its sum, mean, min and max over one rank."""
@@ -149,82 +159,10 @@ class SoloWorld(World):
         return np.array(array)
 
     def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
-        """Return a copy of `array`; the only root there is, is rank 0."""
+        """Return a copy of `array`; the only root is rank 0."""
         if root != 0:
             raise ValueError(f"root must be a rank in [0, 1). Received: root={root}")
         return np.array(array)
-
-
-class HorovodWorld(World):
-    """The ranks that a launcher started, joined by an initialised Horovod."""
-
-    def __init__(self, engine: Framework, horovod: ModuleType, device: str) -> None:
-        self.engine = engine
-        self._horovod = horovod
-        # A module is the simplest object with these functions.
-        self._collectives: Collectives = frameworks.load(engine, "collectives")
-        self._device = device
-
-    @property
-    def rank(self) -> int:
-        """Horovod's rank; asked each time, since an elastic run may renumber."""
-        return int(self._horovod.rank())
-
-    @property
-    def size(self) -> int:
-        """Horovod's size; asked each time, since an elastic run may grow or shrink."""
-        return int(self._horovod.size())
-
-    @property
-    def local_rank(self) -> int:
-        """Horovod's local rank."""
-        return int(self._horovod.local_rank())
-
-    @property
-    def local_size(self) -> int:
-        """Horovod's local size."""
-        return int(self._horovod.local_size())
-
-    @property
-    def device(self) -> str:
-        """The device chosen by local rank when the World was made."""
-        return self._device
-
-    @wait_time.counted()
-    def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
-        """See `World.allreduce`."""
-        devices.meet()
-        if op not in ("sum", "mean", "min", "max"):
-            raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
-        # A mean is a sum divided here: exact for integers too, and one native operation less to trust.
-        total = self._collectives.allreduce(
-            np.asarray(array, order="C"), "sum" if op == "mean" else op, f"hvdtrain.{name}.{op}"
-        )
-        return total / self.size if op == "mean" else total
-
-    @wait_time.counted()
-    def allgather(self, array: Array, *, name: str = "host") -> Array:
-        """See `World.allgather`."""
-        devices.meet()
-        array = np.asarray(array, order="C")
-        if array.ndim == 0:
-            raise ValueError(
-                f"allgather concatenates on axis 0, so it needs an array of >= 1 axis. Received: {array!r}"
-            )
-        # As bytes: any dtype travels, bit for bit.
-        rows = array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((0, 1), np.uint8)
-        flat = self._collectives.allgather(rows.reshape(-1), f"hvdtrain.{name}.allgather")
-        return flat.view(array.dtype).reshape(-1, *array.shape[1:])
-
-    @wait_time.counted()
-    def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
-        """See `World.broadcast`."""
-        devices.meet()
-        if not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank in [0, {self.size}). Received: root={root}")
-        array = np.asarray(array, order="C")
-        flat = array.reshape(-1).view(np.uint8)
-        return self._collectives.broadcast(flat, root, f"hvdtrain.{name}").view(array.dtype).reshape(array.shape)
 
 
 def load_engine(framework: Framework) -> ModuleType | None:
@@ -288,14 +226,12 @@ def init_engine(
         LaunchError: the launcher announced more ranks than Horovod found, or gave them no way to find each other; or
             ranks share a GPU, which NCCL does not allow.
     """
-    if on_jax is None:
-        on_jax = launch_environment.runs_on_jax(
-            None
-        )  # before Horovod imports torch, which would look like the user's choice
+    if on_jax is None:  # before Horovod imports torch, which would look like the user's choice
+        on_jax = launch_environment.runs_on_jax(None)
     module = load_engine(framework)
     if module is None:
         return None
-    host: Collectives = frameworks.load(framework, "collectives")
+    host: tuning.Host = frameworks.load(framework, "collectives")
     if pick and not on_jax and not launch_environment.is_alone() and (why := host.why_not(module)):
         raise HorovodMismatchError(f"rank {launch_environment.rank()}: {why}")
     if module.is_initialized():
@@ -306,8 +242,8 @@ def init_engine(
     if launch_environment.lacks_pmix() and module.mpi_built():
         raise LaunchError(
             f"{launch_environment.detect()} started this process without PMIx, by which Open MPI's ranks find each "
-            "other. Launch "
-            "with `srun --mpi=pmix python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
+            "other. Launch with `srun --mpi=pmix python script.py`, or set HVDTRAIN_SOLO=1 to run one process on "
+            "purpose."
         )
     watchdog.begin()  # ranks wait for each other to start, too
     decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()), on_jax=on_jax)
@@ -330,14 +266,27 @@ def init_engine(
     if module.rank() == 0:
         _warn_of_other_changes()
     watchdog.joined(module)
-    forks.prepare()
+    _pause_before_forks()
     devices.pick(module, pick)
     gpu = devices.from_driver if on_jax else host.gpu
     decided.device = devices.introduce(module, host.allgather, gpu=gpu, nccl=decided.nccl)
     tuning.settle(decided, module, host)
     if not host.starts_with_threads():
-        devices.meet()
+        devices.compare_once()
     return module
+
+
+@functools.cache  # registered once a process
+def _pause_before_forks() -> None:
+    """Let this process's threads come to rest before each fork, such as the workers of a torch DataLoader.
+
+    Horovod's background thread makes itself known to Python whenever it drops a tensor, and holds a lock of the
+    interpreter meanwhile, without holding the GIL. A child that is forked in that moment waits for that lock forever
+    (CPython 3.11, in PyOS_AfterFork_Child). Of forks right after an allreduce on full cores 10 in 4,004 hung; with a
+    pause of half as long as ours, none of 4,718.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lambda: time.sleep(FORK_PAUSE_S))
 
 
 @functools.cache  # once per process: an elastic job initializes in each round
@@ -383,7 +332,7 @@ def make(engine: Framework | None, *args: Any, on_jax: bool, **kwargs: Any) -> W
         return SoloWorld()
     host = frameworks.load("keras", "jax_device") if on_jax else frameworks.load(engine, "collectives")
     module = init_engine(engine, *args, on_jax=on_jax, pick=host.pick_device, **kwargs)
-    return SoloWorld(host.pick_device(0)) if module is None else HorovodWorld(engine, module, devices.picked)
+    return SoloWorld(host.pick_device(0)) if module is None else World(engine, module, devices.picked)
 
 
 def current() -> World:

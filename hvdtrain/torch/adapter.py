@@ -17,55 +17,32 @@ from hvdtrain.distributed import launch_environment, tuning, wait_time
 from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import fused_update, training_state
-from hvdtrain.torch.finite import Guard, all_finite, first_non_finite
+from hvdtrain.torch.finite import StepSnapshot, all_finite, first_non_finite
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
-
-
-def make_adapter(
-    model: torch.nn.Module,
-    *,
-    optimizer: Any,
-    loss: Any,
-    metrics: Sequence[Any],
-    options: Options,
-    world: World,
-) -> TorchAdapter:
-    """Return the adapter for `model`; see `Trainer` for the arguments and errors."""
-    if not callable(loss):
-        raise TypeError(
-            "loss must be a torch loss such as torch.nn.CrossEntropyLoss(), or a callable (outputs, targets) -> mean. "
-            f"Received: loss={loss!r}"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer over the model's parameters. Received: {optimizer!r}"
-        )
-    check_parameters(model, optimizer)
-    if hasattr(optimizer, "skip_synchronize"):
-        raise ValueError(
-            "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
-            f"DistributedOptimizer of {type(optimizer).__name__}"
-        )
-    return TorchAdapter(model, optimizer, loss, named_metrics(metrics, loss), options, world)
+_PLAIN: AbstractContextManager[Any] = nullcontext()
 
 
 class TorchAdapter:
-    """Steps a torch.nn.Module; the reduction over ranks happens in `hvdtrain.torch.DistributedOptimizer`."""
+    """Takes steps of a torch.nn.Module; `hvdtrain.torch.DistributedOptimizer` reduces over ranks.
+
+    See `Trainer` for the arguments and errors.
+    """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        *,
+        optimizer: Any,
         loss: Any,
-        metrics: dict[str, Any],
+        metrics: Sequence[Any],
         options: Options,
         world: World,
     ) -> None:
+        _check(model, optimizer, loss)
         self._device = torch.device(world.device)
         wait_time.device = GpuClock() if self._device.type == "cuda" and tuning.gpu_async() else None
         self._model = model.to(self._device)
@@ -74,11 +51,11 @@ class TorchAdapter:
         self._options = options
         self._world = world
         self._checked = False
-        self._training = False  # the totals are those of an epoch under way
+        self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        self._meets_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
+        self._syncs_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         self._weights = LossWeights(self._loss, world)
-        self._totals = Totals(metrics, self._device)
+        self._totals = Totals(named_metrics(metrics, self._loss), self._device)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
         self._optimizer: Any = optimizer
         self._fuses = fused_update.applies_to(type(optimizer))
@@ -91,7 +68,7 @@ class TorchAdapter:
             )
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
         self.fault: Fault | None = None
-        self._guard = Guard(model, self._totals) if options.nan_policy in ("skip", "stop") else None
+        self._before = StepSnapshot(model, self._totals) if options.nan_policy in ("skip", "stop") else None
 
     @property
     def learning_rates(self) -> list[float]:
@@ -108,7 +85,7 @@ class TorchAdapter:
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
-        """Random states, buffers, the epoch's running totals, and which gradients travel together."""
+        """Random states, buffers, the epoch's totals, and which gradients travel together."""
         held = training_state.rank_state(self._model)
         packed = self._optimizer._hvd_reducer.packed if self._reduced else None
         if packed is not None:
@@ -143,26 +120,26 @@ class TorchAdapter:
         """Forward and backward over each batch, one reduced and clipped update over all."""
         first = not self._training
         if first:
-            self._totals.clear()  # of an evaluation that did not come to its end
+            self._totals.clear()  # of an evaluation that was interrupted
             self._training = True
         if first or not self._model.training:
             self._model.train()
         weights = self._weights
         weights.begin(batches)
         # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
-        passes = len(batches) if self._meets_in_forward else sum(1 for each in weights.counted if each.weight)
+        passes = len(batches) if self._syncs_in_forward else sum(1 for each in weights.counted if each.weight)
         if self._reduced and passes and (first or passes != self._optimizer.backward_passes_per_step):
             self._optimizer.set_backward_passes_per_step(passes)
         self._optimizer.zero_grad()
-        if self._guard is not None:
-            self._guard.remember()
+        if self._before is not None:
+            self._before.take()
         for index, (batch, counted) in enumerate(zip(batches, weights.counted, strict=True)):
             if counted.weight:
                 loss = self._add(batch, counted)
                 factor = weights.factor(index)
                 self._scaler.scale(loss if factor == 1.0 else loss * factor).backward()
-            elif self._meets_in_forward:
-                self._attend(batch).backward()
+            elif self._syncs_in_forward:
+                self._run_empty(batch).backward()
         self.fault = self._fault(batches) if self._update() else None
 
     def eval_step(self, batch: Batch) -> None:
@@ -195,23 +172,20 @@ class TorchAdapter:
         return means
 
     def settle(self) -> None:
-        """Average running statistics over ranks; of counters the largest counts."""
-        buffers = dict(self._model.named_buffers())
-        floats = {name: each for name, each in buffers.items() if each.is_floating_point() and each.numel()}
-        counts = {name: each for name, each in buffers.items() if not each.is_floating_point() and each.numel()}
-        if self._reduced and floats:
-            # In float64, in which equal float32 numbers have themselves as their mean on any number of ranks.
+        """Average running statistics over ranks; counters become the largest."""
+        buffers = [each for each in self._model.buffers() if each.numel()] if self._reduced else []
+        # In float64, in which equal float32 numbers have themselves as their mean on any number of ranks.
+        if floats := [each for each in buffers if each.is_floating_point()]:
             self._settle(floats, torch.float64, "mean")
-        if self._reduced and counts:
+        if counts := [each for each in buffers if not each.is_floating_point()]:
             self._settle(counts, torch.int64, "max")
 
-    def _settle(self, buffers: dict[str, torch.Tensor], dtype: torch.dtype, op: Op) -> None:
-        flat = torch.cat([buffer.detach().to(dtype).reshape(-1).cpu() for buffer in buffers.values()])
+    @torch.no_grad()
+    def _settle(self, buffers: list[torch.Tensor], dtype: torch.dtype, op: Op) -> None:
+        flat = torch.cat([buffer.to(dtype).reshape(-1).cpu() for buffer in buffers])
         settled = torch.from_numpy(self._world.allreduce(flat.numpy(), op, name="settle"))
-        parts = settled.split([buffer.numel() for buffer in buffers.values()])
-        with torch.no_grad():
-            for buffer, part in zip(buffers.values(), parts, strict=True):
-                buffer.copy_(part.reshape(buffer.shape))
+        for buffer, part in zip(buffers, settled.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.reshape(buffer.shape))
 
     def state(self) -> State:
         """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""
@@ -230,7 +204,7 @@ class TorchAdapter:
             )
         inputs, targets = self._to_device(batch.inputs), self._to_device(batch.targets)
         alone = batch.local_count == 1 and batch.global_count > 1 and self._model.training
-        with self._autocast(), self._one_sample_can_be_normalised() if alone else _AS_IT_IS:
+        with self._autocast(), self._normalize_by_running_statistics() if alone else _PLAIN:
             outputs = self._model(inputs)
             if not self._checked:
                 check_shapes(self._loss, outputs, targets, rank=self._world.rank)
@@ -239,7 +213,7 @@ class TorchAdapter:
         return outputs, targets, loss.mean() if loss.dim() else loss
 
     @contextmanager
-    def _one_sample_can_be_normalised(self) -> Iterator[None]:
+    def _normalize_by_running_statistics(self) -> Iterator[None]:
         """Let BatchNorm1d use its running statistics where a rank's share of a short tail is one sample.
 
         One process would have the other ranks' samples beside it; torch raises for one alone, at an epoch's end.
@@ -253,11 +227,11 @@ class TorchAdapter:
             for norm in norms:
                 norm.train()
 
-    def _attend(self, batch: Batch) -> torch.Tensor:
-        """Run no samples through a model whose layers meet the other ranks' in forward; and in backward, of this."""
+    def _run_empty(self, batch: Batch) -> torch.Tensor:
+        """Run no samples through a model whose layers synchronize in forward and backward; return a loss of zero."""
         if batch.inputs is None:
             raise HvdTrainError(
-                f"rank {self._world.rank} never had any data, so its SyncBatchNorm cannot meet the other ranks'. Give "
+                f"rank {self._world.rank} never had any data, so its SyncBatchNorm cannot synchronize. Give "
                 "every rank at least one sample, or use fewer ranks."
             )
         nothing = tree_map(lambda value: value[:0], self._to_device(batch.inputs))
@@ -270,7 +244,7 @@ class TorchAdapter:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _AUTOCAST.get(self._options.precision)
-        return torch.autocast(self._device.type, dtype=dtype) if dtype else _AS_IT_IS
+        return torch.autocast(self._device.type, dtype=dtype) if dtype else _PLAIN
 
     def _update(self) -> bool:
         """Reduce, unscale, clip and step, in the order in which all ranks come to the same decision.
@@ -280,13 +254,13 @@ class TorchAdapter:
         """
         optimizer, clip_norm = self._optimizer, self._options.clip_norm
         if self._reduced:
-            # Before unscale_ tests for infinities: ranks must agree to skip a step.
+            # Before unscale_ tests for infinity: ranks must agree to skip a step.
             self._weights.learn(optimizer.synchronize(weight=self._weights.weight, expected=self._weights.expected))
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             return False  # no sample counted on any rank, and a scaler refuses to step without gradients
-        # A scaler skips such steps by itself and lowers its scale, which only cannot help once that is 1.
-        looks = self._options.nan_policy and (not self._scaler.is_enabled() or self._scaler.get_scale() <= 1.0)
-        if looks and not all_finite([p.grad for group in optimizer.param_groups for p in group["params"]]):
+        # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
+        checks = self._options.nan_policy and (not self._scaler.is_enabled() or self._scaler.get_scale() <= 1.0)
+        if checks and not all_finite([p.grad for group in optimizer.param_groups for p in group["params"]]):
             return True
         if clip_norm is not None:
             self._scaler.unscale_(optimizer)
@@ -302,7 +276,7 @@ class TorchAdapter:
         if self._reduced:
             how: AbstractContextManager[Any] = self._optimizer.skip_synchronize()  # and fuses by itself
             return how
-        return fused_update.chosen(self._optimizer) if self._fuses else _AS_IT_IS
+        return fused_update.chosen(self._optimizer) if self._fuses else _PLAIN
 
     def _fault(self, batches: Sequence[Batch]) -> Fault:
         """Return what is not finite, and undo the step as far as `nan_policy` requests."""
@@ -317,10 +291,10 @@ class TorchAdapter:
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 own = first_non_finite(zip(trained, gradients, strict=True)) if own is None else own
                 losses.append(float(loss.detach()))
-            elif self._meets_in_forward:
-                torch.autograd.grad(self._attend(batch), trained, allow_unused=True)
-        if self._guard is not None:
-            self._guard.go_back()
+            elif self._syncs_in_forward:
+                torch.autograd.grad(self._run_empty(batch), trained, allow_unused=True)
+        if self._before is not None:
+            self._before.restore()
         self._optimizer.zero_grad()
         name, own_name = (None if each is None else self._name_of(each) for each in (reduced, own))
         return Fault(name or "none", own_name, float(np.mean(losses)) if losses else float("nan"))
@@ -329,6 +303,25 @@ class TorchAdapter:
         if self._reduced:
             return str(self._optimizer._hvd_reducer.name_of(parameter))
         return next(name for name, each in self._model.named_parameters() if each is parameter)
+
+
+def _check(model: torch.nn.Module, optimizer: Any, loss: Any) -> None:
+    """Raise TypeError or ValueError for what `Trainer` cannot train with."""
+    if not callable(loss):
+        raise TypeError(
+            "loss must be a torch loss such as torch.nn.CrossEntropyLoss(), or a callable (outputs, targets) -> mean. "
+            f"Received: loss={loss!r}"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer over the model's parameters. Received: {optimizer!r}"
+        )
+    check_parameters(model, optimizer)
+    if hasattr(optimizer, "skip_synchronize"):
+        raise ValueError(
+            "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
+            f"DistributedOptimizer of {type(optimizer).__name__}"
+        )
 
 
 def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -347,3 +340,6 @@ def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
                 f"{index} with {len(foreign)} others, the first of shape {foreign[0]}. Make the optimizer from "
                 "this model's parameters()."
             )
+
+
+make_adapter = TorchAdapter

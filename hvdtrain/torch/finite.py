@@ -1,4 +1,4 @@
-"""Are the numbers still numbers? And if not: which, and what a step that is skipped must leave behind."""
+"""Find gradients that are not finite, and undo the step that made them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hvdtrain.torch.metrics import Totals
 
 
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether every element is; gradients that are None are left out.
+    """Return whether every element is finite; gradients that are None are left out.
 
-    A sum over a tensor holds whatever in it is not finite, and costs a fiftieth of looking at each element. Where it
-    overflowed without that, each element is looked at.
+    A sum over a tensor is not finite if an element is not, and costs a fiftieth of a test of each element. Since a sum
+    can overflow too, each element is tested after a sum that is not finite.
     """
     dense = [g._values() if g.is_sparse else g for g in gradients if g is not None]
     if not dense:
@@ -31,30 +31,25 @@ def first_non_finite(
     return next((parameter for parameter, gradient in gradients if not all_finite([gradient])), None)
 
 
-class Guard:
-    """What a step changes before its gradient is known: running statistics, and what metrics have counted.
-
-    Args:
-        model: whose buffers.
-        totals: of its metrics.
-    """
+class StepSnapshot:
+    """What a step changes before its gradient is known: the model's buffers, and what metrics have counted."""
 
     def __init__(self, model: torch.nn.Module, totals: Totals) -> None:
         self._buffers = list(model.buffers())
-        self._before = [buffer.detach().clone() for buffer in self._buffers]
+        self._saved = [buffer.detach().clone() for buffer in self._buffers]
         self._totals = totals
         self._counted = totals.copy()
 
     @torch.no_grad()
-    def remember(self) -> None:
-        """Note how things are before the step."""
-        for before, buffer in zip(self._before, self._buffers, strict=True):
-            before.copy_(buffer)
+    def take(self) -> None:
+        """Save the state before a step."""
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            saved.copy_(buffer)
         self._counted = self._totals.copy()
 
     @torch.no_grad()
-    def go_back(self) -> None:
-        """Make them so again."""
-        for before, buffer in zip(self._before, self._buffers, strict=True):
-            buffer.copy_(before)
-        self._totals.go_back(self._counted)
+    def restore(self) -> None:
+        """Restore that state."""
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            buffer.copy_(saved)
+        self._totals.restore(self._counted)

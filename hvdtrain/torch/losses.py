@@ -28,7 +28,7 @@ _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, int, NDArray[np.float6
 
 
 class Counted(NamedTuple):
-    """What of a batch counts in its loss and metrics.
+    """What counts of a batch in its loss and metrics.
 
     Attributes:
         weight: what the batch's mean loss was divided by, up to a factor that is the same for every batch.

@@ -118,7 +118,7 @@ class Totals:
         """Return the sums and counts as they are, without waiting for a device."""
         return self._sums.clone(), list(self._counts)
 
-    def go_back(self, copy: tuple[torch.Tensor, list[float]]) -> None:
+    def restore(self, copy: tuple[torch.Tensor, list[float]]) -> None:
         """Take on what `copy` returned."""
         self._sums.copy_(copy[0])
         self._counts = list(copy[1])

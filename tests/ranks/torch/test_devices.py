@@ -22,7 +22,7 @@ def test_ranks_on_one_gpu_are_named_on_rank_0(
     hvd: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     introduce(monkeypatch, "GPU-1")
-    devices.meet()
+    devices.compare_once()
     ranks = ", ".join(map(str, range(hvd.size())))
     if hvd.rank() == 0:
         assert f"ranks {ranks} on host" in caplog.text
@@ -35,7 +35,7 @@ def test_ranks_on_one_gpu_are_named_on_rank_0(
 def test_ranks_on_one_gpu_are_refused_with_nccl_on_every_rank(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     introduce(monkeypatch, "GPU-1", nccl=True)
     with pytest.raises(LaunchError, match=r"ranks 0, 1 on host .* share GPU-1: NVIDIA H100"):
-        devices.meet()
+        devices.compare_once()
 
 
 @pytest.mark.world_size(2)
@@ -43,7 +43,7 @@ def test_ranks_on_their_own_gpus_are_left_alone(
     hvd: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     introduce(monkeypatch, f"GPU-{hvd.rank()}", nccl=True)
-    devices.meet()
+    devices.compare_once()
     assert caplog.messages == []
 
 
@@ -52,7 +52,7 @@ def test_ranks_that_could_not_compare_at_init_do_before_the_first_collective(
     hvd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     introduce(monkeypatch, "GPU-1", nccl=True)
-    here = world.HorovodWorld("torch", engine.native(), "cuda:0")
+    here = world.World("torch", engine.native(), "cuda:0")
     with pytest.raises(LaunchError, match="share GPU-1"):
         here.barrier()
     here.barrier()

@@ -109,4 +109,4 @@ def test_one_rank_alone_is_asked_for_nothing(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(devices, "picked", "cuda:0")
     assert devices.introduce(SimpleNamespace(size=lambda: 1), None, gpu=None, nccl=True) == "cuda:0"
-    devices.meet()
+    devices.compare_once()

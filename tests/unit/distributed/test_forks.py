@@ -8,15 +8,15 @@ import sys
 
 SCRIPT = """
 import os, time
-from hvdtrain.distributed import forks
+from hvdtrain.distributed import world
 for _ in range(2):
-    forks.prepare()
+    world._pause_before_forks()
 slept = []
 time.sleep = slept.append
 child = os.fork()
 if child:
     os.waitpid(child, 0)
-    print(slept == [forks.SETTLE_S] and forks.SETTLE_S > 0)
+    print(slept == [world.FORK_PAUSE_S] and world.FORK_PAUSE_S > 0)
 else:
     os._exit(0)
 """
