@@ -88,14 +88,14 @@ class RunFolder(Callback):
             _write(self.folder / ENVIRONMENT, describe_environment(trainer))
             self._file = private_files.open_file(self.folder / METRICS, "a", encoding="utf-8")
         except OSError as problem:
-            log.warning("nothing of this run is kept in %s: %s", self.folder or "a folder of its own", problem)
+            log.warning("this run is not recorded in %s: %s", self.folder or "a run folder", problem)
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
-        """Keep an interval, if it is time."""
+        """Record an interval, if it is time."""
         self._lines(self._records.of_interval(interval))
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Keep the epoch's metrics, and its last interval: an epoch may be shorter than what lies between two."""
+        """Record the epoch's metrics, and its last interval: an epoch may be shorter than an interval."""
         self._lines(self._records.of_epoch(trainer, epoch, logs))
 
     def close(self) -> None:
@@ -105,18 +105,18 @@ class RunFolder(Callback):
             try:
                 file.close()
             except OSError as problem:
-                log.warning("the end of what %s keeps may be missing: %s", self.folder, problem)
+                log.warning("the last records in %s may be missing: %s", self.folder, problem)
 
     def _lines(self, records: Sequence[Facts]) -> None:
         for facts in records:
             if self._file is None:
                 return
             try:
-                # One write and a flush: whoever reads along, or after a kill, finds whole lines.
+                # One write and a flush: a reader finds complete lines, during the run and after a kill.
                 self._file.write(json.dumps(redact.strings(plain(facts))) + "\n")
                 self._file.flush()
             except OSError as problem:
-                log.warning("nothing more of this run is kept in %s: %s", self.folder, problem)
+                log.warning("this run is not recorded any longer in %s: %s", self.folder, problem)
                 self._file = None
 
 

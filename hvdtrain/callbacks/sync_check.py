@@ -26,11 +26,11 @@ _CHECKS = 9  # checks whose cost counts
 
 _ADVICE = (
     "Weights that differ make every later step wrong. Faulty memory does this, and so does code that treats the model "
-    "in another way on one rank: a callback, a layer with state of its own, a weight set by hand."
+    "differently on one rank: a callback, a layer with its own state, a weight set by hand."
 )
 _STOPPED = (
-    "Start the run again from a checkpoint written while ranks were equal: with checkpoint_dir the newest is taken, "
-    "which holds what rank 0 held. Leave a host out that is named again. "
+    "Start the run again from a checkpoint written while ranks were equal: with checkpoint_dir it resumes from the "
+    "newest, which is rank 0's. If a host is named again, exclude it. "
     'SyncCheck(on_divergence="repair") continues with rank 0\'s instead of stopping.'
 )
 
@@ -145,7 +145,7 @@ class SyncCheck(Callback):
             raise DesyncError(
                 f"{facts} {_ADVICE} Most ranks agree and rank 0 is not among them, so a repair, which spreads rank "
                 "0's, would spread the damage. Start the run again: with checkpoint_dir it resumes from its newest "
-                "checkpoint; leave a host out that is named again."
+                "checkpoint. If a host is named again, exclude it."
             )
         trainer.repair()
         mine = replicas.digests(trainer.state(copy=False), settled=settled)

@@ -135,7 +135,7 @@ def _writable(stem: str, arrays: Arrays) -> Arrays:
         if array.dtype.name not in _DTYPES:
             raise CheckpointError(f"Array {name!r} of {stem} has dtype {array.dtype}, which no checkpoint can hold.")
     if "__metadata__" in arrays:
-        raise CheckpointError(f"Array '__metadata__' of {stem} has a name that safetensors keeps for itself.")
+        raise CheckpointError(f"Array '__metadata__' of {stem} has a name that safetensors reserves.")
     return {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors ignores strides
 
 
@@ -149,8 +149,8 @@ def _check_replaceable(target: Path) -> None:
     foreign = [n for n in names if n not in (manifest.NAME, manifest.META) and manifest.stem_of(n) is None]
     if foreign and not is_checkpoint(target):
         raise CheckpointError(
-            f"Checkpoint {target} was not written: that folder is no checkpoint, it holds {foreign[0]!r}. Give one a "
-            "folder of its own."
+            f"Checkpoint {target} was not written: that folder is not a checkpoint, it contains {foreign[0]!r}. "
+            "Name another folder."
         )
 
 

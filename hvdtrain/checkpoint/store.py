@@ -110,7 +110,7 @@ class Store:
         best, finite = self._best_of(metas), self.newest_finite()
         if finite in older and not self._warned:
             self._warned = True
-            log.warning("%s is kept: later checkpoints hold NaN or infinity", finite)
+            log.warning("%s is not deleted: later checkpoints contain NaN or infinity", finite)
         for path in older:
             if path not in (best, finite) and not path.is_symlink():
                 try:

@@ -78,15 +78,15 @@ def hvdtrain(
 def build(
     without: Annotated[
         list[str] | None,
-        typer.Option(help="Leave this out; may be repeated.", **one_of("torch", "tensorflow", "mpi", "nccl")),
+        typer.Option(help="Build without this part; may be repeated.", **one_of("torch", "tensorflow", "mpi", "nccl")),
     ] = None,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even where the cache has the wheel.")] = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even if the cache has the wheel.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be built, and stop.")] = False,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="Take framework versions older than tested ones, and keep untested ones whose proof failed.",
+            help="Accept framework versions older than tested ones, and untested ones whose proof failed.",
         ),
     ] = False,
     wheel_dir: Annotated[Path | None, typer.Option(help="Put a copy of the wheel there.", **folder())] = None,

@@ -71,9 +71,9 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
     if len(folders) > 2:
         raise ReportError(f"one run or two can be shown. Received: {len(folders)}. Type: hvdtrain report A B")
     if measured is not None and len(folders) == 2:
-        raise ReportError("--measured is for one run. Leave it out, or name one run")
+        raise ReportError("--measured is for one run. Remove it, or name one run")
     if link is not None and measured is None:
-        raise ReportError("--link needs --measured, which tells how many bytes of gradients there are")
+        raise ReportError("--link needs --measured, which has the size of the gradients")
     path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     found = [read_run(folder) for folder in folders]
     if out is not None or not as_json:
@@ -108,14 +108,14 @@ def _floor(summary: Summary, measured: Path, link: str | None) -> float:
 
     known = read_measured(measured)
     if "gradient_bytes" not in known:
-        raise ReportError(f"{measured} does not tell gradient_bytes: write it with hvdtrain bench --script X --json")
+        raise ReportError(f"{measured} has no gradient_bytes: write it with hvdtrain bench --script X --json")
     if link is not None:
         speed = parse_rate(link)
     elif summary.hosts == 1 and "intra_bytes_per_s" in known:
         speed = known["intra_bytes_per_s"]
     elif summary.hosts == 1:
         raise ReportError(
-            f"the floor needs the speed between ranks, which {measured} does not tell. `hvdtrain bench` without "
+            f"the floor needs the speed between ranks, which {measured} does not have. `hvdtrain bench` without "
             "--script measures it; then type, say: --link 9GB/s"
         )
     else:

@@ -200,7 +200,7 @@ def _meet(reset: Reset) -> None:
                 raise SystemExit(0) from None
             if not tries_left or not (is_failure_of_others(error) or _NOT_MET in str(error)):
                 raise
-            log.warning("ranks did not meet (%s): they try again", _first_line(error))
+            log.warning("ranks could not synchronize (%s): trying again", _first_line(error))
         else:
             return
 

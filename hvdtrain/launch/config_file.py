@@ -194,7 +194,7 @@ def _mapping(root: yaml.Node, path: str) -> dict[str, Any]:
         if key not in _KEYS:
             raise UsageError(f"{where}: there is no key {key}{_instead(key)}")
         if key in found:
-            raise UsageError(f"{where}: {key} is there twice. Keep one of them")
+            raise UsageError(f"{where}: {key} appears twice. Remove one of them")
         try:
             found[key] = _value(node, *_KEYS[key])
         except ValueError as problem:
@@ -254,7 +254,7 @@ def _text(node: yaml.Node, must_be: str) -> str:
     text = str(node.value)
     if redact.HIDDEN in text:
         raise ValueError(
-            f"was a secret, and is not kept in files. Write it in place of {redact.HIDDEN}, or leave it out"
+            f"was a secret, and secrets are not saved. Write it in place of {redact.HIDDEN}, or leave it out"
         )
     if "\0" in text:
         raise ValueError(f"must be {must_be}. Received: text with a NUL in it")

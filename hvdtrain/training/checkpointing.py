@@ -166,10 +166,8 @@ class RunCheckpoints:
             found = self._store.newest_whole()
             if found is not None and not found[1].finite:
                 finite = self._store.newest_finite()
-                _warn_not_finite(
-                    found[0],
-                    f"to resume from {finite}, move later ones away." if finite else 'fit(resume="never") starts anew.',
-                )
+                afresh = 'fit(resume="never") starts from the beginning.'
+                _warn_not_finite(found[0], f"to resume from {finite}, move later ones away." if finite else afresh)
             return found
 
         return restore(find, adapter, lr_factor=lr_factor, world=self._world)

@@ -282,8 +282,8 @@ class Trainer:
         world = init(framework_of(model))
         if launch_environment.is_elastic():
             raise HvdTrainError(
-                "Trainer.load takes all ranks, which in an elastic job meet in fit alone. Call fit with "
-                f"checkpoint_dir, which goes on from its newest checkpoint. Received: directory={directory!r}"
+                "Trainer.load needs all ranks, and in an elastic job ranks synchronize only in fit. Call fit with "
+                f"checkpoint_dir: it resumes from the newest checkpoint. Received: directory={directory!r}"
             )
         config = checkpointing.read_config(directory, world=world)
         trainer = cls(model, **{**config, **options})

@@ -68,7 +68,7 @@ def _step(summary: Summary) -> str:
     }.get(largest if summary.parts_s.get(largest, 0) > step / 2 else "", "")
     parts = ", ".join(shares)
     if not summary.settled:
-        return f"Of steps only the first was kept, which also compiles and connects: {format_time(step)}: {parts}."
+        return f"Only the first step was recorded, which also compiles and connects: {format_time(step)}: {parts}."
     return f"A typical step takes {format_time(step)}: {parts}.{verdict}"
 
 

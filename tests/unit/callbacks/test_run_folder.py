@@ -83,12 +83,12 @@ def test_a_disk_that_takes_nothing_costs_a_warning(make, tmp_path, caplog, monke
     monkeypatch.setenv(run_folder.RUNS, str(tmp_path / "gone"))
     make().fit((X, Y), epochs=1, progress=False)
     monkeypatch.setenv(run_folder.RUNS, "")
-    assert "nothing of this run is kept in a folder of its own" in caplog.text
+    assert "this run is not recorded in a run folder" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "hvdtrain"):
         history = make().fit((X, Y), epochs=1, run_dir=str(tmp_path / "file" / "run"), progress=False)
     assert len(history["loss"]) == 1
-    assert [f"nothing of this run is kept in {tmp_path}" in record.getMessage() for record in caplog.records] == [True]
+    assert [f"this run is not recorded in {tmp_path}" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_secrets_are_not_kept(make, tmp_path, monkeypatch):

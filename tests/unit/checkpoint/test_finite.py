@@ -36,7 +36,7 @@ def test_the_newest_finite_one_is_never_pruned(tmp_path, caplog, keep_last, bad)
         store.prune()
     assert names(store) == [f"epoch-{epoch:06d}" for epoch in [*range(9, 9 - keep_last, -1), 4]]
     assert store.newest_finite() == store.place(4)
-    assert caplog.text.count("epoch-000004 is kept: later checkpoints hold NaN or infinity") == 1
+    assert caplog.text.count("epoch-000004 is not deleted: later checkpoints contain NaN or infinity") == 1
 
 
 def test_once_numbers_are_finite_again_the_older_one_goes(tmp_path):

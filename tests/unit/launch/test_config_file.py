@@ -174,7 +174,7 @@ def test_secrets_are_neither_shown_nor_kept_nor_taken_for_values(start):
     assert "abc123" not in kept + said
     Path("again.yaml").write_text(kept)
     for where in ("launcher-options", "WANDB_API_KEY", "arguments"):
-        with pytest.raises(UsageError, match=f"{where} was a secret, and is not kept in files"):
+        with pytest.raises(UsageError, match=f"{where} was a secret, and secrets are not saved"):
             config_file.read("again.yaml")
         lines = Path("again.yaml").read_text().splitlines(keepends=True)
         hidden = next(line for line in lines if "(hidden)" in line)
@@ -198,7 +198,7 @@ def test_secrets_are_neither_shown_nor_kept_nor_taken_for_values(start):
         ("np: true", "np must be a whole number, at least 1. Received: true"),
         ("np: [2]", "np must be a whole number, at least 1. Received: a list"),
         ("np:", "np must be a whole number, at least 1. Received: nothing"),
-        ("np: 2\nnp: 3", "c.yaml, line 2: np is there twice. Keep one of them"),
+        ("np: 2\nnp: 3", "c.yaml, line 2: np appears twice. Remove one of them"),
         ("max-restarts: -1", "max-restarts must be a whole number, at least 0. Received: -1"),
         ("grace: soon", "grace must be a number of seconds, 0 or more. Received: soon"),
         ("launcher: horvodrun", "launcher must be horovodrun or mpirun. Received: horvodrun. Did you mean horovodrun?"),
