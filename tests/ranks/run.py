@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -186,6 +187,9 @@ def report(
         print(f"  skipped {number}: {reason}")
     counts = [f"{passed} passed"] + [f"{failed} failed"] * bool(failed) + [f"{len(skipped)} skipped"] * bool(skipped)
     print(f"{label}: {', '.join(counts)} in {seconds:.0f} s", flush=True)
+    if options.verbose:  # which a busy machine changes less
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(f"  processor time so far: {used.ru_utime + used.ru_stime:.0f} s", flush=True)
     totals.passed += passed
     totals.failed += failed
     totals.skipped += len(skipped)
