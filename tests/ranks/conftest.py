@@ -35,8 +35,8 @@ collect_ignore_glob = ["*"] if WORLD_SIZE == 1 else []
 MARKS = {
     "world_size(*sizes)": "the numbers of ranks at which a test of tests/ranks runs",
     "every_backend": "runs on each of Keras's backends, at 2 ranks, without --all too",
-    "on_keras": "of the Trainer: runs on PyTorch and on Keras's TensorFlow backend, without --all too",
-    "three_ranks": "of Keras: runs at 3 ranks too, on TensorFlow: uneven shares, the order of sums, sets of ranks",
+    "on_keras": "of the Trainer: runs on PyTorch and on Keras's torch backend, without --all too",
+    "three_ranks": "of Keras: runs at 3 ranks too, on the torch backend: uneven shares, sets of ranks",
     "over_gloo": "of PyTorch: runs over Gloo too: collectives, join, errors",
 }
 

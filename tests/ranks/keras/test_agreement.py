@@ -8,7 +8,7 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain.errors import DesyncError
 
-pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.every_backend]
+pytestmark = pytest.mark.world_size(2, 3)
 
 
 def test_another_shape_on_one_rank_is_named_on_all(kit):

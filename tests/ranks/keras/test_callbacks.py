@@ -23,7 +23,6 @@ def test_broadcast_gives_all_ranks_the_roots_weights(kit):
     kit.assert_same_everywhere(model)
 
 
-@pytest.mark.every_backend
 def test_broadcast_gives_all_ranks_the_roots_optimizer_state(kit):
     """Only the root has trained before: its momentum, its step count and its weights reach the others."""
     alone = kit.alone(kit.model(), keras.optimizers.Adam(0.01))

@@ -11,7 +11,6 @@ import hvdtrain.keras as hvd
 pytestmark = pytest.mark.world_size(2)
 
 
-@pytest.mark.every_backend
 def test_state_goes_back_to_the_last_commit(kit):
     model = kit.together(kit.model(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), epochs=1)
     state = hvd.elastic.KerasState(model, epoch=3, batch=0)

@@ -189,7 +189,6 @@ def test_embedding_gradients_equal_one_process(kit, as_dense):
     kit.assert_same_everywhere(together)
 
 
-@pytest.mark.every_backend
 def test_local_layers_keep_their_own_gradients(kit):
     model = kit.model()
     optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.get_layer("head"))

@@ -19,7 +19,6 @@ def equal_on_all_ranks(model):
     return bool((everybody == everybody[0]).all())
 
 
-@pytest.mark.every_backend
 @SIZES
 def test_keras_callbacks_run_with_what_keras_would_pass_them(kit):
     x, y = kit.data()

@@ -36,12 +36,7 @@ SIMILAR = {
 }
 
 
-EVERY_BACKEND = ("momentum", "adamw")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.every_backend] * (name in EVERY_BACKEND)) for name in SIMILAR]
-)
+@pytest.mark.parametrize("name", SIMILAR)
 def test_updates_are_those_of_keras_and_fused_where_tensorflow_can(kit, name):
     make, fused = SIMILAR[name]
     alone = kit.alone(kit.model(), make())
