@@ -122,8 +122,8 @@ DEFECTS = (
     Defect(
         "bucket: a parameter of a new shape is sent in the old one's place",
         "hvdtrain/torch/bucket.py",
-        "if [p.shape for p in self.params] != self._shapes:",
-        "if not self._shapes:",
+        "        self._check_shapes()\n",
+        "",
         TORCH,
     ),
     Defect(
@@ -136,8 +136,8 @@ DEFECTS = (
     Defect(
         "bf16: the sum is taken in bfloat16",
         "hvdtrain/torch/bf16.py",
-        ".view(self._size, -1).float().sum(0)",
-        ".view(self._size, -1).sum(0).float()",
+        ".float().sum(0)",
+        ".sum(0).float()",
         TORCH,
     ),
     Defect(
@@ -151,13 +151,13 @@ DEFECTS = (
     Defect(
         "adapter: weights are not broadcast",
         "hvdtrain/torch/adapter.py",
-        "hvd.broadcast_parameters(tensors, root_rank=0)",
-        "pass",
+        "hvd.broadcast_parameters([*self._model.named_parameters(), *self._model.named_buffers()], root_rank=0)",
+        "hvd.broadcast_parameters(self._model.named_buffers(), root_rank=0)",
         TRAINER,
     ),
     Defect(
         "optimizer state: the root's moments do not arrive",
-        "hvdtrain/torch/optimizer_state.py",
+        "hvdtrain/torch/functions.py",
         "optimizer.state.update(new_state)",
         "pass",
         ranks("torch", "resume or optimizer_state"),

@@ -49,7 +49,7 @@ def missing() -> str:
     """Return why no such host can be made here, "" if it can."""
     absent = [name for name in ("unshare", "ip", "mount", "hostname") if shutil.which(name, path=path()) is None]
     if absent:
-        return f"no {', '.join(absent)}"
+        return f"no {', '.join(absent)}: apt-get install iproute2 util-linux hostname"
     if os.geteuid() != 0:
         return "namespaces need root"
     tried = subprocess.run([*UNSHARE, "ip", "link", "add", "eth0", "type", "bridge"], capture_output=True, text=True)
