@@ -119,7 +119,7 @@ def test_a_run_too_short_for_a_second_interval_is_not_judged_by_its_first_step(m
     speeds = [epoch(29, 0, samples_per_s=30.0), epoch(58, 1, samples_per_s=90.0), epoch(87, 2, samples_per_s=110.0)]
     found = summarize(read_run(made([interval(1, data=(9, 8), compute=(9, 8), rate=1.0), *speeds])))
     assert (found.settled, found.samples_per_s) == (False, 100.0)
-    assert sentences(found)[-1].startswith("Only the first step was recorded")
+    assert sentences(found)[-1].startswith("Only the first step was recorded, which also compiles and connects: 18 s")
 
 
 def test_each_starts_first_interval_is_left_out(made, interval):
