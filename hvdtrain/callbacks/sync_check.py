@@ -131,17 +131,14 @@ class SyncCheck(Callback):
         self._costs.append(cost - exchange)
         self._step = -step
         if not same:
-            self._diverged(trainer, replicas.difference(mine, world=trainer.world), when, settled=settled)
+            self._diverged(trainer, *replicas.difference(mine, world=trainer.world), when, settled=settled)
         self._equal = when
 
-    def _diverged(self, trainer: RunContext, found: replicas.Divergence, when: str, *, settled: bool) -> None:
-        facts = (
-            f"Ranks no longer hold the same weights and optimizer state: {found.text}. Found {when}; equal "
-            f"{self._equal}."
-        )
+    def _diverged(self, trainer: RunContext, what: str, root_is_odd: bool, when: str, *, settled: bool) -> None:
+        facts = f"Ranks no longer hold the same weights and optimizer state: {what}. Found {when}; equal {self._equal}."
         if self._on_divergence == "stop":
             raise DesyncError(f"{facts} {_ADVICE} {_STOPPED}")
-        if found.root_is_odd:
+        if root_is_odd:
             raise DesyncError(
                 f"{facts} {_ADVICE} Most ranks agree and rank 0 is not among them, so a repair, which spreads rank "
                 "0's, would spread the damage. Start the run again: with checkpoint_dir it resumes from its newest "
@@ -150,8 +147,8 @@ class SyncCheck(Callback):
         trainer.repair()
         mine = replicas.digests(trainer.state(copy=False), settled=settled)
         if not replicas.equal(mine, world=trainer.world)[0]:
-            left = replicas.difference(mine, world=trainer.world)
-            raise DesyncError(f"{facts} All ranks were given rank 0's, and still {left.text}.")
+            left, _ = replicas.difference(mine, world=trainer.world)
+            raise DesyncError(f"{facts} All ranks were given rank 0's, and still {left}.")
         if trainer.world.is_root:
             log.warning("%s %s All ranks continue with rank 0's.", facts, _ADVICE)
 

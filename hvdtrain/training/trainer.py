@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.context import CheckpointOptions, RunId
 from hvdtrain.callbacks.defaults import with_defaults
 from hvdtrain.callbacks.run_folder import RunFolder
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.sources import IndexedSource, as_source, leaves, tree_map
 from hvdtrain.distributed import agreement, launch_environment
-from hvdtrain.distributed.world import World, init
+from hvdtrain.distributed.world import SoloWorld, World, init
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.training import checkpointing, learning_rate, prediction, preemption, run_id
+from hvdtrain.training import checkpointing, learning_rate, preemption, run_id
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.nan_policy import POLICIES
-from hvdtrain.training.option_checks import check_choice, check_positive
 from hvdtrain.training.progress import History as History
 
 log = logging.getLogger("hvdtrain")
@@ -94,7 +94,9 @@ class Trainer:
         check_positive("accumulate", accumulate, int)
         if clip_norm is not None:
             check_positive("clip_norm", clip_norm, float)
-        learning_rate.check_options(lr_scaling, warmup_epochs)
+        check_choice("lr_scaling", lr_scaling, tuple(learning_rate.FACTORS))
+        if warmup_epochs < 0:
+            raise ValueError(f"warmup_epochs must be >= 0. Received: warmup_epochs={warmup_epochs}")
         self.model = model
         self.world: World = init(framework_of(model))
         self.epochs = 0
@@ -257,7 +259,31 @@ class Trainer:
         Raises:
             TypeError: `x` can only be iterated, so it has no order that ranks could share.
         """
-        return prediction.predict(self._adapter, x, batch_size=batch_size, world=self.world)
+        samples = isinstance(x, list) and any(isinstance(item, tuple) for item in x)  # (inputs, targets), as in `fit`
+        if isinstance(x, tuple | list) and not samples and all(hasattr(leaf, "shape") for leaf in leaves(x)):
+            x = (x,)  # several inputs, and no targets among them
+        source = as_source(x, batch_size=batch_size, world=self.world)
+        if not isinstance(source, IndexedSource):
+            raise TypeError(f"predict needs arrays or a map-style dataset. Received: {type(x).__name__}")
+        indices, shards = [], []
+        for batch in source.epoch(0, shuffle=False):
+            if batch.local_count and batch.indices is not None:
+                indices.append(batch.indices)
+                shards.append(self._adapter.predict_step(batch.inputs))
+        if not shards:  # fewer samples than ranks: the outputs of any sample have the shape of none
+            any_sample = next(as_source(x, batch_size=1, world=SoloWorld()).epoch(0, shuffle=False))
+            indices = [np.zeros(0, np.int64)]
+            shards = [tree_map(lambda y: y[:0], self._adapter.predict_step(any_sample.inputs))]
+        order = self.world.allgather(np.concatenate(indices), name="predict.indices")
+
+        def in_order(local: NDArray[Any]) -> NDArray[Any]:
+            gathered = self.world.allgather(local, name="predict")
+            result = np.empty_like(gathered)
+            result[order] = gathered
+            return result
+
+        outputs = (in_order(np.concatenate(column)) for column in zip(*map(leaves, shards), strict=True))
+        return tree_map(lambda _: next(outputs), shards[0])
 
     def save(self, directory: str) -> None:
         """Write weights, optimizer state and options to `directory`; a collective call, rank 0 writes.
@@ -333,3 +359,21 @@ class Trainer:
     def stop(self) -> None:
         """End the run after this epoch, on every rank; one rank's call is enough."""
         self._loop.stop_requested = True
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}")
+
+
+def check_positive(name: str, value: Any, kind: type) -> None:
+    """Raise ValueError unless `value` is an int >= 1, or with `kind` float a number > 0."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, np.integer) if kind is int else (int, float))
+        or value <= 0
+    ):
+        raise ValueError(
+            f"{name} must be {'an int >= 1' if kind is int else 'a number > 0'}. Received: {name}={value!r}"
+        )

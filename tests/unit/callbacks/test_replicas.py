@@ -19,44 +19,41 @@ def reports(*ranks):
 
 
 def test_the_minority_and_the_first_tensor_are_named():
-    found = replicas.describe(reports("abc", "abc", "aXY", "abc"))
-    assert (found.tensor, found.ranks, found.root_is_odd) == ("t1", (2,), False)
-    assert found.text == "t1 on rank 2 (host1) differs from that of the other 3 ranks (2 of 3 tensors differ)"
+    text, root_is_odd = replicas.describe(reports("abc", "abc", "aXY", "abc"))
+    assert not root_is_odd
+    assert text == "t1 on rank 2 (host1) differs from that of the other 3 ranks (2 of 3 tensors differ)"
 
 
 def test_of_two_ranks_nobody_knows_which_is_right():
-    found = replicas.describe(reports("ab", "aX"))
-    assert (found.tensor, found.ranks, found.root_is_odd) == ("t1", (0, 1), False)
-    assert found.text == "t1 differs between rank 0 (host0) and rank 1 (host0) (1 of 2 tensors differs)"
+    text, root_is_odd = replicas.describe(reports("ab", "aX"))
+    assert not root_is_odd
+    assert text == "t1 differs between rank 0 (host0) and rank 1 (host0) (1 of 2 tensors differs)"
 
 
 def test_two_against_two_are_both_named():
-    found = replicas.describe(reports("a", "b", "a", "b"))
-    assert "ranks 0 (host0), 2 (host1) and ranks 1 (host0), 3 (host1)" in found.text
-    assert found.ranks == (0, 1, 2, 3)
+    text, _ = replicas.describe(reports("a", "b", "a", "b"))
+    assert "ranks 0 (host0), 2 (host1) and ranks 1 (host0), 3 (host1)" in text
 
 
 @pytest.mark.parametrize(("ranks", "odd"), [(("X", "a", "a"), True), (("aX", "ab", "ab"), True), (("a", "b"), False)])
 def test_a_root_in_the_minority_is_told(ranks, odd):
-    assert replicas.describe(reports(*ranks)).root_is_odd is odd
+    assert replicas.describe(reports(*ranks))[1] is odd
 
 
 def test_a_root_that_is_wrong_in_a_later_tensor_is_told():
-    found = replicas.describe(reports("aX", "ab", "Yb", "ab"))
-    assert (found.tensor, found.ranks, found.root_is_odd) == ("t0", (2,), True)
+    text, root_is_odd = replicas.describe(reports("aX", "ab", "Yb", "ab"))
+    assert text.startswith("t0 on rank 2 (host1) differs")
+    assert root_is_odd
 
 
 def test_a_tensor_that_ranks_lack_is_named():
-    found = replicas.describe(reports("ab", "a-", "ab"))
-    assert (found.tensor, found.ranks) == ("t1", (1,))
-    assert "t1 is missing on rank 1 (host0)" in found.text
+    assert "t1 is missing on rank 1 (host0)" in replicas.describe(reports("ab", "a-", "ab"))[0]
 
 
 def test_many_ranks_are_counted():
-    found = replicas.describe(reports(*["a"] * 30, *[f"{i}" for i in range(20)]))
-    assert "49" not in found.text
-    assert "and 12 more differs from that of the other 30 ranks" in found.text
-    assert len(found.ranks) == 20
+    text, _ = replicas.describe(reports(*["a"] * 30, *[f"{i}" for i in range(20)]))
+    assert "49" not in text
+    assert "and 12 more differs from that of the other 30 ranks" in text  # eight are named
 
 
 def test_equal_digests_are_no_difference():

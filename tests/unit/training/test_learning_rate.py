@@ -39,10 +39,3 @@ def test_words_say_what_changed_and_how_to_ask():
     assert rate == 'lr 0.1, not scaled; lr_scaling="linear" or "sqrt" scales it to 4 ranks'
     assert plain.describe(batch_size=None, accumulate=1) == [rate]  # data that can only be iterated
     assert LearningRate([0.1], scaling="none", size=1, warmup_epochs=0).describe(batch_size=32, accumulate=1) == []
-
-
-def test_unknown_scaling_and_negative_warmup_are_errors():
-    with pytest.raises(ValueError, match="'cubic'"):
-        LearningRate([0.1], scaling="cubic", size=1, warmup_epochs=0)
-    with pytest.raises(ValueError, match="-1"):
-        LearningRate([0.1], scaling="none", size=1, warmup_epochs=-1)
