@@ -6,15 +6,18 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from hvdtrain.launch.exit_cause import Listener
+from hvdtrain.launch.other_hosts import SshRoute
 from hvdtrain.launch.rank_output import Whole, without_mark
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import log_filter, open_mpi, process_tree
@@ -22,6 +25,29 @@ from hvdtrain.system import log_filter, open_mpi, process_tree
 _PR_SET_CHILD_SUBREAPER = 36
 _DRAIN_S = 2.0
 _HALF_LINE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is run, and how.
+
+    Attributes:
+        spec: what was asked for.
+        line: the launcher's command line.
+        environment: of the launcher and its ranks.
+        max_restarts: how often it is restarted.
+        grace_s: from a request to stop to the end of patience.
+        ssh: the route to other hosts, if it is by ssh.
+        by_rank: the host of each rank, "" where it is not known; empty for this one.
+    """
+
+    spec: LaunchSpec
+    line: Sequence[str]
+    environment: Mapping[str, str]
+    max_restarts: int = 0
+    grace_s: float = 0.0
+    ssh: SshRoute | None = None
+    by_rank: Sequence[str] = ()
 
 
 class Guard:
@@ -37,14 +63,14 @@ class Guard:
         """Its process id."""
         return self._process.pid
 
-    def keep(self) -> None:
+    def ensure(self) -> None:
         """Start it again if it has ended."""
         if self._process.poll() is not None:
             self._close()
             self._process = self._start()
 
     def dismiss(self) -> None:
-        """Let it go: nothing is left to guard."""
+        """End it: nothing is left to guard."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(process_tree.DONE)
@@ -79,33 +105,23 @@ def adopt_orphans() -> None:
 class Job:
     """A launcher in a session of its own, with everything below it."""
 
-    def __init__(
-        self,
-        line: Sequence[str],
-        spec: LaunchSpec,
-        *,
-        environment: Mapping[str, str],
-        run_dir: Path,
-        guard: Guard,
-        host: str,
-        by_rank: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, launch: Launch, run_dir: Path, guard: Guard) -> None:
         self.run_dir = run_dir
-        self._is_elsewhere = spec.is_elsewhere
-        self.listener = Listener(host, by_rank)
-        self.began = time.monotonic()
+        self.listener = Listener(socket.gethostname(), launch.by_rank)
+        self._began = time.monotonic()
         self._guard = guard
-        self._told: set[int] = set()
-        # A scheduler sends SIGTERM to every process of a job. mpirun would kill its ranks a moment later, in the midst
-        # of a checkpoint; deaf to it, it waits for them. It starts ranks that hear everything.
-        self._is_deaf = spec.is_mpirun
+        self._asked: set[int] = set()  # pids
+        self._is_elsewhere = launch.spec.is_elsewhere
+        # A scheduler sends SIGTERM to every process of a job. mpirun would kill its ranks a moment later, within a
+        # checkpoint; with the signal blocked it waits for them. It unblocks all signals for its ranks.
+        self._is_deaf = launch.spec.is_mpirun
         # Now: what is still below this process when the job has ended, mpirun --version too, is killed.
         open_mpi.spaces_marks()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self._is_deaf else set())
         try:
             self._process = subprocess.Popen(
-                line,
-                env={**environment, process_tree.RUN_DIR: str(run_dir)},
+                launch.line,
+                env={**launch.environment, process_tree.RUN_DIR: str(run_dir)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -126,7 +142,7 @@ class Job:
 
     def seconds(self) -> float:
         """Return how long ago it was started."""
-        return time.monotonic() - self.began
+        return time.monotonic() - self._began
 
     def members(self) -> dict[int, process_tree.Process]:
         """Return its processes on this host."""
@@ -135,10 +151,10 @@ class Job:
     def ask_to_stop(self, pids: dict[int, int]) -> bool:
         """Ask its ranks to stop, each once; return False if there is none."""
         job = self.members()
-        process_tree.ask_to_stop(job, told=self._told, pids=pids)
+        process_tree.ask_to_stop(job, told=self._asked, pids=pids)
         if self._is_elsewhere:
-            if self._is_deaf and self._process.pid not in self._told:
-                self._told.add(self._process.pid)
+            if self._is_deaf and self._process.pid not in self._asked:
+                self._asked.add(self._process.pid)
                 process_tree.send(self._process.pid, signal.SIGUSR1)  # mpirun passes it on
             return self.status() is None
         return any(process.rank is not None for process in job.values())
@@ -148,7 +164,7 @@ class Job:
         for pid in self.members():
             process_tree.send(pid, number)
         if number == signal.SIGTERM and self._is_deaf:
-            process_tree.send(self._process.pid, signal.SIGINT)  # which it hears, and ends its ranks elsewhere
+            process_tree.send(self._process.pid, signal.SIGINT)  # not blocked: it ends its ranks elsewhere
 
     def end(self) -> bool:
         """Kill what is left of it; return whether nothing is."""
@@ -157,11 +173,11 @@ class Job:
         self._process.wait()
         for copy in self._copies:
             copy.join(_DRAIN_S)
-        self._bury()
+        self._reap()
         return gone
 
-    def _bury(self) -> None:
-        """Take leave of adopted processes that have ended."""
+    def _reap(self) -> None:
+        """Wait for adopted processes that have ended."""
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -191,7 +207,7 @@ class Job:
 
 
 class _Stream:
-    """One of our own streams, written to as long as somebody reads it."""
+    """Standard output or error of this process, written to as long as somebody reads it."""
 
     def __init__(self, number: int) -> None:
         self._number = number

@@ -97,7 +97,7 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
 def wait_for_hosts(
     route: SshRoute, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
 ) -> str:
-    """Wait until all hosts can be reached; return what stands in the way at the end, "" for nothing.
+    """Wait until all hosts can be reached; return why one cannot at the end, else "".
 
     What an earlier start of the job has left there is ended.
 

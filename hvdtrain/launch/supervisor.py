@@ -1,61 +1,38 @@
-"""Start a job, start it anew while that makes sense, stop it in order when asked to."""
+"""Start a job, restart it where that helps, and stop it in order on request."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.distributed import watchdog
 from hvdtrain.launch import exit_cause, job_folder, restarts, ssh
 from hvdtrain.launch.exit_cause import Cause
-from hvdtrain.launch.job import Guard, Job, adopt_orphans
-from hvdtrain.launch.other_hosts import SshRoute
-from hvdtrain.launch.signals import Signals
+from hvdtrain.launch.job import Guard, Job, Launch, adopt_orphans
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import process_tree, redact
 from hvdtrain.system.settings import EXIT_STOPPED
 
 _POLL_S = 0.5
-_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
+_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
 _TERM_S = 5.0  # from SIGTERM to SIGKILL
 _UNDYING = "some processes of this job do not die, see ps: a device or file system may hang"
-_ABORTED_S = 15.0  # for a launcher that ends the job, to hear of ranks on other hosts
+_ABORTED_S = 15.0  # for a launcher that ends the job, until it knows of ranks on other hosts
 _STARTING_S = 30.0  # for hosts that cannot be reached before the first start
 _AWAY_S = 600.0  # for hosts that could be reached before, HVDTRAIN_STALL_S permitting
 _CLOSING_S = 5.0  # for a launcher without ranks: where they have ended, their status comes through it
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What is run, and how.
-
-    Attributes:
-        spec: what was asked for.
-        line: the launcher's command line.
-        environment: of the launcher and its ranks.
-        max_restarts: how often it is restarted.
-        grace_s: from a request to stop to the end of patience.
-        ssh: the route to other hosts, if it is by ssh.
-        by_rank: the host of each rank, "" where it is not known; empty for this one.
-    """
-
-    spec: LaunchSpec
-    line: Sequence[str]
-    environment: Mapping[str, str]
-    max_restarts: int
-    grace_s: float
-    ssh: SshRoute | None = None
-    by_rank: Sequence[str] = ()
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -65,6 +42,48 @@ class Ending:
     cause: Cause
     seconds: float
     requested: signal.Signals | None  # the first request to stop, if there was one
+
+
+class Signals:
+    """While it is entered, requests to stop are collected instead of obeyed, and ended children end a wait.
+
+    Afterwards requests are ignored: how the job ended is settled, and only this process's exit status tells it.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[signal.Signals] = []
+
+    def __enter__(self) -> Signals:
+        """Handle the signals."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for each in _REQUESTS:
+            if signal.getsignal(each) is not signal.SIG_IGN:  # nohup's choice
+                signal.signal(each, lambda number, frame: self.requests.append(signal.Signals(number)))
+        self._child_before = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ignore further requests."""
+        for each in _REQUESTS:
+            signal.signal(each, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, self._child_before)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._read)
+        os.close(self._write)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a signal, or so long."""
+        if select.select([self._read], [], [], max(0.0, seconds))[0]:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self._read, 512):
+                    pass
+
+    def is_urgent(self) -> bool:
+        """Return whether there was a second Ctrl-C."""
+        return self.requests.count(signal.SIGINT) > 1
 
 
 def run(launch: Launch, run_dir: Path) -> int:
@@ -94,14 +113,14 @@ def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple
 def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
     attempts: list[restarts.Attempt] = []
     while True:
-        barred = _reach(launch, run_dir, signals, is_first=not attempts)
+        unreachable = _reach(launch, run_dir, signals, is_first=not attempts)
         if signals.requests:
             say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
             return 128 + signals.requests[0]
-        if barred:
-            say(f"gave up: {barred}")
+        if unreachable:
+            say(f"gave up: {unreachable}")
             return attempts[-1].cause.code if attempts else 1
-        job = _start(launch, run_dir, guard)
+        job = Job(launch, run_dir, guard)
         try:
             ending = _follow(job, launch, signals, guard)
         finally:
@@ -113,7 +132,7 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
             return 0
         if ending.cause.code == EXIT_STOPPED:
             _end_elsewhere(launch, run_dir)
-            say("stopped on request; the same command goes on from the script's checkpoint, if it wrote one")
+            say("stopped on request; the same command resumes from the script's checkpoint, if it wrote one")
             return EXIT_STOPPED
         if ending.requested is not None:
             _end_elsewhere(launch, run_dir)
@@ -138,23 +157,16 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
             signals.wait(deadline - time.monotonic())
 
 
-def _start(launch: Launch, run_dir: Path, guard: Guard) -> Job:
-    return Job(
-        launch.line, launch.spec, environment=launch.environment, run_dir=run_dir, guard=guard,
-        host=socket.gethostname(), by_rank=launch.by_rank,
-    )  # fmt: skip
-
-
 def _end_elsewhere(launch: Launch, run_dir: Path) -> None:
-    """End what other hosts have of a job that is not started again: a launcher that was killed leaves ranks there."""
+    """End a job on other hosts that is not restarted: a launcher that was killed leaves ranks there."""
     if launch.ssh is not None:
         ssh.on_every_host(launch.ssh, "end", run_dir)
 
 
 def _reach(launch: Launch, run_dir: Path, signals: Signals, *, is_first: bool) -> str:
-    """Wait until the job's other hosts can be reached; return what stands in the way, "" for nothing.
+    """Wait until the job's other hosts can be reached; return why one cannot, else "".
 
-    One that has just died may start again, which takes minutes: as long as a rank may wait for others.
+    One that has just died may restart, which takes minutes: as long as a rank may wait for others.
     """
     if launch.ssh is None:
         return ""
@@ -168,34 +180,34 @@ def _reach(launch: Launch, run_dir: Path, signals: Signals, *, is_first: bool) -
 
 
 def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
-    """Wait until the launcher has ended, or the job is beyond hope."""
-    asked_at: float | None = None
-    ranks_at = 0.0  # when there were ranks last, once it was asked to stop
+    """Wait until the launcher has ended, or the job cannot end by itself."""
+    requested_at: float | None = None
+    ranks_at = 0.0  # when there were ranks last, after a request to stop
     terminated_at: float | None = None
     failed_at: float | None = None
     aborted_at: float | None = None
 
-    def wait_and_hear(seconds: float) -> bool:
+    def wait(seconds: float) -> bool:
         signals.wait(seconds)
-        return signals.requests.count(signal.SIGINT) > 1
+        return signals.is_urgent()
 
     while (status := job.status()) is None:
         now = time.monotonic()
-        guard.keep()
+        guard.ensure()
         cause = job.listener.cause()
-        if signals.requests.count(signal.SIGINT) > 1:
+        if signals.is_urgent():
             say("second Ctrl-C: ending everything at once")
             break
-        if signals.requests and asked_at is None:
-            asked_at = ranks_at = now
+        if signals.requests and requested_at is None:
+            requested_at = ranks_at = now
             say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(launch.grace_s)}")
             if launch.ssh is not None and not launch.spec.is_mpirun:  # which passes it on itself
-                ssh.on_every_host(launch.ssh, "ask", job.run_dir, wait=wait_and_hear)
-        if asked_at is not None and terminated_at is None:
+                ssh.on_every_host(launch.ssh, "ask", job.run_dir, wait=wait)
+        if requested_at is not None and terminated_at is None:
             ranks = job.ask_to_stop(exit_cause.rank_pids(job.run_dir))
             if ranks:
                 ranks_at = now
-            if now - asked_at > launch.grace_s if ranks else now - ranks_at > _CLOSING_S:
+            if now - requested_at > launch.grace_s if ranks else now - ranks_at > _CLOSING_S:
                 terminated_at = now
                 if ranks:
                     say(f"the ranks have not ended within {_time(launch.grace_s)}: ending them")
@@ -204,13 +216,13 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
             break
         if cause is not None and cause.code not in (0, EXIT_STOPPED) and not launch.spec.elastic:
             failed_at = failed_at or now
-            if now - failed_at > _LAST_WORDS_S and asked_at is None:
+            if now - failed_at > _LAST_WORDS_S and requested_at is None:
                 break
         if job.listener.is_aborted() and not launch.spec.elastic:
             aborted_at = aborted_at or now
             if now - aborted_at > _ABORTED_S:
                 break
-        signals.wait(_POLL_S if asked_at is None and failed_at is None else 0.1)
+        signals.wait(_POLL_S if requested_at is None and failed_at is None else 0.1)
     seconds = job.seconds()
     job.end()  # what it printed is whole only now
     cause = _cause(job, status, launch.spec.launcher)
@@ -218,13 +230,13 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
 
 
 def _cause(job: Job, status: int | None, launcher: str) -> Cause:
-    said = job.listener.cause()
-    if status == 0 and (said is None or said.code != exit_cause.LOST):
+    found = job.listener.cause()
+    if status == 0 and (found is None or found.code != exit_cause.LOST):
         return Cause(launcher, 0)
     if status == EXIT_STOPPED:
         return Cause("the job", EXIT_STOPPED)
-    if said is not None and said.code:
-        return said
+    if found is not None and found.code:
+        return found
     if status is None:
         reported = exit_cause.reported_by_ranks(job.run_dir, host=socket.gethostname())
         return (reported if job.listener.is_aborted() else None) or Cause(launcher, 128 + signal.SIGKILL)
@@ -286,9 +298,9 @@ def _once(report: str, grace_s: str, run_dir: str, launcher: str, *line: str) ->
     sys.stderr = os.fdopen(int(report), "w", buffering=1, encoding="utf-8")
     os.set_inheritable(int(report), False)
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    launch = Launch(LaunchSpec(launcher), line, dict(os.environ), 0, float(grace_s))
+    launch = Launch(LaunchSpec(launcher), line, dict(os.environ), grace_s=float(grace_s))
     with _supervision(Path(run_dir)) as (guard, signals):
-        job = _start(launch, Path(run_dir), guard)
+        job = Job(launch, Path(run_dir), guard)
         try:
             ending = _follow(job, launch, signals, guard)
         finally:

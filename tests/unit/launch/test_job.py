@@ -36,7 +36,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         program.chmod(0o755)
         line = [str(program)]
         spec = LaunchSpec(name, hosts=hosts)
-        jobs.append(job.Job(line, spec, environment=dict(os.environ), run_dir=tmp_path, guard=guard, host="h"))
+        jobs.append(job.Job(job.Launch(spec, line, dict(os.environ)), tmp_path, guard))
         deadline = time.monotonic() + 30
         while not (tmp_path / "blocked").exists():
             assert time.monotonic() < deadline
@@ -85,7 +85,7 @@ def test_ranks_lines_come_whole_and_without_frameworks_notes(tmp_path: Path, cap
     text += "[1,0]<stderr>:W0000 la[1,1]<stderr>:one\n[1,0]<stderr>:st\n"
     guard = job.Guard(tmp_path)
     line = [sys.executable, "-c", f"import os; os.write(2, {text!r}.encode())"]
-    running = job.Job(line, LaunchSpec(), environment=dict(os.environ), run_dir=tmp_path, guard=guard, host="h")
+    running = job.Job(job.Launch(LaunchSpec(), line, dict(os.environ)), tmp_path, guard)
     deadline = time.monotonic() + 30
     while running.status() is None:
         assert time.monotonic() < deadline
