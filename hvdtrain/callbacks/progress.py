@@ -1,4 +1,4 @@
-"""What a person sees on rank 0 while training runs: a live display in a terminal, lines anywhere else."""
+"""Show on rank 0 how training runs: a live display in a terminal, lines anywhere else."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Progress(Callback):
         self._sum = _Sum()
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Open the display, and say what was decided about the batch and the learning rate."""
+        """Open the display, and show the decisions about the batch and the learning rate."""
         self._began = self._printed = time.monotonic()
         self._sum, self._lines = _Sum(), False
         if sys.stdout is None:  # closed by whoever started this process
@@ -68,10 +68,13 @@ class Progress(Callback):
         if self._style == "live" or (
             self._style == "auto" and sys.stdout.isatty() and launch_environment.detect() is None
         ):
-            self._open(trainer)
+            from hvdtrain.callbacks.live import Display  # which loads rich
+
+            self._live = Display(steps=trainer.steps_per_epoch)
+            self._live.start()
         else:
             self._lines = True
-        if not log.isEnabledFor(logging.INFO):  # as Python has it: nobody has been told yet
+        if not log.isEnabledFor(logging.INFO):  # Python's default: the log did not show them
             for line in trainer.decisions:
                 self._write(line)
 
@@ -85,44 +88,39 @@ class Progress(Callback):
         self._sum.add(interval)
         if not trainer.world.is_root:
             return
+        place, steps = _place(trainer, interval.epoch), trainer.steps_per_epoch
         words = [*_metrics(interval.metrics), _UNITS["samples_per_s"].format(interval.samples_per_s)]
         words.append(f"lr {interval.learning_rate:.3g}")
-        left_s = _seconds_left(trainer, interval)
+        left = ""
+        if steps:
+            steps_left = (trainer.epochs - interval.epoch) * steps - interval.step
+            left = f"{_clock(steps_left * interval.seconds / interval.steps)} left"
         if self._live is not None:
-            left = "" if left_s is None else f"{_clock(left_s)} left"
-            self._live.show(
-                _place(trainer, interval.epoch),
-                interval.step,
-                steps=trainer.steps_per_epoch,
-                words="  ".join(words),
-                left=left,
-            )
+            self._live.show(place, interval.step, steps=steps, words="  ".join(words), left=left)
         elif self._lines and time.monotonic() - self._printed >= self._every_s:
             self._printed = time.monotonic()
-            steps = f"/{trainer.steps_per_epoch}" if trainer.steps_per_epoch else ""
-            words += [] if left_s is None else [f"{_clock(left_s)} left"]
-            self._print(trainer, interval.epoch, [f"step {interval.step}{steps}", *words])
+            step = f"step {interval.step}/{steps}" if steps else f"step {interval.step}"
+            self._write("  ".join([place, step, *words, *[left] * bool(left)]))
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Print the epoch's metrics, then its speed over all ranks."""
         if not trainer.world.is_root or self._style == "off":
             return
         speed = [template.format(logs[name]) for name, template in _UNITS.items() if name in logs]
-        self._print(trainer, epoch, [*_metrics(logs), *speed])
+        self._write("  ".join([_place(trainer, epoch), *_metrics(logs), *speed]))
         self._printed = time.monotonic()
 
     def on_fit_end(self, trainer: RunContext) -> None:
         """Close the display, and say where the time went."""
-        self._close()
+        self.close()
         if trainer.world.is_root and self._style not in ("off", "epochs") and self._sum.steps:
             self._write(self._sum.describe(trainer, time.monotonic() - self._began))
 
     def close(self) -> None:
-        """Close the display where training ends early."""
-        self._close()
-
-    def _print(self, trainer: RunContext, epoch: int, words: list[str]) -> None:
-        self._write("  ".join([_place(trainer, epoch), *words]))
+        """Close the display."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _write(self, line: str) -> None:
         if self._live is not None:
@@ -136,20 +134,9 @@ class Progress(Callback):
             self._style, self._lines = "off", False
             log.warning("progress is shown no more: %s", problem)
 
-    def _open(self, trainer: RunContext) -> None:
-        from hvdtrain.callbacks.live import Display  # which loads rich
-
-        self._live = Display(steps=trainer.steps_per_epoch)
-        self._live.start()
-
-    def _close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
 
 class _Sum:
-    """The times of all intervals: of each rank, a step's mean."""
+    """Each rank's mean times of a step, over all intervals."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -157,7 +144,7 @@ class _Sum:
         self._rows: Any = 0.0
 
     def add(self, interval: Interval) -> None:
-        """Count an interval in; the first, whose step compiles and connects, only as long as there is no other."""
+        """Add an interval. The first one, which compiles and connects, counts only until there is another."""
         rows = np.stack(list(vars(interval.times).values())) * interval.steps
         if self._intervals == 1:
             self.steps, self._rows = 0, 0.0
@@ -166,7 +153,7 @@ class _Sum:
         self._rows = self._rows + rows
 
     def describe(self, trainer: RunContext, seconds: float) -> str:
-        """Return one line: how long a step takes, and of what it consists on the slowest rank."""
+        """Return one line: the time of a step, and its parts on the slowest rank."""
         times = RankTimes(*(self._rows / self.steps))
         slowest, size = int(times.own.argmax()), trainer.world.size
         step = float(times.step[slowest])
@@ -186,14 +173,6 @@ def _place(trainer: RunContext, epoch: int) -> str:
 
 def _metrics(logs: dict[str, float]) -> list[str]:
     return [f"{name} {value:.4f}" for name, value in logs.items() if name not in _UNITS]
-
-
-def _seconds_left(trainer: RunContext, interval: Interval) -> float | None:
-    """Return how long the steps that are left take at the present pace; None where nobody knows how many there are."""
-    if not trainer.steps_per_epoch:
-        return None
-    left = (trainer.epochs - interval.epoch) * trainer.steps_per_epoch - interval.step
-    return left * interval.seconds / interval.steps
 
 
 def _clock(seconds: float) -> str:
