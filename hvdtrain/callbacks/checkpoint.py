@@ -12,26 +12,26 @@ from hvdtrain.system import scratch
 
 
 class Checkpoint(Callback):
-    """Save a checkpoint after epochs, and every so many steps; `fit` resumes from the newest whole one.
+    """Save a checkpoint after epochs, and every so many steps. `fit` resumes from the newest complete one.
 
     `fit(checkpoint_dir=...)` is short for one of these with its defaults. Rank 0 writes in the background; training
-    waits only while the state is copied. A checkpoint holds all ranks' random states, the progress in the data and the
-    running metrics, so that a run that was killed ends as if it had not been.
+    waits only while the state is copied. A checkpoint contains all ranks' random states, the progress in the data and
+    the running metrics, so that a resumed run equals one that never stopped.
 
     Args:
-        directory: of this run alone; while `fit` runs, another run cannot use it.
+        directory: the folder of this run; while `fit` runs, another run cannot use it.
         every_epochs: epochs between checkpoints; 0 for none at epochs' ends.
-        every_steps: optimizer steps between checkpoints, counted over all epochs; None for none within epochs.
-        keep_last: how many of the newest are kept; None keeps all.
-        best: name of a metric; the epoch's checkpoint that is best by it is kept besides.
-        mode: whether less or more is better; "auto" takes "min" for a loss or an error, else "max".
-        background: False writes each before training goes on.
+        every_steps: optimizer steps between checkpoints, counted over all epochs; None for no checkpoint within epochs.
+        keep_last: number of newest checkpoints that are not deleted; None for all.
+        best: name of a metric; the checkpoint of the best epoch is not deleted either.
+        mode: "min" or "max" is better; "auto" is "min" for a loss or an error, else "max".
+        background: False writes each checkpoint before training continues.
 
     Raises:
         ValueError: an option outside its range.
-        CheckpointError: in `fit`, before the first epoch, where another run holds the folder, it cannot be written, or
-            its disk has no space for one checkpoint; else at the checkpoint after one that could not be written, or at
-            the end: what was written before is kept, and so is the state in memory.
+        CheckpointError: in `fit`, before the first epoch, if another run uses the folder, if it cannot be written, or
+            if its disk has no space for one checkpoint. If a later write fails, at the next checkpoint or at the end;
+            older checkpoints and the state in memory do not change.
     """
 
     def __init__(
@@ -59,5 +59,5 @@ class Checkpoint(Callback):
         )
 
     def save(self, trainer: RunContext) -> None:
-        """Save the present state, whether or not a checkpoint is due; a collective call."""
+        """Save the current state, also if no checkpoint is due. A collective."""
         trainer.save_checkpoint(self.checkpoint)

@@ -1,8 +1,8 @@
-"""Turn what the user calls data into steps that all ranks take together.
+"""Turn the user's data into steps that all ranks take together.
 
-A `Source` yields `Batch`es; every rank yields the same number of them, and each says how many samples the other ranks
-hold, so that short tails can weigh what they hold. Arrays and map-style datasets are sharded by index arithmetic and
-cost no communication; anything that can only be iterated is counted in step by one small allreduce a step.
+A `Source` yields the same number of `Batch`es on every rank. Each batch has the number of samples on all ranks, which
+weights short tails. Arrays and map-style datasets are sharded by index arithmetic, without communication. Iterable data
+needs one small allreduce per step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hvdtrain.errors import HvdTrainError
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one step.
+    """One rank's part of one step.
 
-    A rank without samples in this step has local_count 0, but takes the step: collectives need it. Its data is then a
-    filler, for frameworks that must run something, or None where this rank never had any.
+    A rank without samples in this step has local_count 0, but takes the step, because collectives need it. Its data is
+    then a filler, for frameworks that must run something, or None if this rank never had data.
     """
 
     inputs: Any = None  # (local_count, ...), or a tuple or dict of such
@@ -36,18 +36,18 @@ class Batch:
     sample_weight: Any = None  # (local_count,)
     local_count: int = 0  # samples on this rank
     global_count: int = 0  # samples on all ranks
-    indices: NDArray[np.int64] | None = None  # which samples of the dataset, where that is known
-    done: int | None = None  # `Consumed.batches` with this step, where steps may be left out
+    indices: NDArray[np.int64] | None = None  # which samples of the dataset, if known
+    done: int | None = None  # `Consumed.batches` after this step, if steps may be skipped
 
 
 @dataclass(frozen=True)
 class Consumed:
-    """What of an epoch is done already, by however many ranks.
+    """The part of an epoch that is done.
 
     Attributes:
         samples: over all ranks.
-        batches: over all ranks, those included that a rank ended without.
-        size: how many ranks there were.
+        batches: over all ranks; batches without samples count.
+        size: the number of ranks.
     """
 
     samples: int = 0
@@ -61,28 +61,27 @@ NOTHING = Consumed()
 class Source(Protocol):
     """Steps of an epoch, the same number on every rank."""
 
-    steps: int | None  # per epoch; None where only iterating tells
-    facts: dict[str, Any]  # what must be equal on all ranks, as JSON
+    steps: int | None  # per epoch; None if unknown before the epoch's end
+    facts: dict[str, Any]  # JSON values that must be equal on all ranks
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
-        """Return this rank's batches of one epoch, or of the rest of one, in step with the other ranks.
+        """Return this rank's batches of one epoch, or of its rest, as many as on the other ranks.
 
-        Orders are drawn, and workers started, before it returns: what is random in them draws here, and then only
-        batch by batch.
+        Before it returns, it draws orders and starts workers. Later it draws random numbers only batch by batch.
         """
         ...
 
     def example(self, epoch: int) -> Batch | None:
-        """Return a batch of the data's shapes, without a step in the orders that later epochs have; None for no data.
+        """Return a batch with the data's shapes, or None if there is no data. The orders of later epochs do not change.
 
-        A collective call. Random states may change.
+        A collective. Random states may change.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """Data that is this rank's own share already, such as a dataset that shards itself: it is not shared out again."""
+    """Data that is sharded already, such as a dataset that reads its rank. It is not sharded again."""
 
     data: Any
 
@@ -91,10 +90,10 @@ class IndexedSource:
     """Samples that can be read by index.
 
     Args:
-        num_samples: on all ranks together.
+        num_samples: dataset length, over all ranks.
         fetch: indices -> (inputs, targets, sample_weight) of these samples.
-        batch_size: samples a rank takes in a full step.
-        world: whose ranks share the samples.
+        batch_size: samples per rank in a full step.
+        world: the ranks.
         seed: order of the shuffle; must be equal on all ranks.
     """
 
@@ -119,7 +118,7 @@ class IndexedSource:
         self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
-        """Return batches by index arithmetic: no communication, and no time for those that are done."""
+        """Return batches by index arithmetic: without communication, and without time for samples that are done."""
         left = self._num_samples - after.samples
         steps = sharding.steps_per_epoch(left, batch_size=self._batch_size, size=self._world.size)
         return map(partial(self.batch, epoch, shuffle=shuffle, start=after.samples), range(steps))
@@ -129,9 +128,9 @@ class IndexedSource:
         return self.batch(epoch, 0, shuffle=True)
 
     def batch(self, epoch: int, step: int, *, shuffle: bool, start: int = 0) -> Batch:
-        """Return this rank's batch of one step, of those after the epoch's first `start` samples.
+        """Return this rank's batch of a step; steps count from the epoch's first `start` samples.
 
-        It takes O(batch_size) time and memory, whatever the number of samples.
+        It takes O(batch_size) time and memory, for any number of samples.
         """
         mine = self._shard(epoch, shuffle, start)
         left = self._num_samples - start
@@ -141,7 +140,7 @@ class IndexedSource:
         return Batch(*self._fetch(chosen), local_count=len(indices), global_count=held, indices=indices)
 
     def _filler(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-        """Return the first samples that this rank has in the epoch, gone on with or not; any where it has none."""
+        """Return this rank's first samples of the whole epoch; if it has none, any sample."""
         first = self._make_shard(epoch, shuffle, 0)[: self._batch_size]
         return first if len(first) else np.zeros(1, np.int64)
 
@@ -150,7 +149,7 @@ class IndexedSource:
         newest, mine = self._newest
         if mine is None or newest != key:
             mine = self._make_shard(epoch, shuffle, start)
-            self._newest = (key, mine)  # in one piece: a prefetching thread may ask for another epoch meanwhile
+            self._newest = (key, mine)  # one assignment: a prefetching thread may request another epoch meanwhile
         return mine
 
     def _make_shard(self, epoch: int, shuffle: bool, start: int) -> sharding.Shard:
@@ -161,14 +160,14 @@ class IndexedSource:
 
 
 class ArraySource(IndexedSource):
-    """Arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each of them a tree."""
+    """Arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight]; each is a tree of arrays."""
 
     def __init__(self, parts: Sequence[Any], *, batch_size: int, world: World, seed: int) -> None:
         num_samples = _common_length(parts, world)
         super().__init__(num_samples, self._take, batch_size=batch_size, world=world, seed=seed)
-        # Convert once: otherwise each batch would copy all of what is not an array yet.
+        # Convert once: otherwise each batch would convert all of the data.
         self._parts = [tree_map(as_array, part) for part in parts]
-        # Ranks that each pass a part of their own would have it divided again; their first and last samples differ.
+        # If each rank passes its own part, the first and last samples differ: an error, or it would be sharded twice.
         ends = np.array([0, num_samples - 1])
         self.facts["first and last sample (crc32)"] = [
             zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(self._parts)
@@ -179,14 +178,14 @@ class ArraySource(IndexedSource):
 
 
 class IteratedSource:
-    """Batches that can only be iterated; ranks may hold different numbers of them.
+    """Iterable batches; ranks may have different numbers of them.
 
     Args:
-        start: (epoch, shuffle, what is done) -> this rank's batches of the rest.
-        world: whose ranks take them.
-        steps: per epoch, where that is known.
-        filler: (number of rows) -> any batch, about as large: for a rank that has had none, as in the rest of an epoch
-            that is gone on with. It draws nothing at random; a model may, as many numbers as there are rows.
+        start: (epoch, shuffle, consumed) -> this rank's batches of the rest of the epoch.
+        world: the ranks.
+        steps: per epoch, if known.
+        filler: (number of rows) -> any batch of this size, for a rank without batches, for example in the rest of a
+            resumed epoch. It draws no random numbers; a model may draw some for each row.
     """
 
     def __init__(
@@ -204,11 +203,11 @@ class IteratedSource:
         self.facts: dict[str, Any] = {"steps": steps}
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
-        """Return batches until no rank has any left; a rank that runs out early goes on with empty ones."""
+        """Return batches until no rank has more; a rank that has no more yields empty ones."""
         return self._in_step(iter(self._start(epoch, shuffle, after)), after)
 
     def example(self, epoch: int) -> Batch | None:
-        """Return a batch that is made up, if that is known how: to iterate anew may draw an order of the data's own."""
+        """Return a filler if there is one: another iteration might draw an order of the data."""
         if self._filler is not None:
             return as_batch(self._filler(1))
         return next(self.epoch(epoch, shuffle=True), None)
@@ -217,7 +216,7 @@ class IteratedSource:
         batch, done = Batch(), after.batches
         while True:
             item = next(batches, None)
-            # An empty batch is still one of this rank's: only None says that there are no more.
+            # An empty batch counts: only None says that there are no more.
             batch = as_batch(item) if item is not None else replace(batch, local_count=0)
             counts = np.array([batch.local_count, item is not None], np.int64)
             samples, going_on = self._world.allreduce(counts, name="samples_in_step")
@@ -228,26 +227,26 @@ class IteratedSource:
                 if batch.inputs is None and self._filler is not None:
                     rows = max(1, after.samples // max(1, after.batches))
                     batch = replace(as_batch(self._filler(rows)), local_count=0)
-                # Indices of a share are not the whole dataset's.
+                # Indices of a shard are not those of the whole dataset.
                 yield replace(batch, global_count=int(samples), indices=None, done=done)
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Source:
-    """Return the source of steps for whatever the user calls data.
+    """Return the source of steps for the user's data.
 
     Args:
         data: arrays `(x, y)` or `(x, y, sample_weight)`, where x and y may be trees (dicts, tuples) of arrays; a
             map-style dataset; a torch DataLoader; a tf.data.Dataset; a keras PyDataset.
-        batch_size: samples a rank takes in a full step. Data that is already batched keeps its own.
-        world: whose ranks share the data.
+        batch_size: samples per rank in a full step. Batched data has its own.
+        world: the ranks.
         seed: order of the shuffle; must be equal on all ranks.
 
-    A collective call: if it fails on one rank, or ranks were given different data, every rank raises.
+    A collective: if it fails on one rank, or ranks have different data, every rank raises.
 
     Raises:
         ValueError: no samples, arrays of different lengths, or batch_size < 1.
-        TypeError: data of no known kind.
-        DesyncError: ranks were given different numbers of samples, other arrays, or other options.
+        TypeError: unknown kind of data.
+        DesyncError: ranks have different numbers of samples, arrays or options.
     """
     with agreement.everywhere(world=world, name="data"):
         sharding.check_batch_size(batch_size)
@@ -257,7 +256,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
             own_share = _own_share(data.data, batch_size=batch_size, seed=seed, world=world)
             source = IteratedSource(own_share, world=world)
         for base in type(data).__mro__ if source is None else ():
-            # A framework's own datasets are read in its folder.
+            # A framework's folder reads the framework's datasets.
             framework = base.__module__.partition(".")[0]
             if source is None and frameworks.knows(framework):
                 module = frameworks.load(framework, "sources")
@@ -276,7 +275,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
                     "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
                     f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"
                 )
-    # Data that has a batch size of its own, or none, names it in its facts.
+    # Data with its own batch size, or without one, names it in its facts.
     agreement.require_equal({"batch_size": batch_size, **source.facts}, world=world, what="the data")
     return source
 
@@ -284,7 +283,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
 def _own_share(
     data: Any, *, batch_size: int, seed: int, world: World
 ) -> Callable[[int, bool, Consumed], Iterator[Any]]:
-    """Return how to iterate data that shards itself: a loader as it is, anything else as one process would."""
+    """Return a function that iterates sharded data: a loader as it is, other data as on one process."""
     if hasattr(data, "dataset") and hasattr(data, "sampler"):  # a DataLoader, whose sampler knows its rank
 
         def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
@@ -319,7 +318,7 @@ def unpack(item: Any) -> tuple[Any, Any, Any]:
 
 
 def as_batch(item: Any) -> Batch:
-    """Return what an iterable yielded as a Batch of this rank alone."""
+    """Return an iterable's item as a Batch of this rank."""
     if isinstance(item, Batch):
         return item
     inputs, targets, weight = unpack(item)
@@ -344,14 +343,14 @@ def rebuild(like: Any, values: list[Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested dicts, tuples and lists, None left out."""
+    """Return the leaves of nested dicts, tuples and lists, without None."""
     found: list[Any] = []
     tree_map(found.append, tree)
     return found
 
 
 def as_array(leaf: Any) -> NDArray[Any]:
-    """Return `leaf` in NumPy, which cannot read torch's tensors everywhere; bfloat16, which it lacks, as float32."""
+    """Return `leaf` as a NumPy array. NumPy has no bfloat16, which becomes float32."""
     if hasattr(leaf, "detach"):
         leaf = (leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf).detach().cpu()
     return np.asarray(leaf)
@@ -365,7 +364,7 @@ def num_rows(tree: Any) -> int:
 
 def take(tree: Any, rows: NDArray[np.int64]) -> Any:
     """Return the given rows of every array in the tree."""
-    return tree_map(lambda array: array[rows], tree)  # take() would first copy the whole of an array with strides
+    return tree_map(lambda array: array[rows], tree)  # np.take would first copy all of an array with strides
 
 
 def collate(samples: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Own loops in PyTorch: the model, its optimizer and its DataLoaders, for this rank."""
+"""Custom loops in PyTorch: prepare model, optimizer and DataLoaders for this rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare(
     model.to(device)
     training_state.move_optimizer(optimizer, device)
     loaders = [_prepare_loader(each, model, world) for each in data]
-    # On one rank too, which has nothing to reduce: a loop that clips calls `synchronize` there as well.
+    # Also on one rank, which reduces nothing: a loop that clips calls `synchronize` there, too.
     distributed = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     if world.size > 1:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -47,11 +47,11 @@ def _prepare_loader(loader: Any, model: torch.nn.Module, world: World) -> Prepar
 
 
 class PreparedLoader:
-    """Iterates this rank's batches on its device, every rank the same number; each iteration is a new epoch.
+    """Yields this rank's batches on its device, the same number on every rank; each iteration is a new epoch.
 
-    While a short batch is used, gradients of the model are scaled so that their mean over ranks is that of one process
-    over all samples. `count` is the number of this rank's samples in the batch just given: 0 for a filler, which
-    weighs nothing in the gradient and should not count in metrics either.
+    During a short batch, the model's gradients are scaled so that their mean over ranks equals one process's mean over
+    all samples. `count` is the number of this rank's samples in the current batch. It is 0 for a filler, which has no
+    weight in the gradient and must not count in metrics.
     """
 
     def __init__(self, loader: DataLoader[Any], source: LoaderSource, model: torch.nn.Module, world: World) -> None:
@@ -67,7 +67,7 @@ class PreparedLoader:
         return self._source.steps or 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has, for example after resuming."""
+        """Set the epoch of the next iteration, which determines its order; for example after a resume."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,17 +81,17 @@ class PreparedLoader:
             hooks = self._scale_gradients(count * self._world.size / held)
             try:
                 yield tree_map(lambda value: as_tensor(value, self._device), item)
-            finally:  # also where the loop is left
+            finally:  # also if the loop ends early
                 for hook in hooks:
                     hook.remove()
 
     def _any_batch(self) -> Any:
-        """Return a batch of one sample, for a rank that has none in the whole epoch."""
+        """Return a batch of one sample, for a rank without samples in the epoch."""
         return self._loader.collate_fn([self._loader.dataset[0]])
 
     def _scale_gradients(self, weight: float) -> list[Any]:
         if weight == 1.0:
             return []
-        # A gradient of zero is written, not multiplied: a filler's may not be finite.
+        # Write zeros instead of multiplying: a filler's gradient may not be finite.
         scale = (lambda grad: grad * weight) if weight else torch.zeros_like
         return [parameter.register_hook(scale) for parameter in self._model.parameters() if parameter.requires_grad]

@@ -33,8 +33,8 @@ COMPRESSIONS = ("none", "fp16", "bf16")
 class Trainer:
     """Trains a torch.nn.Module or a keras.Model on all ranks.
 
-    Every rank constructs it alike; weights and optimizer state are rank 0's from then on, and again when `fit` begins.
-    Call `hvdtrain.init()` before making the model, so that it is made on this rank's GPU.
+    Every rank creates it with the same arguments. All ranks then hold rank 0's weights and optimizer state; `fit`
+    synchronizes them again. Call `hvdtrain.init()` before you create the model: it selects this rank's GPU.
 
     Args:
         model: the model.
@@ -42,32 +42,32 @@ class Trainer:
             that is already compiled.
         loss: the framework's own loss, a callable (outputs, targets) -> mean over the batch, or a Keras name.
         metrics: names ("accuracy") or the framework's own metrics; for torch also callables
-            (outputs, targets) -> one value a sample.
-        lr_scaling: "none", "linear" or "sqrt" in the number of ranks. Never applied unasked.
+            (outputs, targets) -> one value per sample.
+        lr_scaling: "none", "linear" or "sqrt" in the number of ranks. The rate is never scaled without it.
         warmup_epochs: epochs over which the learning rate ramps up, step by step.
         accumulate: batches whose gradients make one optimizer step.
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
-        compression: "none", "fp16" or "bf16" for gradients on the wire.
-        nan_policy: what to do about a gradient that is not finite. All ranks find it in the same step, which none
-            takes: "raise" ends the run with an error, "stop" ends it with a checkpoint, where there is a
-            checkpoint_dir, and the History so far; "skip" goes on with the next step. Each says the step, the rank, its
-            first gradient that is not finite, and the samples. None does not look; looking costs a pass over the
-            gradients a step. With precision="fp16", steps that the loss scaling leaves out by itself do not count.
-        seed: order of the samples; equal on all ranks; by default `hvdtrain.init`'s, else 0. No framework's random
-            state is touched.
+        compression: "none", "fp16" or "bf16": the type in which gradients are sent.
+        nan_policy: what to do about a non-finite gradient. All ranks detect it in the same step, and no rank takes that
+            step. "raise" ends the run with an error; "stop" ends it with a checkpoint, if there is a checkpoint_dir,
+            and returns the History so far; "skip" continues with the next step. The message names the step, the rank,
+            its first non-finite gradient, and the samples. None does not check. A check costs one pass over the
+            gradients per step. With precision="fp16", steps that the loss scaling skips do not count.
+        seed: order of the samples, equal on all ranks; the default is `hvdtrain.init`'s seed, or 0. Does not change any
+            framework's random state.
 
     Attributes:
         model: as given.
         world: the ranks.
-        epochs: how many epochs the current fit has.
-        hosts: each rank's, by rank; known once fit has begun.
-        decisions: lines that tell the effective batch and what became of the learning rate; likewise.
-        steps_per_epoch: optimizer steps, where known beforehand.
+        epochs: number of epochs of the current fit.
+        hosts: each rank's host, by rank; set when fit begins.
+        decisions: log lines on the effective batch and the learning rate; set when fit begins.
+        steps_per_epoch: optimizer steps per epoch; None if unknown.
 
     Raises:
-        ValueError: an option outside its range; a model without trainable parameters; an optimizer over others.
-        TypeError: the model is of no known framework.
+        ValueError: an option is outside its range; the model has no trainable parameters; the optimizer has others.
+        TypeError: the model is neither PyTorch's nor Keras's.
         DesyncError: the ranks' models differ; names the first parameter.
     """
 
@@ -130,7 +130,7 @@ class Trainer:
         self._fit_config: dict[str, Any] = {}
         self._run_folder = RunFolder()
         if not self._elastic:
-            self._adapter.start()  # so that evaluate and predict, too, run one model and not each rank's own
+            self._adapter.start()  # evaluate and predict, too, need the same model on all ranks
 
     def fit(
         self,
@@ -147,37 +147,38 @@ class Trainer:
     ) -> History:
         """Train, and return the metrics of each epoch.
 
-        It begins with epoch 0, and goes on from a checkpoint only after `load` or with `checkpoint_dir`; weights and
-        optimizer state are those the model has.
+        It starts at epoch 0 with the model's weights and the optimizer's state. It resumes from a checkpoint only after
+        `load` or with `checkpoint_dir`.
 
         Args:
-            train: arrays `(x, y)`, a dataset or a loader (see Data in the docs), the same on all ranks, which share it.
+            train: arrays `(x, y)`, a dataset or a loader (see Data in the docs), equal on all ranks: `fit` shards it.
             validation: data of the same kind, evaluated after each epoch into "val_" metrics.
-            epochs: how many there are in all, those before a resumed checkpoint included.
-            batch_size: samples a rank takes in a step; an optimizer step sees batch_size * size * accumulate.
+            epochs: number of epochs in all; those before a checkpoint count.
+            batch_size: samples per rank and batch; an optimizer step takes batch_size * size * accumulate.
             callbacks: `hvdtrain.callbacks` and, for a Keras model, Keras's own.
             checkpoint_dir: where a checkpoint is written after each epoch.
-            resume: "auto" goes on from the newest whole checkpoint in checkpoint_dir; "never" starts anew, and moves
-                those that are there into a folder "old-1", "old-2", ... beside the new ones.
-            run_dir: where `callbacks.RunFolder` keeps configuration, environment and metrics: "auto" for a folder of
-                this Trainer's in runs/, None for nowhere.
-            progress: show on rank 0 how it goes; `callbacks.Progress` has the choices.
+            resume: "auto" resumes from the newest complete checkpoint in checkpoint_dir; "never" starts from the
+                beginning, and moves the checkpoints there into a folder "old-1", "old-2", ... beside the new ones.
+            run_dir: where `callbacks.RunFolder` writes configuration, environment and metrics: "auto" for a folder of
+                this Trainer in runs/, None for no folder.
+            progress: show the progress on rank 0; `callbacks.Progress` has the styles.
 
-        A SIGTERM or SIGUSR1 to any rank ends the run in order: about a second later, or once validation is done, all
-        ranks end after the same step, with a checkpoint where there is a checkpoint_dir, and exit with
-        `hvdtrain.preemption.EXIT_CODE`, 75. So they do where it comes while the run ends, though the training is
-        complete; one that comes later still is the script's, as it would be after `fit`.
+        A SIGTERM or SIGUSR1 to any rank causes an orderly stop. About a second later, or when validation is done, all
+        ranks end after the same step, with a checkpoint if there is a checkpoint_dir, and exit with
+        `hvdtrain.preemption.EXIT_CODE`, 75. This also holds while the run ends, when training is complete. A later
+        signal is the script's own, as after `fit`.
 
-        In an elastic job, when a rank dies or hosts come and go, those that are there go on from the last commit, which
-        all ranks keep in memory: the beginning, each epoch's end, each checkpoint within an epoch, and the step after
-        which ranks hear of hosts that have changed. New ranks make their Trainer and call `fit` alone, so a script has
-        one call of it, and no collective call comes before: nothing but `hvdtrain.init`, and no `evaluate`.
+        In an elastic job, when a rank dies or hosts change, the remaining ranks continue from the last commit, a copy of
+        the state in every rank's memory. They commit at the beginning, at each epoch's end, at each checkpoint within
+        an epoch, and at the step after which they learn that hosts have changed. New ranks create their Trainer and
+        call `fit` alone. So a script has one call of `fit`, and no collective call before it except `hvdtrain.init`: no
+        `evaluate`.
 
         Raises:
             ValueError: no data, or an option outside its range.
-            DesyncError: ranks were given different data or options, or came to hold different weights (`SyncCheck`).
-            CheckpointError: another run holds the folder of checkpoints, or it cannot be written; see `Checkpoint`.
-            SystemExit: a rank was asked to stop.
+            DesyncError: ranks have different data or options, or their weights differ (`SyncCheck`).
+            CheckpointError: another run uses the folder of checkpoints, or it cannot be written; see `Checkpoint`.
+            SystemExit: a stop was requested.
         """
         check_positive("epochs", epochs, int)
         check_choice("resume", resume, ("auto", "never"))
@@ -188,7 +189,7 @@ class Trainer:
             hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
             self._fit_round(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
 
-        restore_signals = preemption.install()  # once for all rounds: a signal during one may be heard in the next
+        restore_signals = preemption.install()  # once for all rounds: a signal in one round may be handled in the next
         try:
             if self._elastic:
                 from hvdtrain.training import elastic
@@ -206,7 +207,7 @@ class Trainer:
     def _fit_round(
         self, train: Any, validation: Any, hooks: CallbackList, *, epochs: int, batch_size: int, resume: str
     ) -> None:
-        """Train with the ranks there are, from the last commit, a checkpoint or the beginning."""
+        """Train with the present ranks, from the last commit, a checkpoint or the beginning."""
         if self._elastic:
             self._lr.scale_to(self.world.size)
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
@@ -230,7 +231,7 @@ class Trainer:
             )
         with checkpointing.held(checkpoints, new_run, before=self.run, world=self.world) as folders:
             self._loop.begin(source.facts, hooks, new_run, folders, resume=resume)
-            # A DataLoader has a batch size of its own, and what can only be iterated need not have any.
+            # A DataLoader has its own batch size; an iterable dataset need not have one.
             self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)
             for line in self.decisions if self.world.is_root else ():
                 log.info("%s", line)
@@ -238,9 +239,9 @@ class Trainer:
         self._loop.agree_to_stop(after_epoch=True)  # a signal that came while the run ended
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
-        """Return the loss and metrics over all of `data`: exact over all ranks, no sample counted twice.
+        """Return loss and metrics over all of `data`: exact over all ranks, each sample counted once.
 
-        A collective call: every rank makes it and gets the same numbers.
+        A collective: call it on every rank. All ranks get the same numbers.
 
         Raises:
             HvdTrainError: it was called within an epoch of `fit`.
@@ -286,24 +287,24 @@ class Trainer:
         return tree_map(lambda _: next(outputs), shards[0])
 
     def save(self, directory: str) -> None:
-        """Write weights, optimizer state and options to `directory`; a collective call, rank 0 writes.
+        """Write weights, optimizer state and options to `directory`. A collective; rank 0 writes.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         checkpointing.save(directory, self._adapter, self._loop.snapshot(), world=self.world)
 
     @classmethod
     def load(cls, directory: str, model: Any, **options: Any) -> Trainer:
-        """Return a Trainer whose model and optimizer took on what `save` or `checkpoint_dir` wrote.
+        """Return a Trainer with the weights and optimizer state of a checkpoint.
 
         Args:
-            directory: one checkpoint. Rank 0 reads it; the others need not see its disk.
+            directory: a checkpoint of `save` or `checkpoint_dir`. Rank 0 reads it; the others need not see its disk.
             model: a model of the same architecture.
-            options: as for Trainer; those left out are the checkpoint's.
+            options: as for Trainer; the default is the checkpoint's.
 
         Raises:
-            CheckpointError: it is missing, damaged, or of another model (named tensor).
+            CheckpointError: it is missing, damaged, or of another model; names the tensor.
         """
         world = init(framework_of(model))
         if launch_environment.is_elastic():
@@ -321,7 +322,7 @@ class Trainer:
 
     @property
     def history(self) -> History:
-        """What the current or last `fit` has recorded so far."""
+        """The metrics of the current or last `fit` so far."""
         return self._loop.history
 
     @property
