@@ -168,11 +168,11 @@ class Trainer:
         `hvdtrain.preemption.EXIT_CODE`, 75. This also holds while the run ends, when training is complete. A later
         signal is the script's own, as after `fit`.
 
-        In an elastic job, when a rank dies or hosts change, the remaining ranks continue from the last commit, a copy of
-        the state in every rank's memory. They commit at the beginning, at each epoch's end, at each checkpoint within
-        an epoch, and at the step after which they learn that hosts have changed. New ranks create their Trainer and
-        call `fit` alone. So a script has one call of `fit`, and no collective call before it except `hvdtrain.init`: no
-        `evaluate`.
+        In an elastic job, when a rank dies or hosts change, the remaining ranks continue from the last commit, a copy
+        of the state in every rank's memory. They commit at the beginning, at each epoch's end, at each checkpoint
+        within an epoch, and at the step after which they learn that hosts have changed. New ranks create their Trainer
+        and call `fit` alone. So a script has one call of `fit`, and no collective before it except `hvdtrain.init`:
+        no `evaluate`.
 
         Raises:
             ValueError: no data, or an option outside its range.
