@@ -193,17 +193,25 @@ def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result
         CheckpointError: `action` failed, and not because the checkpoint was replaced meanwhile.
     """
     while True:
-        found, seen = folders.locate(Path(directory)), None
+        found = folders.locate(Path(directory))
         try:
             with _opened(found, os.O_DIRECTORY) as folder:
-                seen = os.fstat(folder)
-                return action(folder)
-        except (OSError, CheckpointError) as error:
-            came = isinstance(error, FileNotFoundError) and seen is None and folders.locate(Path(directory)).is_dir()
-            if came or _is_elsewhere(Path(directory), found, seen):
-                continue  # its writer has put the next one in its place meanwhile
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise CheckpointError(f"Checkpoint {directory} cannot be used: {reason}.") from error
+                try:
+                    return action(folder)
+                except (OSError, CheckpointError) as error:
+                    # Compare while it is open: once it is removed and closed, the next folder may get its inode number.
+                    if not _is_elsewhere(Path(directory), found, os.fstat(folder)):
+                        reason = error.strerror if isinstance(error, OSError) else error
+                        raise _unusable(directory, reason) from error
+        except OSError as error:
+            came = isinstance(error, FileNotFoundError) and folders.locate(Path(directory)).is_dir()
+            if not (came or _is_elsewhere(Path(directory), found, None)):
+                raise _unusable(directory, error.strerror) from error
+        # Its writer has put the next one in its place meanwhile: look again.
+
+
+def _unusable(directory: str | os.PathLike[str], reason: object) -> CheckpointError:
+    return CheckpointError(f"Checkpoint {directory} cannot be used: {reason}.")
 
 
 def _is_elsewhere(directory: Path, found: Path, seen: os.stat_result | None) -> bool:

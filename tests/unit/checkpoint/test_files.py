@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from hvdtrain.checkpoint import Contents, folders, read, read_meta, write
+from hvdtrain.checkpoint import Contents, files, folders, read, read_meta, write
 from hvdtrain.errors import CheckpointError
 
 MODEL = {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "scalar": np.array(3), "empty": np.zeros((0, 2))}
@@ -218,7 +218,7 @@ def test_a_failed_write_keeps_the_old_one_and_leaves_nothing(one, monkeypatch, n
     [
         (Contents({"model": {"x": np.array([None])}}, {}), "'x' of model has dtype object"),
         (Contents({"model": {"x": np.ones(2, np.complex128)}}, {}), "dtype complex128"),
-        (Contents({"model": {"__metadata__": np.ones(2)}}, {}), "keeps for itself"),
+        (Contents({"model": {"__metadata__": np.ones(2)}}, {}), "safetensors reserves"),
         (Contents({}, {"x": object()}), "no JSON"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_folder_or_file_of_other_things_is_never_replaced(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"no checkpoint, it holds 'thesis.tex'"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint, it contains 'thesis.tex'"):
         write(tmp_path / "home", contents())
     with pytest.raises(CheckpointError, match="a file is in its place"):
         write(tmp_path / "file", contents())
@@ -283,6 +283,23 @@ def test_a_kill_at_any_rename_leaves_a_whole_one_to_be_found(one, monkeypatch, m
     write(one, contents(6))
     assert read(one).meta["epoch"] == 6
     assert [path.name for path in one.parent.iterdir()] == ["one"]
+
+
+def test_a_folder_that_fails_is_compared_while_it_is_open(one, monkeypatch):
+    """A removed folder's inode number may be the next one's as soon as nobody has it open."""
+    compare, opened = files._is_elsewhere, []
+
+    def compare_while_open(*given):
+        os.fstat(opened[-1])
+        return compare(*given)
+
+    def fail(folder):
+        opened.append(folder)
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr(files, "_is_elsewhere", compare_while_open)
+    with pytest.raises(CheckpointError, match="damaged"):
+        files._in_folder(one, fail)
 
 
 def test_who_reads_while_another_replaces_always_finds_a_whole_one(one):
