@@ -51,15 +51,15 @@ def make_adapter(
         )
     if optimizer is None and (loss is not None or metrics):
         raise ValueError(
-            f"{model.name} keeps the loss and metrics that it was compiled with. Received: loss={loss!r}, "
-            f"metrics={metrics!r} without an optimizer. Give all of them, or none."
+            f"Without an optimizer, {model.name} trains with the loss and metrics of its compile(). "
+            f"Received: loss={loss!r}, metrics={metrics!r}. Give all of them, or none."
         )
     _set_precision(model, options.precision)
     plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
     if distributed_part(plain) is not None:
-        whose = "the optimizer" if optimizer is not None else f"the optimizer that {model.name} is compiled with"
+        which = "the optimizer" if optimizer is not None else f"the optimizer that {model.name} is compiled with"
         raise ValueError(
-            f"Give the Trainer the plain optimizer: it distributes it itself. Received: {whose}, a "
+            f"Give the Trainer the plain optimizer: it distributes it itself. Received: {which}, a "
             f"{type(plain).__name__} that is distributed already"
         )
     _check_variables(model, plain)
@@ -220,7 +220,7 @@ class KerasAdapter:
         if not self._model.built:
             raise ValueError(
                 f"In an elastic job a model must be built before fit. Received: {self._model.name}, which is not. "
-                "Begin it with keras.Input, or call model.build(input_shape)."
+                "Start it with keras.Input, or call model.build(input_shape)."
             )
         build_optimizer(self._model)
         if self._world.size > 1:
@@ -258,7 +258,7 @@ class KerasAdapter:
 
     @property
     def _discards_results(self) -> bool:
-        """Whether nobody but Keras's own code sees the means that each step computes and copies to the host."""
+        """Whether no code of the user's sees the means that each step computes and copies to the host."""
         if keras.backend.backend() != "torch" or self._model.jit_compile:
             return False  # a compiled step is the same for whoever takes it
         own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
@@ -352,7 +352,7 @@ def _computes_in_half(model: keras.Model) -> bool:
 
 
 def _set_clip_norm(distributed: Any, clip_norm: float | None) -> None:
-    """Clip in the distributed optimizer; the user's own, whose settings were copied into it, stays as it is."""
+    """Clip in the distributed optimizer. The user's optimizer, from which its settings were copied, does not change."""
     if clip_norm is None:
         return
     settings = ("clipnorm", "clipvalue", "global_clipnorm")

@@ -15,10 +15,10 @@ from hvdtrain.distributed import world
 from hvdtrain.errors import DesyncError
 from hvdtrain.keras import host_collectives
 
-Entry = list[Any]  # [path, shape, dtype]
+Described = list[Any]  # [path, shape, dtype]
 
 
-def describe(variables: Sequence[Any]) -> list[Entry]:
+def describe(variables: Sequence[Any]) -> list[Described]:
     """Return path, shape and dtype of each variable."""
     return [[path(v), [int(n) for n in v.shape], str(keras.backend.standardize_dtype(v.dtype))] for v in variables]
 
@@ -41,7 +41,7 @@ def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: A
 
     Args:
         variables: compared in order by path, shape and dtype, never by value.
-        what: whose variables they are, for the error.
+        what: what the variables belong to, for the error.
         offer: a number >= 0.
         process_set: ranks that take part; None means all.
 
@@ -58,7 +58,7 @@ def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: A
     raise DesyncError(_difference(_gather(mine, process_set), what))
 
 
-def _gather(described: list[Entry], process_set: Any | None) -> list[list[Entry]]:
+def _gather(described: list[Described], process_set: Any | None) -> list[list[Described]]:
     """Return every rank's description, in rank order."""
     data = np.frombuffer(json.dumps(described).encode(), np.uint8)
     name = "hvdtrain.disagree"
@@ -67,10 +67,10 @@ def _gather(described: list[Entry], process_set: Any | None) -> list[list[Entry]
     return [json.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(sizes)[:-1])]
 
 
-def _difference(everybody: list[list[Entry]], what: str) -> str:
+def _difference(ranks: list[list[Described]], what: str) -> str:
     me = world.current().rank
-    first = everybody[0]
-    for number, other in enumerate(everybody):
+    first = ranks[0]
+    for number, other in enumerate(ranks):
         for index in range(max(len(first), len(other))):
             a, b = (side[index] if index < len(side) else None for side in (first, other))
             if a and b and [without_counters(a[0]), *a[1:]] == [without_counters(b[0]), *b[1:]]:
@@ -82,5 +82,5 @@ def _difference(everybody: list[list[Entry]], what: str) -> str:
     return f"Ranks hold different {what} (seen from rank {me}). Build the same model on every rank."
 
 
-def _text(entry: Entry | None) -> str:
+def _text(entry: Described | None) -> str:
     return "absent" if entry is None else f"{entry[0]} of shape {tuple(entry[1])}, {entry[2]}"

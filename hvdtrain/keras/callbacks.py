@@ -20,13 +20,13 @@ Logs = dict[str, Any] | None
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Give every rank the root's weights and optimizer state as training begins.
 
-    Random seeds and metric counts stay each rank's own. The optimizer is built first, on every rank, so that a
-    checkpoint that only the root has loaded reaches the others whole.
+    Random seeds and metric counts are not broadcast. The optimizer is built first, on every rank, so that a
+    checkpoint that only the root has loaded reaches the others with all its state.
 
     Args:
-        root_rank: rank whose values everybody gets.
+        root_rank: rank whose values all ranks get.
         device: TensorFlow device; values travel through the host, so it must be empty.
-        local_variables: a variable or several that stay local.
+        local_variables: a variable or several that are not broadcast.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -84,10 +84,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         logs = {} if logs is None else logs
         mine = {name: float(value) for name, value in sorted(logs.items()) if _is_number(value)}
-        # Names and values in one message: ranks whose names differ would otherwise wait for each other for ever.
-        everybody = world.current().allgather_object(mine, name="logs")
-        for name in sorted({name for values in everybody for name in values}):
-            values = [v[name] for v in everybody if name in v]
+        # Names and values in one message: ranks with different names would otherwise wait for each other forever.
+        logs_of_ranks = world.current().allgather_object(mine, name="logs")
+        for name in sorted({name for values in logs_of_ranks for name in values}):
+            values = [v[name] for v in logs_of_ranks if name in v]
             logs[name] = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
 
 
@@ -228,15 +228,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keep the best model so far in one file, written by rank 0.
+    """Save the best model so far in one file, written by rank 0.
 
     Args:
-        monitor: metric that says which is best; averaged over ranks if MetricAverageCallback comes first.
+        monitor: metric by which models are compared; averaged over ranks if MetricAverageCallback comes first.
         verbose: as in keras.callbacks.ModelCheckpoint.
         save_weights_only: write ".weights.h5" instead of ".keras".
         mode: "auto", "min" or "max".
         save_freq: "epoch", or a number of batches.
-        filepath: where to; may be set later, as attribute `filepath`. By default best.keras or best.weights.h5.
+        filepath: path of the file; may be set later, as attribute `filepath`. By default best.keras or best.weights.h5.
     """
 
     def __init__(

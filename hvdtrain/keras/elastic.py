@@ -22,7 +22,7 @@ class KerasState(ObjectState):
     Args:
         model: built keras.Model.
         optimizer: None means the one it was compiled with. Built here if it is not yet.
-        attributes: values to keep in step, such as epoch=0 and batch=0; they become attributes.
+        attributes: values to synchronize, such as epoch=0 and batch=0; they become attributes.
 
     Raises:
         ValueError: the model is not built.
@@ -39,7 +39,7 @@ class KerasState(ObjectState):
         super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)
 
     def save(self) -> None:
-        """Keep everything in host memory, as it is now."""
+        """Copy everything to host memory."""
         self._save_values()
         super().save()
 
@@ -50,7 +50,7 @@ class KerasState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Give every rank rank 0's values, and make steps anew for the ranks there are now."""
+        """Give every rank rank 0's values, and compile steps again for the ranks there are now."""
         sync_from_jax(self.model)
         part = distributed_part(self.optimizer)
         if part is not None and part._hvd_how.active():
@@ -74,7 +74,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reset() -> None:
-    """Leave the ranks there were, and meet those there are; all of them call it."""
+    """Leave the former ranks and synchronize with the present ones; all of them call it."""
     basics.shutdown()
     basics.init()
 
@@ -94,7 +94,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Count anew: ranks that just joined begin to count now."""
+        """Start counting: ranks that just joined start here."""
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -110,7 +110,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keep `state.batch`, how many batches of the epoch are finished, through all resets; 0 again when it ends.
+    """Count the epoch's finished batches in `state.batch`, across resets; 0 again when the epoch ends.
 
     Args:
         state: a KerasState made with batch=0. After a reset, pass steps_per_epoch less `state.batch` to fit: Keras 3
@@ -136,7 +136,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keep `state.epoch`, the number of epochs finished since the very start, through all resets.
+    """Count finished epochs in `state.epoch`, across resets.
 
     Args:
         state: a KerasState made with epoch=0.

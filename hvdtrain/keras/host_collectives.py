@@ -86,7 +86,7 @@ def to_numpy(tensor: Any) -> Array:
     value = tensor.value if isinstance(tensor, keras.Variable) else tensor
     if not hasattr(value, "detach"):
         return np.asarray(keras.ops.convert_to_numpy(value))
-    # torch: Keras would ask the tensor for an array in a way that NumPy 2 deprecates.
+    # torch: Keras converts tensors in a way that NumPy 2 deprecates.
     value = value.detach().cpu()
     if "bfloat16" not in str(value.dtype):
         return np.asarray(value.numpy())

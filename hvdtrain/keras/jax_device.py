@@ -20,7 +20,7 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 def pick_device(local_rank: int) -> str:
     """Show JAX only the GPU of `local_rank`, and return its name; "cpu" where JAX has no GPU.
 
-    One process alone keeps all GPUs.
+    A process without ranks beside it gets all GPUs.
 
     Raises:
         HvdTrainError: JAX already started on several GPUs.

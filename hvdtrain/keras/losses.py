@@ -1,7 +1,7 @@
-"""Which Keras losses can be weighed over ranks, and what a batch's loss weighs.
+"""Which Keras losses can be weighed over ranks.
 
-A rank's batch counts by its samples. That is right for losses that divide by the number of samples, and for those
-that divide by nothing; for others the divisor differs from rank to rank in a way that Keras does not report.
+A rank's batch is weighed by its samples. That is right for losses that are means or sums over samples; others have
+a divisor that differs from rank to rank and that Keras does not report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_sum(model: keras.Model, *, split: bool) -> bool:
         split: True where a step's samples are split over ranks or batches, so that the divisor matters.
 
     Raises:
-        ValueError: sums and means mixed, or a loss that divides by something else than the number of samples.
+        ValueError: sums and means mixed, or a loss that is neither a sum nor a mean over samples.
     """
     leaves = [leaf for leaf in keras.tree.flatten(model.loss) if leaf is not None]
     sums = [getattr(leaf, "reduction", "mean") == "sum" for leaf in leaves]
@@ -72,7 +72,7 @@ def _regularized(model: keras.Model) -> bool:
 def warn_of_masks(model: keras.Model, *, world: World) -> None:
     """Make a compiled model log, once and on the root, that a mask reaches its loss.
 
-    A masked loss divides by the number of steps that the mask keeps, while batches are weighed by samples.
+    A masked loss divides by the number of time steps that are not masked, while batches are weighed by samples.
     """
     from keras.src.backend import get_keras_mask  # JAX's tensors do not carry their masks
 
@@ -86,8 +86,8 @@ def warn_of_masks(model: keras.Model, *, world: World) -> None:
         if any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(y_pred)):
             compiled.call = original
             log.warning(
-                "A mask reaches the loss of %s, which divides by the time steps that the mask keeps. Batches are "
-                "weighed by their samples, so results depend on how sequences fall to ranks.",
+                "A mask reaches the loss of %s, which divides by the time steps that are not masked. Batches are "
+                "weighed by their samples, so results depend on which rank gets which sequences.",
                 model.name,
             )
         return original(y_true, y_pred, sample_weight)

@@ -1,8 +1,8 @@
 """DistributedOptimizer: a Keras 3 optimizer whose gradients are reduced over ranks.
 
-Keras calls `_backend_apply_gradients` with a step's local gradients, accumulates them if asked to, and hands them to
-`_clip_gradients` when it is about to change weights. That is where they are reduced: after accumulation, so that
-nothing travels between updates, and before clipping and weight decay, so that both see what one process would see.
+Keras calls `_backend_apply_gradients` with a step's local gradients, accumulates them if it is configured to, and
+calls `_clip_gradients` just before it changes weights. There they are reduced: after accumulation, so that nothing
+travels between updates, and before clipping and weight decay, so that both see what one process would see.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _StepState:
         stepped: whether there was a step.
         variables: those of the running step.
         reached: how far the running step came: 1 at accumulation, 2 at clipping.
-        skipped: where non-finite gradients are reported; None where nobody asked.
+        skipped: where non-finite gradients are reported; None where they are not looked for.
         finite: with `skipped`: whether the running step may change weights.
     """
 
@@ -72,7 +72,7 @@ class DistributedMixin:
 
         With value = local samples * size / samples of all ranks, an uneven batch weighs what it holds. At 0.0 this
         rank sends exact zeros, even if its gradients are NaN. Call it once before the first step: a compiled step
-        reads the weight anew each time, but only if it was compiled with one.
+        reads the weight each time it runs, but only if it was compiled with one.
 
         Args:
             value: >= 0; 1.0 is no weight.
@@ -200,7 +200,7 @@ class DistributedMixin:
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update `variable`, in one pass where the backend has one; see keras.optimizers.Optimizer.update_step."""
         step = super().update_step  # type: ignore[misc]
-        # One process alone keeps Keras's arithmetic, to the last bit.
+        # One process uses Keras's arithmetic, to equal plain Keras bit for bit.
         if not (self._hvd_how.active() and _backend.fused_update(self, step, gradient, variable, learning_rate)):
             step(gradient, variable, learning_rate)
 

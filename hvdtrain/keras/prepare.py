@@ -1,4 +1,4 @@
-"""Own loops in Keras: the model, its optimizer and its data, for this rank."""
+"""Custom loops in Keras: the model, its optimizer and its data, for this rank."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def prepare(
 def _as_tf_dataset(data: PreparedData) -> Any:
     """Return a tf.data.Dataset of the same batches, a new order each time it is iterated.
 
-    TensorFlow fetches ahead in threads, also of passes that Keras has given up, so that nothing may depend on when a
-    batch is asked for: each pass has an epoch of its own, by the order in which passes begin, equal on all ranks.
+    TensorFlow prefetches in threads, also for passes that Keras has abandoned, so a batch must not depend on when it is
+    fetched. Each pass is an epoch, numbered by the order in which passes start, which is equal on all ranks.
     """
     import tensorflow as tf
 
@@ -58,17 +58,17 @@ def _as_tf_dataset(data: PreparedData) -> Any:
 
 
 class PreparedData(keras.utils.PyDataset):
-    """This rank's batches (inputs, targets, sample_weight), every rank the same number; a new order each epoch.
+    """This rank's batches (inputs, targets, sample_weight), as many as every rank's, in a new order each epoch.
 
-    Sample weights make a short tail weigh what it holds; where a rank has none left it gets a filler of weight 0.
+    Sample weights make a short tail weigh by its samples; a rank without samples left gets a filler of weight 0.
 
     Args:
         data: arrays `(x, y)` or `(x, y, sample_weight)`, or a map-style dataset of such samples.
         batch_size: samples a rank takes in a step.
-        world: whose ranks share the data.
+        world: the ranks that share the data.
 
     Raises:
-        TypeError: data that can only be iterated: the Trainer keeps such data in step.
+        TypeError: data that can only be iterated; the Trainer takes such data.
     """
 
     def __init__(self, data: Any, batch_size: int, world: World) -> None:
@@ -77,7 +77,7 @@ class PreparedData(keras.utils.PyDataset):
         if not isinstance(source, IndexedSource):
             raise TypeError(
                 f"prepare needs arrays or a map-style dataset. Received: {type(data).__name__} on rank {world.rank}. "
-                "Use hvdtrain.Trainer, which keeps such data in step."
+                "Use hvdtrain.Trainer, which takes such data."
             )
         self._source = source
         self._world = world
@@ -92,7 +92,7 @@ class PreparedData(keras.utils.PyDataset):
         return self._source.steps or 0
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
-        # Whatever index Keras asks for: its own shuffle of batches is another on each rank, and they must be in step.
+        # Not `index`: Keras's shuffle of batches differs from rank to rank, and ranks must take the same steps.
         step, self._next = self._next % len(self), self._next + 1
         return self.batch(self._epoch, step)
 

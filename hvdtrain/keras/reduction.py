@@ -23,7 +23,7 @@ class GradientReduction:
     Attributes:
         op: basics.Average or basics.Sum.
         compression: how they travel.
-        factor: multiplies the result: undoes Keras's division by the accumulation steps where sums are asked for.
+        factor: multiplies the result, to undo Keras's division by the accumulation steps where sums are wanted.
         predivide: divides before the sum and multiplies after it, to keep float16 sums in range; 1.0 is off.
         groups: number of groups, or lists of variables; each group travels as one. None: Horovod fuses as it likes.
         process_set: ranks that take part; None means all.
@@ -127,7 +127,7 @@ def by_dtype(buckets: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[li
 
 
 def _identity(variable: Any) -> Any:
-    """Return what makes a variable itself: Keras wraps backend variables, and users may hold either."""
+    """Return the object that identifies a variable: Keras wraps backend variables, and users may hold either."""
     if keras.backend.backend() == "jax":
         return variable  # its value is another array after every step
     return getattr(variable, "_value", variable)

@@ -54,7 +54,7 @@ def distribute_model(model: Any, **options: Any) -> None:
 
 
 def adopt_optimizer(model: Any, distributed: Any) -> None:
-    """Give a compiled model a distributed optimizer in place of its own, in what it runs and in what it saves."""
+    """Give a compiled model a distributed optimizer, in what it runs and in what it saves."""
     model.optimizer = distributed
     compiled = model._compile_config.config  # what the next save writes down
     wrapped = isinstance(compiled.get("optimizer"), keras.optimizers.LossScaleOptimizer)

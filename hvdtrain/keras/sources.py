@@ -21,7 +21,7 @@ log = logging.getLogger("hvdtrain")
 def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:
     """Return the source for a tf.data.Dataset or a PyDataset; None for anything else (a KerasTensor, say).
 
-    Both yield batches: step k is batches k * size to (k + 1) * size - 1 of one process, one a rank, as they come.
+    Both yield batches. Step k has batches k * size to (k + 1) * size - 1 of one process, one for each rank.
     """
     if isinstance(data, keras.utils.PyDataset):
         return _pydataset(data, world, seed)
@@ -90,7 +90,7 @@ def _for_backend(item: Any) -> Any:
 
 
 def _zeros(data: Any, rows: int) -> Any:
-    """Return a batch of a dataset's shapes; for one of its own its shuffle would draw another order."""
+    """Return a batch of zeros in a dataset's shapes; to read a real one would advance its shuffle."""
     import tensorflow as tf
 
     def zeros(spec: Any) -> Any:
@@ -119,7 +119,7 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
             found.append(seeds)
         if several and type(dataset).__name__ == "_ShuffleDataset" and seeds and not any(seeds):
             raise ValueError(
-                "tf.data's shuffle() needs a seed: without one each rank has an order of its own, and samples would be "
+                "tf.data's shuffle() needs a seed: without one each rank has another order, and samples would be "
                 f"seen twice or never. Received: an unseeded shuffle on rank {world.rank}. Use shuffle(n, seed=0), or "
                 "hvdtrain.Sharded(dataset) if every rank already has its own share."
             )
@@ -137,7 +137,7 @@ def _says_unordered(dataset: Any) -> bool:
         return False
     import tensorflow as tf
 
-    # interleave does not keep what it was given; the graph does. Its input is a list of files, as a rule: small.
+    # interleave does not store the option; the graph does. Its input is usually a list of files, so the graph is small.
     graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())
     return any(node.attr["deterministic"].s == b"false" for node in graph.node)
 

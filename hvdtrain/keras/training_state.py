@@ -1,4 +1,4 @@
-"""The state of a Keras run as plain arrays, and back: what all ranks hold alike, and what each holds for itself."""
+"""The state of a Keras run as plain arrays, and back: what is equal on all ranks, and what each rank has alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
 def capture(model: keras.Model) -> State:
     """Return the model's weights and its optimizer's variables, as arrays that the next step may change."""
     variables = _variables(model)
-    # Those that were made not to be trained, such as running statistics. A frozen layer's weights are others: nothing
-    # changes them, and a fault in them must be found before `settle` averages it.
+    # Variables made not to be trained, such as running statistics. A frozen layer's weights are not among them: nothing
+    # changes them, and a difference between ranks must be found before `settle` averages it away.
     frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
     own = {id(v) for v in model.non_trainable_weights} - frozen
     trained = {id(v) for v in model.trainable_weights}
@@ -78,7 +78,7 @@ def _variables(model: keras.Model) -> dict[str, Any]:
 
 
 def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
-    """Return what this rank holds of its own, under the names that `hvdtrain.distributed.rank_state` explains.
+    """Return what only this rank holds, under the names that `hvdtrain.distributed.rank_state` explains.
 
     Args:
         model: a compiled model.
@@ -86,7 +86,7 @@ def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
     """
     variables = {**_seeds(model), **_statistics(model), **(_metrics(model) if metrics else {})}
     held = {name: _to_host(variable) for name, variable in variables.items()}
-    if keras.backend.backend() == "torch":  # whose Dropout draws from torch itself, unless it was given a seed
+    if keras.backend.backend() == "torch":  # a Dropout without a seed draws from torch's generator
         from hvdtrain.torch import training_state
 
         held |= training_state.random_states()

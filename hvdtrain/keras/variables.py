@@ -30,7 +30,7 @@ def broadcast_variables(
 
     Args:
         variables: Keras variables, or the backend's own with `assign`.
-        root_rank: rank whose values everybody gets.
+        root_rank: rank whose values all ranks get.
         process_set: ranks that take part; None means all.
         inplace: must be True; Horovod has the argument, and this is the only way there is here.
 
@@ -54,14 +54,14 @@ def broadcast_variables(
 def broadcast_model(model: Any, optimizer: Any | None = None, root_rank: int = 0, skip: Sequence[Any] = ()) -> None:
     """Give every rank the root's weights and optimizer state.
 
-    The states of random seed generators and the counts of metrics stay each rank's own: with equal seeds all ranks
-    would drop the same units of their different samples, and a metric counts what its rank has seen.
+    The states of random seed generators and the counts of metrics are not broadcast: with equal seeds all ranks
+    would drop the same units for different samples, and a metric counts what its rank has seen.
 
     Args:
         model: a built keras.Model.
         optimizer: built; None means the model's, if it has one.
-        root_rank: rank whose values everybody gets.
-        skip: variables that stay local.
+        root_rank: rank whose values all ranks get.
+        skip: variables that are not broadcast.
     """
     optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
     variables = list(model.weights)
@@ -81,7 +81,7 @@ def broadcast_global_variables(root_rank: int, model: Any | None = None) -> None
     """
     if model is None:
         raise ValueError(
-            "Keras 3 keeps no global variables. Pass the model: hvd.broadcast_global_variables(root_rank, model), or "
+            "Keras 3 has no global variables. Pass the model: hvd.broadcast_global_variables(root_rank, model), or "
             "use hvd.callbacks.BroadcastGlobalVariablesCallback."
         )
     broadcast_model(model, root_rank=root_rank)

@@ -21,7 +21,7 @@ Tensor = Any
 
 
 class HostWeight(BatchWeight):
-    """A weight on the host, which compiled steps ask for."""
+    """A weight on the host, which compiled steps read by a callback."""
 
     def multiply(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return `gradients` times the weight; exact zeros at weight 0, whatever they held."""
@@ -30,7 +30,7 @@ class HostWeight(BatchWeight):
 
     def read(self) -> Tensor:
         """Return the weight as a scalar."""
-        # Ordered, so that XLA can neither reuse last step's answer nor ask too early.
+        # Ordered, so that XLA can neither reuse last step's value nor read it too early.
         return io_callback(lambda: np.float32(self.value), jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
 
 

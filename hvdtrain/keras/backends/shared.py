@@ -7,7 +7,7 @@ from typing import Any
 
 
 class BatchWeight:
-    """What a rank's gradients are multiplied by; a compiled step reads it anew each time."""
+    """What a rank's gradients are multiplied by; a compiled step reads it each time it runs."""
 
     def __init__(self) -> None:
         self.value = 1.0

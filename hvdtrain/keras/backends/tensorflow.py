@@ -220,15 +220,15 @@ def _reduce_sparse(gradient: Tensor, name: str, how: GradientReduction) -> Tenso
 
 
 def _size(how: GradientReduction) -> Tensor:
-    """Return the number of ranks, asked on every step: an elastic run may grow or shrink under a traced graph."""
+    """Return the number of ranks, read on every step: in an elastic job it changes under a traced graph."""
     return tf.cast(_horovod().size_op(process_set_id=_process_set(how).process_set_id), tf.float32)
 
 
 def _reduce_bf16(tensors: list[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
     """Return `tensors` reduced with bfloat16 on the wire and float32 in the sum.
 
-    Horovod knows no bfloat16, but moves bytes. Each rank receives its shard of everybody's bits, sums it in float32,
-    and sends the rounded sum to all: twice 2 bytes a number, and bitwise equal results by construction.
+    Horovod cannot add up bfloat16, but it can move bytes. Each rank receives its shard from all ranks, sums it in
+    float32, and sends the rounded sum to all: 4 bytes a number in all, and bitwise equal results by construction.
     """
     common = _common(how)
     size = how.size()

@@ -24,7 +24,7 @@ def fused_update(
 
     Args:
         optimizer: a built Keras optimizer.
-        step: its own `update_step`: a class with another than Keras's SGD or Adam has its own rule.
+        step: its `update_step`; other rules than those of Keras's SGD and Adam are left to it.
         gradient: of `variable`.
         variable: a Keras or TensorFlow variable.
         learning_rate: scalar.
@@ -42,14 +42,14 @@ def fused_update(
 
 
 def _plain(variable: Any) -> Any | None:
-    """Return the one tf.Variable behind `variable`; None where tf.distribute keeps several, or the dtype is narrow."""
+    """Return the tf.Variable of `variable`; None where tf.distribute has several of it, or the dtype is narrow."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     plain = isinstance(value, tf.Variable) and not tf.distribute.has_strategy() and hasattr(value, "handle")
     return value if plain and value.dtype in (tf.float32, tf.float64) else None
 
 
-# A rule takes the optimizer, the tf.Variable, its position, gradient and learning rate, and what makes scalars of its
-# dtype; it returns whether it did anything.
+# A rule takes the optimizer, the tf.Variable, its position, gradient and learning rate, and a function that casts to
+# the variable's dtype; it returns whether it updated the variable.
 
 
 def _sgd(optimizer: Any, target: Any, position: int, gradient: Tensor, rate: Tensor, number: Any) -> bool:
@@ -72,7 +72,7 @@ def _sgd(optimizer: Any, target: Any, position: int, gradient: Tensor, rate: Ten
 
 
 def _adam(optimizer: Any, target: Any, position: int, gradient: Tensor, rate: Tensor, number: Any) -> bool:
-    slots = [_plain(kept[position]) for kept in (optimizer._momentums, optimizer._velocities)]
+    slots = [_plain(kind[position]) for kind in (optimizer._momentums, optimizer._velocities)]
     if optimizer.amsgrad or any(slot is None or slot.dtype != target.dtype for slot in slots):
         return False
     first, second = slots
@@ -93,7 +93,7 @@ def _adam(optimizer: Any, target: Any, position: int, gradient: Tensor, rate: Te
     return True
 
 
-# By the rule itself, so that AdamW has Adam's, and a user's subclass with a rule of its own keeps that.
+# By the method itself: AdamW has Adam's, and a user's subclass with another `update_step` keeps its rule.
 _RULES: dict[Any, Callable[..., bool]] = {
     keras.optimizers.SGD.update_step: _sgd,
     keras.optimizers.Adam.update_step: _adam,

@@ -167,8 +167,8 @@ def reduce_gradients(
 def _reduce_bf16(tensors: Sequence[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
     """Return `tensors` reduced with bfloat16 on the wire and float32 in the sum.
 
-    Horovod knows no bfloat16, but moves bytes. Each rank receives its shard of everybody's bits, sums it in float32,
-    and sends the rounded sum to all: twice 2 bytes a number, and bitwise equal results by construction.
+    Horovod cannot add up bfloat16, but it can move bytes. Each rank receives its shard from all ranks, sums it in
+    float32, and sends the rounded sum to all: 4 bytes a number in all, and bitwise equal results by construction.
     """
     hvd: Any = basics.running()
     size = how.size()
