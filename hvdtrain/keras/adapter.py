@@ -39,6 +39,25 @@ def make_adapter(
     world: World,
 ) -> KerasAdapter:
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
+    _check(model, optimizer, loss, metrics)
+    _set_precision(model, options.precision)
+    plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
+    _check_plain(plain, model, given=optimizer is not None)
+    if _computes_in_half(model) and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
+        plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
+    compression = getattr(hvd.Compression, options.compression)
+    distributed = hvd.DistributedOptimizer(plain, compression=compression, backward_passes_per_step=options.accumulate)
+    _set_clip_norm(distributed_part(distributed), options.clip_norm)
+    if optimizer is None:
+        adopt_optimizer(model, distributed)
+    else:
+        if not isinstance(metrics, dict):  # which is by output
+            metrics = list(metrics) if isinstance(metrics, list | tuple) else [metrics]
+        model.compile(optimizer=distributed, loss=loss, metrics=metrics or None, auto_scale_loss=False)
+    return KerasAdapter(model, options, world)
+
+
+def _check(model: keras.Model, optimizer: Any, loss: Any, metrics: Any) -> None:
     if optimizer is None and not model.compiled:
         raise ValueError(
             "optimizer must be a keras.optimizers.Optimizer or a name. "
@@ -54,30 +73,26 @@ def make_adapter(
             f"Without an optimizer, {model.name} trains with the loss and metrics of its compile(). "
             f"Received: loss={loss!r}, metrics={metrics!r}. Give all of them, or none."
         )
-    _set_precision(model, options.precision)
-    plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
-    if distributed_part(plain) is not None:
-        which = "the optimizer" if optimizer is not None else f"the optimizer that {model.name} is compiled with"
+
+
+def _check_plain(optimizer: Any, model: keras.Model, *, given: bool) -> None:
+    """Raise ValueError if the optimizer is distributed already, or was built over variables of another model."""
+    if distributed_part(optimizer) is not None:
+        which = "the optimizer" if given else f"the optimizer that {model.name} is compiled with"
         raise ValueError(
             f"Give the Trainer the plain optimizer: it distributes it itself. Received: {which}, a "
-            f"{type(plain).__name__} that is distributed already"
+            f"{type(optimizer).__name__} that is distributed already"
         )
-    _check_variables(model, plain)
-    if _computes_in_half(model) and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
-        plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
-    distributed = hvd.DistributedOptimizer(
-        plain,
-        compression=getattr(hvd.Compression, options.compression),
-        backward_passes_per_step=options.accumulate,
-    )
-    _set_clip_norm(distributed_part(distributed), options.clip_norm)
-    if optimizer is None:
-        adopt_optimizer(model, distributed)
-    else:
-        model.compile(
-            optimizer=distributed, loss=loss, metrics=_metrics_for_compile(metrics) or None, auto_scale_loss=False
+    if not getattr(optimizer, "built", False) or not model.built:
+        return
+    own = {id(v) for v in model.trainable_variables}
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    foreign = [v.path for v in inner._trainable_variables if id(v) not in own]
+    if foreign:
+        raise ValueError(
+            f"optimizer must be over the model's own variables. Received: one built over {len(foreign)} others, the "
+            f"first {foreign[0]}. Make a new optimizer for this model."
         )
-    return KerasAdapter(model, options, world)
 
 
 class KerasAdapter:
@@ -305,13 +320,6 @@ def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
     return [part.reshape(value.shape) for part, value in zip(parts, local, strict=True)]
 
 
-def _metrics_for_compile(metrics: Any) -> Any:
-    """Return one metric as a list, and lists or dicts (a dict is by output) as they are."""
-    if isinstance(metrics, dict):
-        return metrics
-    return list(metrics) if isinstance(metrics, list | tuple) else [metrics]
-
-
 def _scalars(results: dict[str, Any]) -> dict[str, float]:
     """Return one float a name: a metric with a value per class, say, becomes "name/0", "name/1" and so on."""
     values = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in results.items()}
@@ -360,17 +368,3 @@ def _set_clip_norm(distributed: Any, clip_norm: float | None) -> None:
     if given:
         raise ValueError(f"clip_norm was given twice. Received: clip_norm={clip_norm}, and the optimizer has {given}")
     distributed.global_clipnorm = clip_norm
-
-
-def _check_variables(model: keras.Model, optimizer: Any) -> None:
-    """Raise ValueError if the optimizer was built over variables of another model."""
-    if not getattr(optimizer, "built", False) or not model.built:
-        return
-    own = {id(v) for v in model.trainable_variables}
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    foreign = [v.path for v in inner._trainable_variables if id(v) not in own]
-    if foreign:
-        raise ValueError(
-            f"optimizer must be over the model's own variables. Received: one built over {len(foreign)} others, the "
-            f"first {foreign[0]}. Make a new optimizer for this model."
-        )

@@ -119,7 +119,7 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
             found.append(seeds)
         if several and type(dataset).__name__ == "_ShuffleDataset" and seeds and not any(seeds):
             raise ValueError(
-                "tf.data's shuffle() needs a seed: without one each rank has another order, and samples would be "
+                "tf.data's shuffle() needs a seed: without one each rank has an order of its own, and samples would be "
                 f"seen twice or never. Received: an unseeded shuffle on rank {world.rank}. Use shuffle(n, seed=0), or "
                 "hvdtrain.Sharded(dataset) if every rank already has its own share."
             )

@@ -80,7 +80,7 @@ def test_their_load_model_gives_a_model_that_is_not_averaged(kit, theirs, tmp_pa
     assert len(digests["ours"]) == 1
 
 
-def test_keras_users_are_told_by_horovod_to_pass_what_keras_no_longer_has(kit):
+def test_an_argument_that_horovods_pages_name_and_keras_no_longer_has_is_ignored(kit):
     model = kit.model()
     model.compile(optimizer=hvd.DistributedOptimizer("sgd"), loss="mse", experimental_run_tf_function=False)
     assert np.isfinite(model.train_on_batch(*kit.data()))

@@ -50,8 +50,8 @@ def test_run_gives_new_ranks_the_roots_state_and_trains_on(kit):
 
 
 @pytest.mark.every_backend
-def test_training_goes_on_after_ranks_have_met_anew(kit):
-    """As after a reset: the state is synchronized, compiled steps are made anew, training goes on."""
+def test_training_resumes_after_a_reset(kit):
+    """The state is synchronized, steps are compiled again, and training resumes."""
     model = kit.together(kit.model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), epochs=1)
     state = hvd.elastic.KerasState(model, epoch=0)
     state.sync()

@@ -40,7 +40,7 @@ def test_mixed_precision_equals_one_process(kit, policy, tolerance):
     ],
 )
 def test_ranks_skip_an_overflow_together(kit, steps, outer):
-    """One rank's batch overflows: all ranks skip that step and halve their scale, and nobody waits for ever."""
+    """One rank's batch overflows: all ranks skip that step and halve their scale, and none waits for another."""
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=steps)
     if outer:
         wrapped = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=256.0)

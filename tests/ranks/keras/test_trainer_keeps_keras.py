@@ -33,7 +33,7 @@ def test_keras_callbacks_run_with_what_keras_would_pass_them(kit):
 
         def on_epoch_end(self, epoch, logs=None):
             seen.append(f"epoch {epoch} {sorted(logs)[:1]}")
-            # One rank is enough: the others must not go on alone.
+            # One rank is enough: the others must not train on alone.
             self.model.stop_training = epoch == 1 and hvd.rank() == hvd.size() - 1
 
     trainer = hvdtrain.Trainer(kit.model(), optimizer="sgd", loss="mse")

@@ -51,7 +51,7 @@ def test_updates_are_those_of_keras_and_fused_where_tensorflow_can(kit, name):
 
 
 def test_slots_are_those_of_keras(kit):
-    """So that what was saved goes on in plain Keras."""
+    """So that plain Keras loads what was saved."""
     alone = kit.alone(kit.model(), keras.optimizers.Adam(0.01))
     together = kit.together(kit.model(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     ours, plain = together.optimizer.variables, alone.optimizer.variables

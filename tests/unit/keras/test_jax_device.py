@@ -16,7 +16,7 @@ from hvdtrain.keras import basics, jax_device  # noqa: E402
 
 @pytest.fixture
 def updates(monkeypatch):
-    """A JAX that has not started and would find the GPUs of CUDA_VISIBLE_DEVICES; returns what it is told."""
+    """A JAX that has not started and would find the GPUs of CUDA_VISIBLE_DEVICES; returns what is set in it."""
     seen = {}
     config = SimpleNamespace(jax_platforms=None, update=seen.__setitem__)
     monkeypatch.setattr(jax_device, "jax", SimpleNamespace(config=config))

@@ -12,7 +12,7 @@ def test_large_tensors_travel_alone_and_small_ones_together():
     assert small_together([10, 1000, 20, 2000], limit=100, room=1000) == [[3], [2, 0], [1]]
 
 
-def test_company_is_no_larger_than_the_room():
+def test_buckets_are_no_larger_than_the_room():
     assert small_together([40, 40, 40], limit=100, room=80) == [[2, 1], [0]]
 
 
