@@ -22,17 +22,17 @@ _ADVICE = {
 
 
 class Stragglers(Callback):
-    """Warn, on rank 0, of ranks that are slower than the others: which, on what host, and what takes them longer.
+    """Warn, on rank 0, of ranks that are slower than the others, with their host and what takes longer there.
 
-    A step is as fast as its slowest rank. What counts is a rank's own time: waiting for data, computing, callbacks; the
-    others spend the difference in the reduction. The Trainer adds one to callbacks that hold none; its cost is part of
-    the exchange by which ranks hear of requests to stop.
+    A step is as fast as its slowest rank. A rank is compared by its own time: data, computing, callbacks; the other
+    ranks spend the difference in the reduction. The Trainer adds a Stragglers if you pass none. It uses the times of
+    the heartbeat.
 
     Args:
-        factor: how many times the median rank's own time is too slow; 0 switches the warning off.
+        factor: a rank is slow above `factor` times the median rank's own time; 0 switches the warning off.
 
     Attributes:
-        slow: {rank: what was said of it}, those that are slow now.
+        slow: {rank: its warning} of the ranks that are slow now.
 
     Raises:
         ValueError: factor is neither 0 nor above 1.
@@ -47,11 +47,11 @@ class Stragglers(Callback):
         self.slow: dict[int, str] = {}
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Begin anew."""
+        """Reset."""
         self._times, self.slow, self._first = {}, {}, True
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
-        """Look at the latest steps; the first one compiles and connects, and does not count."""
+        """Check the latest steps. The first step does not count, because it compiles and connects."""
         if self._first or not self._factor or trainer.world.size == 1:
             self._first = False
             return
@@ -68,7 +68,7 @@ class Stragglers(Callback):
 
 
 def _late(times: RankTimes, factor: float) -> list[int]:
-    """Return the ranks whose own time is `factor` times the median one's, and which cost the others much of a step."""
+    """Return the ranks above `factor` times the median own time that cost the others much of a step."""
     own, median = times.own, lower_median(times.own)
     lost = own - median
     return [int(rank) for rank in np.flatnonzero((own > factor * median) & (lost > _LEAST_SHARE * times.step.max()))]

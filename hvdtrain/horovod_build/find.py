@@ -1,4 +1,4 @@
-"""What a build depends on: frameworks, compiler, MPI, CUDA, NCCL. Reads files, asks programs, imports no framework."""
+"""Find what a build depends on: frameworks, compiler, MPI, CUDA, NCCL. Imports no framework."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hvdtrain.system import open_mpi, toolchain
 
 Plane = Literal["mpi", "gloo", "nccl"]
 
-# The oldest NVIDIA driver that programs built for a major version of CUDA run on.
+# The oldest NVIDIA driver for programs of a CUDA major version.
 _OLDEST_DRIVERS = {"12": 525, "13": toolchain.OLDEST_DRIVER}
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """A usable Open MPI; `library` is the folder of one that is part of this Python environment."""
+    """A usable Open MPI; `library` is its folder if it is part of this Python environment."""
 
     version: str
     launcher: Path
@@ -51,9 +51,9 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that a build depends on; `notes` says why something was left out.
+    """Everything that a build depends on; `notes` says why a part is left out.
 
-    With `through_host` GPU tensors travel through host memory, so that several ranks can share one GPU.
+    With `through_host`, GPU tensors go through host memory, so that several ranks can share one GPU.
     """
 
     frameworks: tuple[Framework, ...]
@@ -68,7 +68,7 @@ class Found:
 
     @property
     def gpu(self) -> bool:
-        """True where GPU tensors will be taken."""
+        """Whether the build has GPU operations."""
         return self.cuda is not None and self.nccl is not None
 
     @property
@@ -88,7 +88,7 @@ class Found:
 
 
 def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
-    """Return what `command` prints; None where it is missing, fails or takes too long."""
+    """Return the output of `command`; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -116,11 +116,11 @@ def find_compiler() -> str:
 
 
 def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
-    """Compile a few lines by the standard that the frameworks' headers ask for.
+    """Compile a few lines with the C++ standard that the frameworks' headers require.
 
     Raises:
-        MissingToolError: the compiler does not know the standard, or has no C++ library; or torch's headers lack
-            Python's.
+        MissingToolError: the compiler does not support the standard, or has no C++ library; or Python's headers, which
+            torch's need, are missing.
     """
     if any(framework.name == "torch" for framework in frameworks) and (problem := toolchain.missing_python_header()):
         raise MissingToolError(problem)
@@ -128,7 +128,7 @@ def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
     if said := toolchain.lacks_standard(compiler, standard):
         asking = " and ".join(f"{framework.name} {framework.version}" for framework in frameworks)
         raise MissingToolError(
-            f"{compiler} cannot compile C++{standard}, which the headers of {asking} ask for ({said}). gcc 11, "
+            f"{compiler} cannot compile C++{standard}, which the headers of {asking} require ({said}). gcc 11, "
             "clang 17 and newer ones can: apt-get install g++-12 (Red Hat: dnf install gcc-toolset-12; conda: conda "
             "install gxx), then CXX=g++-12 hvdtrain build"
         )
@@ -138,9 +138,9 @@ _MPI_COMMAND = "pip install 'hvdtrain[mpi]' && hvdtrain build"
 
 
 def find_mpi() -> tuple[Mpi | None, str]:
-    """Return Open MPI where horovodrun can use it, else None and the reason.
+    """Return Open MPI if horovodrun can use it, else None and the reason.
 
-    horovodrun chooses MPI whenever it was built in, so one that it cannot launch must stay out.
+    horovodrun uses MPI whenever it was built in, so an MPI that it cannot launch must not be built in.
     """
     wrapper, launcher = open_mpi.program("mpicxx") or open_mpi.program("mpic++"), open_mpi.program("mpirun")
     if wrapper is None or launcher is None:
@@ -165,12 +165,12 @@ def find_mpi() -> tuple[Mpi | None, str]:
 
 
 def _is_in_environment(path: Path) -> bool:
-    """Return whether a path moves with this environment: that of the system's Python does not."""
+    """Return whether a path is inside this virtual environment."""
     return sys.prefix != sys.base_prefix and path.is_relative_to(sys.prefix)
 
 
 def find_gpus() -> tuple[str, ...]:
-    """Return each GPU's compute capability as nvidia-smi tells it ("9.0"); empty without a driver or a GPU."""
+    """Return each GPU's compute capability as nvidia-smi prints it ("9.0"); empty without a driver or a GPU."""
     text = output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]) or ""
     return tuple(line.strip() for line in text.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip()))
 
@@ -178,13 +178,13 @@ def find_gpus() -> tuple[str, ...]:
 def find_cuda(major: str = "") -> Cuda | None:
     """Return the CUDA toolkit: in CUDA_HOME, beside the nvcc on PATH, in /usr/local/cuda, or from pip's wheels.
 
-    HOROVOD_CUDA_HOME decides alone, where it is set.
+    If HOROVOD_CUDA_HOME is set, only that folder counts.
 
     Args:
-        major: the major version that is wanted; one of another is returned only where this one is not there.
+        major: the preferred major version; another one is returned only if this one is missing.
     """
     nvcc = shutil.which("nvcc")
-    # /usr/local/bin/nvcc may be a script in front of the toolkit's: its parent then has no headers.
+    # /usr/local/bin/nvcc may be a script that calls the toolkit's: its parent then has no headers.
     homes = [os.environ.get("CUDA_HOME"), str(Path(nvcc).resolve().parent.parent) if nvcc else None, "/usr/local/cuda"]
     homes += [str(wheels) for nvidia in package_folders("nvidia") for wheels in sorted(nvidia.glob("cu[0-9]*"))]
     if os.environ.get("HOROVOD_CUDA_HOME"):
@@ -207,9 +207,9 @@ def _nccl_version(header: Path) -> str:
 
 
 def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
-    """Return NCCL: HOROVOD_NCCL_HOME, the pip wheel's (the one torch itself runs on), then the system's."""
+    """Return NCCL: in HOROVOD_NCCL_HOME, in pip's wheel (which torch uses), or the system's."""
     homes = [(Path(h), False) for h in [os.environ.get("HOROVOD_NCCL_HOME")] if h]
-    # A namespace: its folder in an environment's own site-packages comes before one that is inherited.
+    # A namespace package: an environment's own site-packages come before inherited ones.
     homes += [(nvidia / "nccl", True) for nvidia in package_folders("nvidia")]
     homes += [(cuda.home, False)] if cuda else []
     homes += [(Path("/usr"), False), (Path("/usr/local"), False)]
@@ -223,12 +223,12 @@ def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
 
 
 def find_all(*, without: frozenset[str] = frozenset(), force: bool = False, through_host: bool = False) -> Found:
-    """Look at everything once.
+    """Find everything.
 
     Args:
         without: any of "torch", "tensorflow", "mpi", "nccl".
-        force: take framework versions older than the tests'.
-        through_host: let GPU tensors travel through host memory.
+        force: accept framework versions older than the tests'.
+        through_host: send GPU tensors through host memory.
     """
     frameworks = find_frameworks(without=without, force=force)
     compiler = find_compiler()
@@ -248,18 +248,18 @@ def find_all(*, without: frozenset[str] = frozenset(), force: bool = False, thro
 
 
 def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) -> tuple[Cuda | None, Nccl | None, str]:
-    """Return toolkit and NCCL where GPU operations can be built; refuse to leave GPUs idle unasked."""
-    # torch's headers are compiled against this toolkit; TensorFlow only hands over a stream.
+    """Return toolkit and NCCL if GPU operations can be built. Raise if GPUs would be unused without a request."""
+    # torch's headers are compiled with this toolkit; TensorFlow only passes a stream.
     torch = next((f for f in frameworks if f.name == "torch"), None)
     wanted = torch.cuda if torch else ""
     cuda = find_cuda(wanted.split(".")[0])
     nccl = find_nccl(cuda)
     why = ""
     cpu_builds = [f.name for f in frameworks if not f.cuda]
-    # torch itself asks for cuda-toolkit in its own version.
+    # torch requires cuda-toolkit in its own version.
     wheels = f"pip install 'cuda-toolkit[nvcc,cccl]=={wanted or '13.0'}.*' brings one"
     if os.environ.get("HOROVOD_CUDA_HOME"):
-        wheels += ", which is found after: unset HOROVOD_CUDA_HOME"
+        wheels += "; then unset HOROVOD_CUDA_HOME, or it is not found"
     if cpu_builds:
         # One set of GPU operations is compiled for all: beside a CPU build they lack symbols, or do not compile.
         why = f"{cpu_builds[0]} is a CPU build (install its GPU build, or leave it out with --without {cpu_builds[0]})"
@@ -277,14 +277,14 @@ def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) ->
         return cuda, nccl, ""
     if gpus:
         raise MissingToolError(
-            f"This machine has {len(gpus)} GPU(s), but Horovod cannot be built with NCCL: {why}. Mend that, or build "
+            f"This machine has {len(gpus)} GPU(s), but Horovod cannot be built with NCCL: {why}. Fix this, or build "
             "for CPUs only with --without nccl."
         )
     return None, None, f"NCCL left out: {why}"
 
 
 def _old_driver(frameworks: tuple[Framework, ...]) -> str:
-    """Return why the NVIDIA driver is too old for what the frameworks were built for, "" where it is not."""
+    """Return why the NVIDIA driver is too old for the frameworks' CUDA; "" if it is not."""
     versions, _ = toolchain.gpu_drivers()
     for framework in frameworks:
         oldest = _OLDEST_DRIVERS.get(framework.cuda.split(".")[0], 0)
@@ -292,6 +292,6 @@ def _old_driver(frameworks: tuple[Framework, ...]) -> str:
             return (
                 f"the NVIDIA driver is {versions[0]}, and {framework.name} {framework.version}, built for CUDA "
                 f"{framework.cuda}, needs {oldest} or newer (Ubuntu: apt-get install "
-                f"nvidia-driver-{oldest}; HVDTRAIN_GPU=1 builds all the same)"
+                f"nvidia-driver-{oldest}; HVDTRAIN_GPU=1 builds in spite of it)"
             )
     return ""

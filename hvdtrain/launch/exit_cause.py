@@ -201,12 +201,12 @@ def _traceback(lines: list[str]) -> str:
 
 
 def latest_step(run_dir: Path, *, rank: int | None) -> int | None:
-    """Return the step that the job came to by the ranks' progress-<rank>.json, None where no rank has written one.
+    """Return the job's last step by the ranks' progress-<rank>.json; None if no rank has written one.
 
     Args:
-        run_dir: where they are.
-        rank: the one that ended first. How far it came is what another attempt is measured by: its peers may have
-            gone on for a while, a little longer each time.
+        run_dir: where these files are.
+        rank: the rank that ended first. Its step measures the progress of the attempt: its peers may have taken some
+            more steps, a different number each time.
     """
     steps = {}
     for path in run_dir.glob("progress-*.json"):

@@ -39,7 +39,7 @@ class _Pieces:
                 yield marked[-2], self._join(marked)
 
     def end(self) -> Iterator[tuple[bytes, bytes]]:
-        """Return what was left without an end of its line."""
+        """Return the pieces of lines that have no end."""
         yield from self.feed(b"\n") if self.raw else ()
         begun, self.begun = self.begun, {}
         yield from begun.items()
@@ -80,7 +80,7 @@ class OutputLines:
         return [self._line(mark, text) for mark, text in self._pieces.feed(data)]
 
     def end(self) -> list[Line]:
-        """Return what was left without an end of its line."""
+        """Return the pieces of lines that have no end."""
         return [self._line(mark, text) for mark, text in self._pieces.end()]
 
     def _line(self, mark: bytes, text: bytes) -> Line:
@@ -115,15 +115,15 @@ class Whole:
         return self._shown(found, now, newly=None in waited)
 
     def end(self) -> list[bytes]:
-        """Return what was left without an end of its line."""
+        """Return the pieces of lines that have no end."""
         return self._shown(self._pieces.end(), 0.0, newly=True)
 
     def _shown(self, found: Iterable[tuple[bytes, bytes]], now: float, *, newly: bool) -> list[bytes]:
-        """Return lines as they are shown, and keep when those were begun that are still without an end."""
+        """Return lines as they are printed, and record when the incomplete lines began."""
         lines = list(found)
-        anew = {_tag(mark) for mark, _ in lines} | ({None} if newly else set())
+        begun = {_tag(mark) for mark, _ in lines} | ({None} if newly else set())
         still = [*self._pieces.begun, *([None] if self._pieces.raw else [])]
-        self._since = {each: now if each in anew else self._since.get(each, now) for each in still}
+        self._since = {each: now if each in begun else self._since.get(each, now) for each in still}
         return [mark + _seen(text) for mark, text in lines]
 
 

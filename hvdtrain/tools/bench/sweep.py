@@ -92,13 +92,13 @@ def measure(
     agree: Callable[[float], float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Time `reduce` again and again, back to back; return each one's seconds.
+    """Time `reduce` repeatedly, without pauses; return the seconds of each call.
 
     Args:
-        reduce: one allreduce, waited for.
-        budget_s: about how long to go on.
-        agree: the greatest over ranks of a number; all ranks must repeat equally often.
-        clock: seconds.
+        reduce: one allreduce; returns when it is done.
+        budget_s: about how long to repeat.
+        agree: returns the maximum of a number over ranks; all ranks must repeat equally often.
+        clock: returns seconds.
     """
     for _ in range(WARMUP):
         reduce()

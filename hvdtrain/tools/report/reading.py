@@ -232,7 +232,7 @@ def _seconds(kept: Iterable[tuple[int, dict[str, Any]]]) -> float | None:
 def _rank_s(value: Any) -> NDArray[np.float32]:
     """Return an array of shape (parts, ranks); no ranks where times are missing or of unequal numbers of ranks."""
     if isinstance(value, dict) and "other" not in value and isinstance(value.get("step"), list):
-        value = {**value, "other": [0.0] * len(value["step"])}  # of a run from before this was told apart
+        value = {**value, "other": [0.0] * len(value["step"])}  # a run of a version without this part
     rows: list[Any] = [value.get(part) for part in KEPT] if isinstance(value, dict) else []
     if not rows or not all(isinstance(row, list) and len(row) == len(rows[0]) for row in rows):
         return np.empty((len(KEPT), 0), np.float32)
