@@ -1,4 +1,4 @@
-"""The callbacks of a fit: those that were given, and those that every run has."""
+"""The callbacks of a fit: the user's, and those that every run has."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hvdtrain.system import scratch
 def with_defaults(
     given: Sequence[Any], run_folder: RunFolder | None, checkpoint_dir: str | None, progress: bool
 ) -> CallbackList:
-    """Return the callbacks of a fit; of the kinds that every run has, one is added where none was given.
+    """Return the callbacks of a fit: the user's, and a Progress, Stragglers, SyncCheck and RunFolder if there is none.
 
-    While `hvdtrain bench` runs the script, callbacks that write files are left out; checkpoints go to a
-    temporary folder.
+    While `hvdtrain bench` runs the script, callbacks that write files are left out, and checkpoints go to a temporary
+    folder.
 
     Args:
         given: ours, and Keras's own.
         run_folder: where the run is kept, None for nowhere.
-        checkpoint_dir: where a checkpoint is written after each epoch, None for nowhere.
-        progress: whether rank 0 shows how it goes.
+        checkpoint_dir: where a checkpoint is saved after each epoch, None for nowhere.
+        progress: whether rank 0 shows progress.
     """
     hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
     for kind in (*[Progress] * progress, Stragglers, SyncCheck):

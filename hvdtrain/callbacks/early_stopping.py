@@ -1,4 +1,4 @@
-"""Stop when a metric no longer gets better."""
+"""Stop when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: name of a metric in History.
-        patience: epochs without improvement that are borne; 0 stops at the first.
-        min_delta: a smaller change is no improvement.
+        patience: epochs without improvement that are tolerated; 0 stops at the first.
+        min_delta: smallest change that counts as an improvement.
         mode: whether less or more is better; "auto" takes "min" for a loss or an error, else "max".
-        restore_best: go back to the weights of the best epoch when the run ends early. Checkpoints then hold two
+        restore_best: restore the weights of the best epoch when the run ends early. Checkpoints then hold two
             states, the present and the best.
 
     Raises:
@@ -59,7 +59,7 @@ class EarlyStopping(Callback):
         self._best_state: State | None = None
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Forget an earlier run; of a resumed one, know the epochs before."""
+        """Reset; a resumed run reads its earlier epochs from the history."""
         self._reset()
         for epoch, value in enumerate(trainer.history.get(self._monitor, [])):
             if self._improves(value, epoch):
@@ -68,7 +68,7 @@ class EarlyStopping(Callback):
                 trainer.stop()
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Compare, and stop the run when patience is spent."""
+        """Compare, and stop the run when patience is exhausted."""
         if self._monitor not in logs:
             raise ValueError(f"monitor must be one of {sorted(logs)}. Received: monitor={self._monitor!r}")
         if self._improves(logs[self._monitor], epoch):
@@ -87,7 +87,7 @@ class EarlyStopping(Callback):
         return {} if best is None else {"epoch": self._best_epoch, "meta": best.meta, **best.arrays}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take them on, if that epoch is the best for this run's options, too."""
+        """Restore them, if that epoch is the best for this run's options too."""
         if self._restore_best and state["epoch"] == self._best_epoch:
             arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
             self._best_state = State(arrays, state["meta"])

@@ -1,4 +1,4 @@
-"""Let the user's own Keras callbacks run in the Trainer's loop, unchanged."""
+"""Run the user's own Keras callbacks in the Trainer, unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.callbacks.context import RunContext
 
 
 class _Given(NamedTuple):
-    """What a callback held when it was first seen: the user's own, which no checkpoint needs."""
+    """What a callback held when it was first wrapped: the user's own, which no checkpoint needs."""
 
     numbers: dict[str, Any]
     lists: dict[str, list[NDArray[Any]]]
@@ -24,21 +24,21 @@ _given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
 
 
 class KerasStyle(Callback):
-    """Calls a Keras callback's hooks with what Keras would pass it.
+    """Calls a Keras callback's hooks with the arguments that Keras would pass.
 
-    `model.stop_training` ends the run after the epoch. Batch hooks get no logs: reading running metrics at every step
-    would make a GPU wait. A callback that writes files (ModelCheckpoint, CSVLogger) is the user's to guard: give it on
-    rank 0 alone, which is safe as long as it calls no collective.
+    `model.stop_training` ends the run after the epoch. Batch hooks get no logs: to read running metrics at every step
+    would make a GPU wait. Give a callback that writes files (ModelCheckpoint, CSVLogger) on rank 0 only; that is safe
+    if it calls no collective.
     """
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
-        # A copy of each list: one that is filled in place is no longer what was given.
+        # Copy each list: one that is filled in place is no longer the list that was given.
         self._given = _Given(self._numbers(), {name: list(arrays) for name, arrays in self._lists().items()})
         try:
             self._given = _given.setdefault(callback, self._given)
         except TypeError:
-            pass  # neither weak references nor hashes: known by this wrapper only
+            pass  # it has no weak references or no hash: only this wrapper knows it
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class KerasStyle(Callback):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Set them again."""
+        """Restore what `state` returned."""
         lists: dict[str, dict[int, Any]] = {}
         for name, value in state.items():
             attribute, _, index = name.partition(".")
@@ -89,37 +89,37 @@ class KerasStyle(Callback):
         }
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Give the callback its model and parameters, then on_train_begin."""
+        """Call set_params, set_model and on_train_begin."""
         trainer.model.stop_training = False
         self._callback.set_params({"verbose": 0, "epochs": trainer.epochs, "steps": trainer.steps_per_epoch})
         self._callback.set_model(trainer.model)
         self._callback.on_train_begin()
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
-        """Pass on."""
+        """Call on_epoch_begin."""
         self._callback.on_epoch_begin(epoch)
 
     def on_step_begin(self, trainer: RunContext, step: int) -> None:
-        """Pass on as on_train_batch_begin."""
+        """Call on_train_batch_begin."""
         self._callback.on_train_batch_begin(step)
 
     def on_step_end(self, trainer: RunContext, step: int) -> None:
-        """Pass on as on_train_batch_end."""
+        """Call on_train_batch_end."""
         self._callback.on_train_batch_end(step)
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Pass on, then heed model.stop_training."""
+        """Call on_epoch_end; stop if it has set model.stop_training."""
         self._callback.on_epoch_end(epoch, logs)
         if trainer.model.stop_training:
             trainer.stop()
 
     def on_fit_end(self, trainer: RunContext) -> None:
-        """Pass on as on_train_end."""
+        """Call on_train_end."""
         self._callback.on_train_end()
 
 
 def as_callback(callback: Any) -> Callback:
-    """Return `callback` itself, or a Keras callback made to fit.
+    """Return `callback` itself; a Keras callback is wrapped.
 
     Raises:
         TypeError: it is neither.

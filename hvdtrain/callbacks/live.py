@@ -12,7 +12,7 @@ from rich.text import Text
 class Display(progress.Progress):
     """Two lines at the bottom of the terminal that are redrawn; output appears above them. They vanish at the end.
 
-    The bar has a line of its own: beside three metrics, 80 columns leave it one character.
+    The bar has its own line: beside three metrics, 80 columns leave it one character.
     """
 
     def __init__(self, *, steps: int | None) -> None:
@@ -35,6 +35,6 @@ class Display(progress.Progress):
         self.update(self._bar, completed=step, total=steps, description=place, left=left)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Return the two lines; what does not fit into the second is cut off, for a third would not be taken back."""
+        """Return the two lines; the second is cut off at the width, because a third would not be erased."""
         yield self.make_tasks_table(self.tasks)
         yield Text(self._words, no_wrap=True, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""Step the user's own learning rate scheduler, and keep its place in checkpoints."""
+"""Step the user's own learning rate scheduler, and save its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hvdtrain.callbacks.context import RunContext
 class Schedule(Callback):
     """Call a torch.optim.lr_scheduler's `step` after every epoch or every optimizer step.
 
-    Its state is part of checkpoints. Leave the Trainer's lr_scaling and warmup_epochs alone with it: most schedulers
-    reckon from the rate that they were made with. A Keras schedule needs none of this: give it to the optimizer as its
-    learning rate.
+    Its state is part of checkpoints. Do not combine it with the Trainer's lr_scaling and warmup_epochs: most schedulers
+    compute from the rate that they were made with. Pass a Keras schedule to the optimizer as its learning rate instead.
 
     Args:
         scheduler: over the optimizer that the Trainer was given.
@@ -40,12 +39,12 @@ class Schedule(Callback):
         self._monitor = monitor
 
     def on_step_end(self, trainer: RunContext, step: int) -> None:
-        """Step, where that is what was asked for."""
+        """Step if `every` is "step"."""
         if self._every == "step":
             self._scheduler.step()
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Step, likewise."""
+        """Step if `every` is "epoch"."""
         if self._every != "epoch":
             return
         if self._monitor is None:
@@ -60,5 +59,5 @@ class Schedule(Callback):
         return dict(self._scheduler.state_dict())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take it on; the rates themselves are the optimizer's."""
+        """Restore it; the optimizer's state has the rates themselves."""
         self._scheduler.load_state_dict(state)

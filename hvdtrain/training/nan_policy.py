@@ -45,7 +45,7 @@ class NanPolicy:
         self._warned = False
 
     def epoch_taken(self, logs: Mapping[str, float], *, epoch: int) -> None:
-        """Warn of an epoch whose loss is not finite; of the first of several in a row.
+        """Warn of an epoch whose loss is not finite; once for several in a row.
 
         Args:
             logs: the epoch's metrics, equal on all ranks.
@@ -71,7 +71,7 @@ class NanPolicy:
             epoch: likewise.
 
         Raises:
-            NonFiniteError: on every rank, where the policy says so, or after too many in a row.
+            NonFiniteError: on every rank, with the policy "raise", or after too many in a row.
         """
         self._in_a_row += 1
         indices = [batch.indices for batch in batches if batch.indices is not None]
@@ -98,18 +98,18 @@ class NanPolicy:
 def describe(fault: Fault, reports: Sequence[dict[str, Any]], *, step: int, epoch: int) -> str:
     """Return one or two sentences that name the step, ranks, gradients and samples."""
     where = f"Step {step + 1} of epoch {epoch + 1}"
-    guilty = [(rank, report) for rank, report in enumerate(reports) if report["own"] is not None]
-    if not guilty:
+    culprits = [(rank, report) for rank, report in enumerate(reports) if report["own"] is not None]
+    if not culprits:
         return (
             f"{where}: the gradient of {fault.reduced} is not finite over all ranks, though it is on each: their sum "
             "overflows, or fp16 compression does."
         )
-    rank, report = guilty[0]
+    rank, report = culprits[0]
     samples = "of samples whose indices are not known"
     if report["samples"] is not None:
         more = f" and {report['more']} more" if report["more"] else ""
         samples = f"of the samples {', '.join(map(str, report['samples']))}{more}"
-    others = f" (and on {len(guilty) - 1} more ranks)" if len(guilty) > 1 else ""
+    others = f" (and on {len(culprits) - 1} more ranks)" if len(culprits) > 1 else ""
     loss = float(report["loss"])
     shown = "not finite either" if not math.isfinite(loss) else f"{loss:.6g}"
     return (

@@ -17,7 +17,7 @@ EXIT_CODE = EXIT_STOPPED
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-# A scheduler that signals every process of a job also signals the launcher, which passes it on: that is one request.
+# A scheduler that signals every process of a job also signals the launcher, which forwards it: one request.
 _ONE_REQUEST_S = 2.0
 
 _requested: signal.Signals | None = None
@@ -25,15 +25,15 @@ _at = 0.0
 
 
 def requested() -> signal.Signals | None:
-    """Return the signal that asked this process to stop, None if none has."""
+    """Return the signal that requested a stop; None if none has."""
     return _requested
 
 
 def install() -> Callable[[], None]:
-    """Take SIGTERM and SIGUSR1; return what gives them back.
+    """Handle SIGTERM and SIGUSR1; return a function that restores the earlier handlers.
 
-    Only the main thread can take signals: on another one nothing changes. A signal that the process was started to
-    ignore, or that somebody handles outside of Python, stays as it is.
+    Only the main thread can handle signals; on another one nothing changes. A signal that the process ignores, or that
+    a handler outside of Python handles, stays as it is.
     """
     global _requested
     _requested = None
@@ -42,7 +42,7 @@ def install() -> Callable[[], None]:
     before: dict[signal.Signals, Any] = {}
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        # The kernel may know of a handler that Python does not: faulthandler's, for example.
+        # The kernel may know a handler that Python does not: faulthandler's, for example.
         foreign = handler is signal.SIG_DFL and hears(os.getpid(), number)
         if handler not in (signal.SIG_IGN, None) and not foreign:
             before[number] = handler
@@ -50,14 +50,14 @@ def install() -> Callable[[], None]:
 
     def restore() -> None:
         for number, handler in before.items():
-            if signal.getsignal(number) is _ask:  # somebody may have taken it since
+            if signal.getsignal(number) is _ask:  # the script may have set another since
                 signal.signal(number, handler)
 
     return restore
 
 
 def pass_on() -> None:
-    """Let whoever takes signals now, the system as a rule, have the one that nobody has answered."""
+    """Raise a signal again that no step has answered, for the handlers there are now."""
     global _requested
     if _requested is not None:
         number, _requested = _requested, None
