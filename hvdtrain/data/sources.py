@@ -141,40 +141,40 @@ class IndexedSource:
 
     def _filler(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
         """Return this rank's first samples of the whole epoch; if it has none, any sample."""
-        first = self._make_shard(epoch, shuffle, 0)[: self._batch_size]
+        first = self._shard(epoch, shuffle, 0)[: self._batch_size]
         return first if len(first) else np.zeros(1, np.int64)
 
     def _shard(self, epoch: int, shuffle: bool, start: int) -> sharding.Shard:
-        key = (epoch, shuffle, start, self._world.rank, self._world.size)
+        rank, size = self._world.rank, self._world.size
+        key = (epoch, shuffle, start, rank, size)
         newest, mine = self._newest
         if mine is None or newest != key:
-            mine = self._make_shard(epoch, shuffle, start)
-            self._newest = (key, mine)  # one assignment: a prefetching thread may request another epoch meanwhile
+            mine = sharding.shard(
+                self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle, start=start
+            )
+            self._newest = (key, mine)  # in one assignment: a prefetching thread may read another epoch
         return mine
-
-    def _make_shard(self, epoch: int, shuffle: bool, start: int) -> sharding.Shard:
-        rank, size = self._world.rank, self._world.size
-        return sharding.shard(
-            self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle, start=start
-        )
 
 
 class ArraySource(IndexedSource):
-    """Arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight]; each is a tree of arrays."""
+    """Arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each of them a tree."""
 
     def __init__(self, parts: Sequence[Any], *, batch_size: int, world: World, seed: int) -> None:
         num_samples = _common_length(parts, world)
-        super().__init__(num_samples, self._take, batch_size=batch_size, world=world, seed=seed)
-        # Convert once: otherwise each batch would convert all of the data.
-        self._parts = [tree_map(as_array, part) for part in parts]
-        # If each rank passes its own part, the first and last samples differ: an error, or it would be sharded twice.
+        # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
+        columns = [tree_map(as_array, part) for part in parts]
+        super().__init__(
+            num_samples,
+            lambda rows: unpack([take(column, rows) for column in columns]),
+            batch_size=batch_size,
+            world=world,
+            seed=seed,
+        )
+        # If each rank passes a part of its own, it would be sharded again; then the first and last samples differ.
         ends = np.array([0, num_samples - 1])
         self.facts["first and last sample (crc32)"] = [
-            zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(self._parts)
+            zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)
         ]
-
-    def _take(self, rows: NDArray[np.int64]) -> tuple[Any, Any, Any]:
-        return unpack([take(part, rows) for part in self._parts])
 
 
 class IteratedSource:
