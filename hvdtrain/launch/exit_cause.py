@@ -1,4 +1,4 @@
-"""Why a job ended: what the launcher says of its ranks, and what the ranks left behind."""
+"""Why a job ended: what the launcher prints about its ranks, and the files that ranks leave."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.distributed.watchdog.rank_exit import STALLED
 from hvdtrain.launch.rank_output import OutputLines
 
-# What mpirun and horovodrun over Gloo say of the rank that ended first.
-_SAID = re.compile(
+# What mpirun and horovodrun over Gloo print about the rank that ended first.
+_REPORT = re.compile(
     rb"process rank (?P<rank_signal>\d+) with PID \S+ on node (?P<node>\S+) exited on\s+signal (?P<signal>\d+)(?=\D)"
     rb"|Process name: \[(?:\[\d+,\d+\]|\S+@\d+),(?P<rank_code>\d+)\]\s+Exit code:\s+(?P<code>\d+)(?=\D)"
     rb"|MPI_ABORT was invoked on rank (?P<rank_abort>\d+) in communicator [^\n]+\s+(?:Proc: [^\n]+\s+)?"
@@ -22,14 +23,14 @@ _SAID = re.compile(
     rb"|Process (?P<rank_gloo>\d+) exit with status code (?P<gloo>-?\d+)\."
     rb"|Remote daemon:\s+\S+ on node (?P<lost>\S+)\s"
 )
-# What Gloo says where nothing came from another rank, not even the end of a connection.
+# What Gloo prints where nothing came from another rank, not even the end of a connection.
 _SILENCE = re.compile(rb"Timed out waiting (\d+)ms for")
-# What mpirun says before it waits for its daemons on other hosts to end theirs.
+# What mpirun prints before it waits for its daemons on other hosts to end theirs.
 _ABORTED = b"the job has been aborted"
 LOST = 205  # mpirun's own status then; 5 ends with 0
 _SSH_FAILED = 255
 _LONGEST = 400  # bytes that one of them takes
-_KEPT_BYTES = 2**19
+_END_BYTES = 2**19
 
 
 @dataclass(frozen=True)
@@ -70,30 +71,28 @@ class Listener:
         self._by_rank = by_rank
         self._is_aborted = False
         self._lock = threading.Lock()
-        self._kept = {"stdout": bytearray(), "stderr": bytearray()}
+        self._ends = {"stdout": bytearray(), "stderr": bytearray()}
         self._cause: Cause | None = None
 
     def hear(self, stream: str, data: bytes) -> None:
         """Take what came through `stream`."""
         with self._lock:
-            kept = self._kept[stream]
-            kept += data
-            new = max(0, len(kept) - len(data) - _LONGEST)
-            if self._cause is None:
-                found = _SAID.search(kept, new)
-                if found:
-                    self._cause = self._read(found)
-            self._is_aborted = self._is_aborted or kept.find(_ABORTED, new) >= 0
-            if len(kept) > 2 * _KEPT_BYTES:
-                del kept[:-_KEPT_BYTES]
+            end = self._ends[stream]
+            end += data
+            new = max(0, len(end) - len(data) - _LONGEST)
+            if self._cause is None and (found := _REPORT.search(end, new)):
+                self._cause = self._read(found)
+            self._is_aborted = self._is_aborted or end.find(_ABORTED, new) >= 0
+            if len(end) > 2 * _END_BYTES:
+                del end[:-_END_BYTES]
 
     def cause(self) -> Cause | None:
-        """Return what was said first of a rank's end, None if nothing was."""
+        """Return the first report of a rank's end, None without one."""
         with self._lock:
             return self._cause
 
     def is_aborted(self) -> bool:
-        """Return whether the launcher has said that it ends the job."""
+        """Return whether the launcher has announced that it ends the job."""
         with self._lock:
             return self._is_aborted
 
@@ -104,7 +103,7 @@ class Listener:
     def text(self) -> str:
         """Return the end of what was printed."""
         with self._lock:
-            return "".join(bytes(kept).decode(errors="replace") for kept in self._kept.values())
+            return "".join(bytes(end).decode(errors="replace") for end in self._ends.values())
 
     def _read(self, found: re.Match[bytes]) -> Cause:
         facts = {name: value.decode() for name, value in found.groupdict().items() if value is not None}
@@ -112,24 +111,19 @@ class Listener:
             return Cause(f"host {facts['lost']}", LOST, how="no longer answers")
         rank = int(next(value for name, value in facts.items() if name.startswith("rank_")))
         code = int(next(facts[name] for name in ("signal", "code", "abort", "gloo") if name in facts))
-        if "signal" in facts:
-            code += 128
-        elif code < 0:
-            code = 128 - code
-        host = facts.get("node") or self.host_of(rank)
-        by_ssh = "gloo" in facts and code == _SSH_FAILED and host not in ("", self._host)
-        how = "was killed, or the connection to it broke (ssh's status 255)" if by_ssh else ""
-        silence = _SILENCE.search(self._kept["stderr"])
-        if silence and "gloo" in facts and code == 1:
-            how = (
-                f"heard nothing from another one for {int(silence[1]) // 1000} s, whose host, network or process hangs"
-            )
+        code = code + 128 if "signal" in facts else 128 - code if code < 0 else code
+        host, how = facts.get("node") or self.host_of(rank), ""
+        if "gloo" in facts and code == _SSH_FAILED and host not in ("", self._host):
+            how = "was killed, or the connection to it broke (ssh's status 255)"
+        if "gloo" in facts and code == 1 and (silence := _SILENCE.search(self._ends["stderr"])):
+            limit_s = int(silence[1]) // 1000
+            how = f"heard nothing from another one for {limit_s} s, whose host, network or process hangs"
         return Cause(f"rank {rank}" + f" on host {host}" * bool(host), code, rank, how)
 
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception that ended a rank, as the rank itself wrote it down (`distributed.watchdog`) or printed it."""
+    """An exception that ended a rank, as the rank wrote it to a file (`distributed.watchdog`) or printed it."""
 
     rank: int
     host: str
@@ -146,47 +140,23 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
 
     Args:
         run_dir: where ranks write error-<rank>.json.
-        listener: knows the end of the launcher's output, which is searched where no rank has written one.
+        listener: has the end of the launcher's output, which is searched where no rank has written one.
         cause: what ended the job. What the peers of a killed rank raise is a consequence, not the reason.
     """
-    written = []
-    for path in run_dir.glob("error-*.json"):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            error = RankError(int(found["rank"]), str(found["host"]), str(found["text"]).rstrip())
-            written.append((float(found["time"]), error))
-        except (OSError, ValueError, KeyError, TypeError):  # not whole: the process was killed
-            continue
-    if cause.killed:
-        return next((error for _, error in written if error.rank == cause.rank), None)
-    if written:
-        return min(written, key=lambda item: item[0])[1]
-    streams = _by_rank(listener.text())
-    for rank in sorted(streams, key=lambda rank: rank != cause.rank):
-        text = _traceback(streams[rank])
+    written = sorted(_facts(run_dir, "error").values(), key=lambda found: float(found["time"]))
+    errors = [RankError(int(found["rank"]), str(found["host"]), str(found["text"]).rstrip()) for found in written]
+    if errors or cause.killed:
+        return next((error for error in errors if not cause.killed or error.rank == cause.rank), None)
+    printed: dict[int, list[str]] = {}
+    lines = OutputLines()
+    for number, line in [*lines.feed(listener.text().encode()), *lines.end()]:
+        if number is not None:
+            printed.setdefault(number, []).append(line)
+    for rank in sorted(printed, key=lambda rank: rank != cause.rank):
+        text = _traceback(printed[rank])
         if text:
             return RankError(rank, listener.host_of(rank), text)
     return None
-
-
-def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
-    """Return why a rank of this host ended, by its error-<rank>.json or waits-<rank>.json; None without these."""
-    for fact, code in (("error", 1), ("waits", STALLED)):
-        ranks = sorted(int(path.stem.rpartition("-")[2]) for path in run_dir.glob(f"{fact}-*.json"))
-        if ranks:
-            how = "has waited too long for others" if code == STALLED else ""
-            return Cause(f"rank {ranks[0]} on host {host}", code, ranks[0], how)
-    return None
-
-
-def _by_rank(printed: str) -> dict[int, list[str]]:
-    """Return rank -> the lines that it printed, without the launcher's own."""
-    found: dict[int, list[str]] = {}
-    lines = OutputLines()
-    for rank, text in [*lines.feed(printed.encode()), *lines.end()]:
-        if rank is not None:
-            found.setdefault(rank, []).append(text)
-    return found
 
 
 def _traceback(lines: list[str]) -> str:
@@ -200,30 +170,36 @@ def _traceback(lines: list[str]) -> str:
     return "\n".join(lines[begin : end + 1]).rstrip()
 
 
+def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
+    """Return why a rank of this host ended, by its error-<rank>.json or waits-<rank>.json; None without these."""
+    for fact, code, how in (("error", 1, ""), ("waits", STALLED, "has waited too long for others")):
+        rank = next(iter(_facts(run_dir, fact)), None)
+        if rank is not None:
+            return Cause(f"rank {rank} on host {host}", code, rank, how)
+    return None
+
+
 def latest_step(run_dir: Path, *, rank: int | None) -> int | None:
     """Return the job's last step by the ranks' progress-<rank>.json; None if no rank has written one.
 
-    Args:
-        run_dir: where these files are.
-        rank: the rank that ended first. Its step measures the progress of the attempt: its peers may have taken some
-            more steps, a different number each time.
+    If `rank`, which ended first, has written one, it is that: its peers may have taken some more steps, a different
+    number each time.
     """
-    steps = {}
-    for path in run_dir.glob("progress-*.json"):
-        try:
-            step = int(json.loads(path.read_text(encoding="utf-8"))["step"])
-            steps[path.stem.removeprefix("progress-")] = step
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return steps.get(str(rank), max(steps.values(), default=None))
+    steps = {number: int(found["step"]) for number, found in _facts(run_dir, "progress").items()}
+    return steps.get(-1 if rank is None else rank, max(steps.values(), default=None))
 
 
 def rank_pids(run_dir: Path) -> dict[int, int]:
     """Return rank -> process id, as far as ranks have written pid-<rank>."""
-    pids = {}
-    for path in run_dir.glob("pid-*"):
+    return _facts(run_dir, "pid")
+
+
+def _facts(run_dir: Path, fact: str) -> dict[int, Any]:
+    """Return what ranks have written as <fact>-<rank>, by rank; a file that is not whole is left out."""
+    found = {}
+    for path in run_dir.glob(f"{fact}-*"):
         try:
-            pids[int(path.name.removeprefix("pid-").removesuffix(".json"))] = int(path.read_text())
-        except (OSError, ValueError):
+            found[int(path.stem.removeprefix(f"{fact}-"))] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # its process was killed
             continue
-    return pids
+    return dict(sorted(found.items()))
