@@ -1,4 +1,4 @@
-"""What the commands share: kinds of values, options, and one line for whatever was typed wrong."""
+"""What the commands share: kinds of values, options, and errors of one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdtrain.system.suggestions import did_you_mean
 TyperUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-def _kind(parse: Callable[[str], Any], metavar: str, names: Sequence[str] = ()) -> dict[str, Any]:
+def quantity(parse: Callable[[str], Any], metavar: str, names: Sequence[str] = ()) -> dict[str, Any]:
     """Return typer's options for a value that `parse` reads; its ValueError is what the value must be."""
 
     def checked(value: Any) -> Any:
@@ -46,7 +46,7 @@ def whole_number(*, least: int | None = None, metavar: str = "N") -> dict[str, A
             raise ValueError(f"must be a whole number{bound}. Received: {text}")
         return number
 
-    return _kind(parse, metavar)
+    return quantity(parse, metavar)
 
 
 def number(metavar: str = "X") -> dict[str, Any]:
@@ -58,12 +58,7 @@ def number(metavar: str = "X") -> dict[str, Any]:
         except ValueError:
             raise ValueError(f"must be a number. Received: {text}") from None
 
-    return _kind(parse, metavar)
-
-
-def quantity(parse: Callable[[str], float], metavar: str) -> dict[str, Any]:
-    """Return the options of a number with its unit, which `parse` reads or refuses with a ValueError."""
-    return _kind(parse, metavar)
+    return quantity(parse, metavar)
 
 
 def one_of(*names: str) -> dict[str, Any]:
@@ -75,7 +70,7 @@ def one_of(*names: str) -> dict[str, Any]:
             raise ValueError(f"must be {choices}. Received: {text}{did_you_mean(text, names, '').rstrip('. ')}")
         return text
 
-    return _kind(parse, "|".join(names), names)
+    return quantity(parse, "|".join(names), names)
 
 
 def file(metavar: str = "FILE") -> dict[str, Any]:
@@ -88,7 +83,7 @@ def file(metavar: str = "FILE") -> dict[str, Any]:
             raise ValueError(f"must be a file that can be read. {text} cannot")
         return Path(text)
 
-    return _kind(parse, metavar)
+    return quantity(parse, metavar)
 
 
 def check_page(path: Path, option: str = "--out") -> None:
@@ -114,7 +109,7 @@ def folder(metavar: str = "DIR") -> dict[str, Any]:
             raise ValueError(f"must be a folder that can be written. {there} cannot")
         return path
 
-    return _kind(parse, metavar)
+    return quantity(parse, metavar)
 
 
 def matching(pattern: str, must_be: str, metavar: str) -> dict[str, Any]:
@@ -125,7 +120,7 @@ def matching(pattern: str, must_be: str, metavar: str) -> dict[str, Any]:
             raise ValueError(f"must be {must_be}. Received: {text}")
         return text
 
-    return _kind(parse, metavar)
+    return quantity(parse, metavar)
 
 
 def _debug(asked: bool) -> None:
@@ -133,7 +128,7 @@ def _debug(asked: bool) -> None:
         os.environ[DEBUG] = "1"
 
 
-# Commands take it as a parameter that they do not read: it is told to the whole process, and to ranks.
+# Commands take it as a parameter that they do not read: its callback sets a variable for this process and for ranks.
 Debug = Annotated[
     bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show the traceback of whatever goes wrong.")
 ]
@@ -143,12 +138,8 @@ class Command(TyperCommand):
     """A command whose errors are one line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line, and say in a UsageError what is wrong with it."""
-        typed = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except TyperUsageError as error:
-            raise in_our_words(error, ctx, typed) from error
+        """Read the command line; a UsageError names what is wrong with it."""
+        return _parse(super().parse_args, ctx, args)
 
 
 class Group(TyperGroup):
@@ -159,11 +150,7 @@ class Group(TyperGroup):
         if not args and not ctx.resilient_parsing:
             typer.echo(ctx.get_help(), err=True)
             raise typer.Exit(2)
-        typed = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except TyperUsageError as error:
-            raise in_our_words(error, ctx, typed) from error
+        return _parse(super().parse_args, ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command, or name the nearest."""
@@ -175,8 +162,16 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+def _parse(parse: Callable[[Any, list[str]], list[str]], ctx: Any, args: list[str]) -> list[str]:
+    typed = list(args)
+    try:
+        return parse(ctx, args)
+    except TyperUsageError as error:
+        raise in_our_words(error, ctx, typed) from error
+
+
 def in_our_words(error: Exception, ctx: Any, typed: Sequence[str]) -> UsageError:
-    """Return what typer found wrong as one line that says what to type instead."""
+    """Return typer's error as one line, with what to type instead."""
     options = [name for each in ctx.command.get_params(ctx) for name in (*each.opts, *each.secondary_opts)]
     options = [name for name in options if name.startswith("-")]
     see_help = f"Type: {ctx.command_path} --help"

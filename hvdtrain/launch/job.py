@@ -151,7 +151,7 @@ class Job:
     def ask_to_stop(self, pids: dict[int, int]) -> bool:
         """Ask its ranks to stop, each once; return False if there is none."""
         job = self.members()
-        process_tree.ask_to_stop(job, told=self._asked, pids=pids)
+        process_tree.ask_to_stop(job, asked=self._asked, pids=pids)
         if self._is_elsewhere:
             if self._is_deaf and self._process.pid not in self._asked:
                 self._asked.add(self._process.pid)

@@ -1,4 +1,4 @@
-"""The hosts that a Slurm job has been given, for launchers that are not told of any others."""
+"""The hosts of a Slurm job, for a launcher whose command line names none."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from collections.abc import Mapping
 from hvdtrain.errors import UsageError
 
 _NODES, _NODE_COUNT, _TASKS = "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE"
-_THIS_NODE = "SLURMD_NODENAME"  # there is none where salloc was called, on a login node
+_THIS_NODE = "SLURMD_NODENAME"  # not set where salloc was called, on a login node
 _LIMIT_S = 30
 
 
 def hosts(environment: Mapping[str, str]) -> dict[str, int]:
     """Return {host: tasks} of a Slurm job's nodes; {} elsewhere, and where this host is the only one of them.
 
-    That needs no list: ranks are started here, as many as the user says.
+    A single host needs no list: all ranks are started on it.
 
     Raises:
-        UsageError: Slurm does not tell which nodes they are.
+        UsageError: Slurm does not name the nodes.
     """
     count = environment.get(_NODE_COUNT, "")
     nodes = environment.get(_NODES, "")
     here = (environment.get(_THIS_NODE) or socket.gethostname()).partition(".")[0]
     if not count.isdecimal() or (int(count) < 2 and nodes.partition(".")[0] == here):
         return {}
-    tasks = _tasks(environment.get(_TASKS, ""))
+    # The tasks of each node: 2(x3),1 is 2, 2, 2, 1.
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get(_TASKS, ""))
+    tasks = [int(number) for number, times in groups for _ in range(int(times or 1))]
     try:
-        # Slurm's own word for it: n[1-3,7] has more than one grammar.
+        # By Slurm itself: n[1-3,7] has more than one grammar.
         done = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=_LIMIT_S, check=True
         )
@@ -59,11 +61,3 @@ def check_ranks(ranks: int, given: Mapping[str, int]) -> None:
 def listed(given: Mapping[str, int]) -> str:
     """Return hosts as -H takes them."""
     return ",".join(f"{name}:{tasks}" for name, tasks in given.items())
-
-
-def _tasks(text: str) -> list[int]:
-    """Return the tasks of each node: 2(x3),1 is 2, 2, 2, 1."""
-    found = []
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(tasks)] * int(times or 1)
-    return found

@@ -98,50 +98,36 @@ def hears(pid: int, number: int) -> bool:
     return False
 
 
-def ask_to_stop(job: dict[int, Process], *, told: set[int], pids: dict[int, int]) -> None:
-    """Ask every rank of `job` to stop, each once: by SIGUSR1 where it listens to that, else by SIGTERM.
+def ask_to_stop(job: dict[int, Process], *, asked: set[int], pids: dict[int, int]) -> None:
+    """Ask every rank of `job` to stop, each once: by SIGUSR1 where it handles that, else by SIGTERM.
 
-    Of a rank's processes the outermost that listens is asked: a shell around it would only die.
+    Of a rank's processes the outermost that handles one is asked: a shell around it would only die.
 
     Args:
         job: what `members` returned.
-        told: pids that were asked before; those that are asked now are added.
-        pids: rank -> the process that is the rank, as far as ranks have said so themselves.
+        asked: pids that were asked before; new ones are added.
+        pids: rank -> the process that is the rank, as far as ranks have reported it.
     """
-    tops = {p.pid for p in job.values() if p.rank is not None and _rank_of(job, p.parent) != p.rank}
+    tops = {p.pid for p in job.values() if p.rank is not None and (p.parent not in job or job[p.parent].rank != p.rank)}
     tops |= {pid for pid in pids.values() if pid in job and not _is_below(job, pid, tops)}
-    children: dict[int, list[int]] = {}
-    for process in job.values():
-        children.setdefault(process.parent, []).append(process.pid)
     for top in tops:
-        level, asked = [top], False
-        while level and not asked:
-            for pid in level:
-                number = next((n for n in (signal.SIGUSR1, signal.SIGTERM) if hears(pid, n)), None)
-                if number is not None:
-                    asked = True
-                    _tell(pid, number, told)
-            level = [child for pid in level for child in children.get(pid, [])]
-        if not asked:
-            _tell(top, signal.SIGTERM, told)
+        level = [top]
+        while level and not (found := [(pid, number) for pid in level if (number := _request(pid)) is not None]):
+            level = [process.pid for process in job.values() if process.parent in level]
+        for pid, number in found or [(top, signal.SIGTERM)]:
+            if pid not in asked:
+                asked.add(pid)
+                send(pid, number)
 
 
-def _rank_of(job: dict[int, Process], pid: int) -> int | None:
-    return job[pid].rank if pid in job else None
+def _request(pid: int) -> int | None:
+    return next((number for number in (signal.SIGUSR1, signal.SIGTERM) if hears(pid, number)), None)
 
 
 def _is_below(job: dict[int, Process], pid: int, tops: set[int]) -> bool:
-    while pid in job:
-        if pid in tops:
-            return True
+    while pid in job and pid not in tops:
         pid = job[pid].parent
-    return False
-
-
-def _tell(pid: int, number: int, told: set[int]) -> None:
-    if pid not in told:
-        told.add(pid)
-        send(pid, number)
+    return pid in job
 
 
 def send(pid: int, number: int) -> None:
@@ -164,7 +150,7 @@ def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ..
     for pid in stopped:
         send(pid, signal.SIGKILL)
     quiet = 0
-    # One that is about to fork when it is killed leaves a child that the scan before did not see.
+    # Also what one of them has started before it was stopped.
     while quiet < _QUIET_SCANS:
         found = members(run_dir, below=below, without=without)
         for pid in found:
@@ -197,4 +183,4 @@ if __name__ == "__main__":
     elif task == "end":
         end(folder)
     else:
-        ask_to_stop(members(folder), told=set(), pids={})
+        ask_to_stop(members(folder), asked=set(), pids={})

@@ -77,11 +77,11 @@ def test_a_rank_is_asked_once_by_a_signal_that_it_listens_to(folder: Path, usr1:
     shell = start(folder, usr1=usr1)
     told: set[int] = set()
     try:
-        process_tree.ask_to_stop(process_tree.members(str(folder)), told=told, pids={})
+        process_tree.ask_to_stop(process_tree.members(str(folder)), asked=told, pids={})
         wait_for(lambda: Path(heard).exists())
         assert told == {int(Path("ready").read_text())}
         Path(heard).unlink()
-        process_tree.ask_to_stop(process_tree.members(str(folder)), told=told, pids={})
+        process_tree.ask_to_stop(process_tree.members(str(folder)), asked=told, pids={})
         time.sleep(0.2)
         assert not Path("heard-usr1").exists()
         assert not Path("heard-term").exists()
