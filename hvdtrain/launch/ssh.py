@@ -1,4 +1,4 @@
-"""A job's other hosts, by ssh: wait until they can be reached, and end or ask the ranks there. Each with a limit."""
+"""Reach a job's other hosts by ssh: wait for them, end their ranks, or request a stop. Each with a time limit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from hvdtrain.launch.other_hosts import SshRoute
 from hvdtrain.system import process_tree
 
-_LIMIT_S = 15.0  # ssh's own limit is for the connection alone
+_LIMIT_S = 15.0  # ssh's own limit is only for the connection
 _BETWEEN_S = 2.0
 _SSH_FAILED = 255
 _NOT_THERE = "does not run"
 _OTHER_KEY = "has a changed ssh host key"
 _CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"  # a page of text follows
 # Waiting does not help.
-_HOPELESS = (
+_PERMANENT = (
     "Permission denied", "Host key verification failed", "bad configuration", "Bad port", "Name or service not known",
     "does not start", _NOT_THERE, _OTHER_KEY,
 )  # fmt: skip
@@ -34,14 +34,14 @@ def _sleep(seconds: float) -> bool:
 def on_every_host(
     route: SshRoute, task: str, run_dir: Path, *, wait: Callable[[float], bool] = _sleep, limit_s: float = _LIMIT_S
 ) -> dict[str, str]:
-    """Do something with a job's processes on every other host at once; return {host: why} of those where it failed.
+    """Run a task on every other host at the same time; return {host: why} for those where it failed.
 
     Args:
-        route: the hosts, and how they are reached.
+        route: the hosts, and how to reach them.
         task: "end" or "ask", see `hvdtrain.system.process_tree`.
-        run_dir: the job's folder, by which its processes are found.
-        wait: waits for so many seconds, or until a child ends; returns whether to give up.
-        limit_s: for all of them.
+        run_dir: the job's folder, which identifies its processes.
+        wait: waits for a number of seconds, or until a child ends; returns whether to give up.
+        limit_s: time limit for all hosts together.
     """
     probes: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -69,12 +69,12 @@ def on_every_host(
 
 
 def line(route: SshRoute, host: str, task: str, run_dir: Path) -> list[str]:
-    """Return the command line for one host: this Python and this file are at the same place there."""
+    """Return the command line for one host, where this Python and this file have the same paths."""
     return [*route.ssh, host, shlex.join([sys.executable, "-I", "-S", process_tree.__file__, str(run_dir), task])]
 
 
 def ending(route: SshRoute | None, run_dir: Path) -> list[str]:
-    """Return one command that ends a job on every other host; none where there is no other."""
+    """Return one command that ends a job on every other host; [] if there is none."""
     if route is None:
         return []
     return ["sh", "-c", "".join(f"{shlex.join(line(route, host, 'end', run_dir))} & " for host in route.hosts) + "wait"]
@@ -84,7 +84,7 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
     if probe.returncode is None:
         return "cannot be reached by ssh: no answer"
     assert probe.stderr is not None
-    os.set_blocking(probe.stderr.fileno(), False)  # a program that ssh has started may hold it open
+    os.set_blocking(probe.stderr.fileno(), False)  # a program that ssh has started may still have it open
     lines = [line.strip() for line in (probe.stderr.read() or b"").decode(errors="replace").splitlines()]
     said = next((line for line in reversed(lines) if line), f"status {probe.returncode}").removeprefix("ssh: ")
     if any(_CHANGED in line for line in lines):
@@ -97,30 +97,30 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
 def wait_for_hosts(
     route: SshRoute, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
 ) -> str:
-    """Wait until all hosts can be reached; return why one cannot at the end, else "".
+    """Wait until all hosts can be reached; return why one cannot be reached in the end, else "".
 
-    What an earlier start of the job has left there is ended.
+    It ends processes of an earlier attempt there.
 
     Args:
-        route: the hosts, and how they are reached.
+        route: the hosts, and how to reach them.
         run_dir: the job's folder.
-        limit_s: how long.
+        limit_s: the longest wait.
         wait: as for `on_every_host`.
-        say: tells the user why nothing happens.
+        say: prints why nothing happens.
     """
     began = time.monotonic()
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     while lost := on_every_host(route, "end", run_dir, wait=wait):
         text = "; ".join(f"host {host} {why}" for host, why in lost.items())
         left_s = limit_s - (time.monotonic() - began)
-        if any(word in text for word in _HOPELESS) or left_s <= 0 or wait(0):
+        if any(word in text for word in _PERMANENT) or left_s <= 0 or wait(0):
             return f"{text}. Try: {' '.join([*route.ssh, next(iter(lost)), sys.executable, '--version'])}"
-        if lost.keys() != told.keys():
+        if lost.keys() != reported.keys():
             say(f"{text}; trying for {limit_s:.0f} s")
-            told = lost
+            reported = lost
         until = time.monotonic() + min(_BETWEEN_S, left_s)
         while time.monotonic() < until and not wait(until - time.monotonic()):
             pass
-    if told:
-        say(f"{', '.join(told)} can be reached")
+    if reported:
+        say(f"{', '.join(reported)} can be reached")
     return ""

@@ -1,11 +1,11 @@
-"""Keep frameworks' start-up notes off the screen: they come once a rank, and bury what is said of the training.
+"""Hide frameworks' start-up notes, which each rank prints, so that the training's own lines are visible.
 
-TensorFlow and JAX leave out what is less than a warning where TF_CPP_MIN_LOG_LEVEL is 1. TensorFlow 2.21 prints some of
-it before it reads that, while its libraries are loaded; this is taken out of what `import tensorflow` writes. Warnings
-and errors stay, and nothing that is computed changes: oneDNN stays as it is.
+With TF_CPP_MIN_LOG_LEVEL=1, TensorFlow and JAX print only warnings and errors. TensorFlow 2.21 prints some notes before
+it reads the variable, while it loads its libraries; these are filtered from the output of `import tensorflow`. Warnings
+and errors stay, and no result changes: oneDNN's settings are not touched.
 
-`import hvdtrain` does it, so it must come before the framework's own import; `hvdtrain run` does it for any script.
-HVDTRAIN_QUIET=0 leaves everything as frameworks have it, and so does a TF_CPP_MIN_LOG_LEVEL=0 of the user's.
+`import hvdtrain` does this, so import it before the framework; `hvdtrain run` does it for any script. HVDTRAIN_QUIET=0,
+or the user's TF_CPP_MIN_LOG_LEVEL=0, switches it off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 QUIET = "HVDTRAIN_QUIET"
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
-# A note in the form of absl's log, in that of older TensorFlow, and the line by which absl introduces its first one.
+# A note of absl's log, one of older TensorFlow's, and the line before absl's first note.
 _NOTE = (
     r"(I[0-9]{4} [0-9]{2}:[0-9]{2}:|[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:.]+: I |"
     r"WARNING: All log messages before absl::InitializeLog\(\) is called)"
@@ -35,7 +35,7 @@ _set_here = False
 
 
 def begin() -> None:
-    """Leave out the notes of frameworks that are imported from now on."""
+    """Hide the notes of frameworks that are imported later."""
     global _set_here
     if os.environ.get(QUIET) == "0":
         return
@@ -46,27 +46,27 @@ def begin() -> None:
 
 
 def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` as the user has it."""
+    """Return `environment` without the variable that `begin` has set."""
     return {name: value for name, value in environment.items() if name != LEVEL or not _set_here}
 
 
 def wanted() -> bool:
-    """Return whether notes are to be left out."""
+    """Return whether notes are hidden."""
     return os.environ.get(QUIET) != "0" and os.environ.get(LEVEL, "1") != "0"
 
 
 def is_note(line: str) -> bool:
-    """Return whether a line that was printed is a framework's note, not a warning or an error."""
+    """Return whether a line is a framework's note, not a warning or an error."""
     return _IS_NOTE.match(line) is not None
 
 
 class _Finder:
-    """Finds TensorFlow, and nothing else, to listen while it is imported."""
+    """Finds TensorFlow, and nothing else, to filter its output during the import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where TensorFlow is, as Python finds it, but with an import that is listened to."""
+        """Return TensorFlow's spec, as Python finds it, with an import whose output is filtered."""
         spec = PathFinder.find_spec(name, path, target) if name == "tensorflow" else None
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "__dict__"):
             loader: Any = spec.loader
@@ -83,23 +83,23 @@ class _Finder:
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    """Take notes out of what this process writes to its standard error.
+    """Filter notes from this process's standard error.
 
-    By another process: what is written in the moment of a crash comes through, and nobody waits for a full pipe.
+    Another process filters: it also prints what is written during a crash, and no full pipe blocks this one.
     """
-    import subprocess  # not of every program's start
+    import subprocess  # not at every program's start
 
     try:
-        kept = os.dup(2)
+        original = os.dup(2)
     except OSError:  # there is no standard error
         yield
         return
     try:
-        # In a session of its own: a Ctrl-C is not for it. Nor is this rank's environment: it is no rank.
+        # Its own session: a Ctrl-C must not end it. Its own environment: it must not look like a rank.
         own = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
-        listener = subprocess.Popen(_FILTER, stdin=subprocess.PIPE, stdout=kept, start_new_session=True, env=own)
+        listener = subprocess.Popen(_FILTER, stdin=subprocess.PIPE, stdout=original, start_new_session=True, env=own)
     except OSError:  # there is no grep
-        os.close(kept)
+        os.close(original)
         yield
         return
     assert listener.stdin is not None
@@ -110,11 +110,11 @@ def _without_notes() -> Iterator[None]:
         yield
     finally:
         _flush()
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original, 2)
+        os.close(original)
         try:
-            listener.wait(_WAIT_S)  # so that what comes next stands after what came before
-        except subprocess.TimeoutExpired:  # a process that was started meanwhile writes to it, and it ends with that
+            listener.wait(_WAIT_S)  # so that output stays in order
+        except subprocess.TimeoutExpired:  # a process started meanwhile still writes to it; it ends with that one
             pass
 
 

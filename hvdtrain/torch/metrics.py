@@ -1,4 +1,4 @@
-"""Metrics as sums that add up over batches and ranks, so that their means are exact."""
+"""Metrics as sums over batches and ranks, so that their means are exact."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
-    """Return {name: function (outputs, targets) -> one value a sample or element, or one for the batch}.
+    """Return {name: function (outputs, targets) -> one value per sample or element, or one for the batch}.
 
     Raises:
-        ValueError: a name that is not known.
+        ValueError: an unknown name.
         TypeError: neither a name nor a callable.
     """
     if isinstance(metrics, str):
@@ -43,10 +43,10 @@ def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
 
 
 class Accuracy:
-    """Whether each prediction is right; `Totals` leaves out the targets that the loss ignores.
+    """Whether each prediction is correct. `Totals` does not count targets that the loss ignores.
 
     outputs: (batch, classes, ...) scores, with targets of class indices (batch, ...) or probabilities; or one binary
-    score a target, of the targets' shape: a logit, or a probability where the loss is BCELoss.
+    score per target, of the targets' shape: a logit, or a probability if the loss is BCELoss.
     """
 
     def __init__(self, loss: Any = None) -> None:
@@ -55,31 +55,31 @@ class Accuracy:
         self._ignored = getattr(loss, "ignore_index", None)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return one value a target, ignored ones included."""
+        """Return one value per target, also for ignored targets."""
         if outputs.shape == targets.shape and not self._has_classes:
             return (outputs > self._threshold) == (targets > 0.5)
         if targets.is_floating_point():
             targets = targets.argmax(1)
         return outputs.argmax(1) == targets
 
-    def kept(self, right: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
-        """Return which of the values in `right` count; None where all do."""
-        return None if self._ignored is None or right.shape != targets.shape else targets != self._ignored
+    def mask(self, values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        """Return which of the values count; None if all do."""
+        return None if self._ignored is None or values.shape != targets.shape else targets != self._ignored
 
 
 class Totals:
-    """Running sum and count of the loss and each metric; sums stay on the device: reading them is the only wait."""
+    """Running sum and count of the loss and each metric. Sums stay on the device; only `numbers` waits for it."""
 
     def __init__(self, metrics: dict[str, Metric], device: torch.device) -> None:
         self._metrics = metrics
         # float64: a mean over 10^7 samples keeps all its digits.
         self._sums = torch.zeros(2, 1 + len(metrics), dtype=torch.float64, device=device)
-        # Counts that the device alone knows; the others are kept on the host.
-        self._cells, self._kept = (row.unbind() for row in self._sums)
+        # Counts of masked values are on the device; all other counts are on the host.
+        self._cells, self._masked_counts = (row.unbind() for row in self._sums)
         self._counts = [0.0] * len(self._cells)
 
     def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted) -> None:
-        """Add a batch: its loss, a scalar, and what each metric says of it."""
+        """Add a batch: its loss, a scalar, and each metric's values."""
         self._cells[0].add_(loss.detach(), alpha=counted.factor)
         self._counts[0] += counted.weight
         if not self._metrics:
@@ -88,13 +88,13 @@ class Totals:
             outputs = outputs.detach() if isinstance(outputs, torch.Tensor) else outputs
             for row, metric in enumerate(self._metrics.values(), start=1):
                 values = torch.as_tensor(metric(outputs, targets))
-                kept = None
+                mask = None
                 if isinstance(metric, Accuracy) and not counted.all_targets:
-                    kept = metric.kept(values, targets)
-                if kept is not None:
-                    # Masked, not picked: the host would wait to learn how many were.
-                    self._cells[row].add_((values & kept).sum(dtype=torch.float64))
-                    self._kept[row].add_(kept.sum(dtype=torch.float64))
+                    mask = metric.mask(values, targets)
+                if mask is not None:
+                    # A mask, not an index: for an index the host would wait for the number of values.
+                    self._cells[row].add_((values & mask).sum(dtype=torch.float64))
+                    self._masked_counts[row].add_(mask.sum(dtype=torch.float64))
                 elif values.dim():
                     self._cells[row].add_(values.sum(dtype=torch.float64))
                     self._counts[row] += values.numel()
@@ -104,9 +104,9 @@ class Totals:
 
     @property
     def numbers(self) -> NDArray[np.float64]:
-        """The sums, then the counts; assigning takes them on."""
-        sums, kept = self._sums.cpu().numpy()
-        return np.concatenate([sums, kept + self._counts])
+        """The sums, then the counts; assigning restores them."""
+        sums, masked_counts = self._sums.cpu().numpy()
+        return np.concatenate([sums, masked_counts + self._counts])
 
     @numbers.setter
     def numbers(self, numbers: NDArray[np.float64]) -> None:
@@ -115,11 +115,11 @@ class Totals:
         self._counts = counts.tolist()
 
     def copy(self) -> tuple[torch.Tensor, list[float]]:
-        """Return the sums and counts as they are, without waiting for a device."""
+        """Return a copy of sums and counts, without waiting for a device."""
         return self._sums.clone(), list(self._counts)
 
     def restore(self, copy: tuple[torch.Tensor, list[float]]) -> None:
-        """Take on what `copy` returned."""
+        """Restore what `copy` returned."""
         self._sums.copy_(copy[0])
         self._counts = list(copy[1])
 
