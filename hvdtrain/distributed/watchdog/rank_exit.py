@@ -1,4 +1,4 @@
-"""How a rank ends: its own exception whole and first, one that another rank caused in one line, and never a hang.
+"""How a rank ends: its own exception whole and first, an exception that another rank caused in one line, never a hang.
 
 A rank that failed leaves without Horovod's shutdown, which would wait for others and give them an error of their own
 while this rank still prints: the launcher ends them, or they find the connection closed.
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hvdtrain.distributed.watchdog.shared_facts import Board, process_state
+from hvdtrain.distributed.watchdog import waits
+from hvdtrain.distributed.watchdog.shared_facts import SharedFacts, process_state
 from hvdtrain.system.settings import DEBUG
 
 STALLED = 76  # exit status of a rank that had waited too long, or that others waited for
@@ -32,11 +33,11 @@ _CAUSED_BY_OTHERS = (
 )  # fmt: skip
 
 
-class Endings:
+class RankExit:
     """What is done when this process ends.
 
     Args:
-        board: where ranks say that they failed.
+        facts: where ranks report that they failed.
         rank: this one.
         size: number of ranks.
         host: this one's name.
@@ -45,9 +46,16 @@ class Endings:
     """
 
     def __init__(
-        self, board: Board, *, rank: int, size: int, host: str, step: Callable[[], int], shut_down: Callable[[], None]
+        self,
+        facts: SharedFacts,
+        *,
+        rank: int,
+        size: int,
+        host: str,
+        step: Callable[[], int],
+        shut_down: Callable[[], None],
     ) -> None:
-        self.board, self.rank, self.size, self.host = board, rank, size, host
+        self.facts, self.rank, self.size, self.host = facts, rank, size, host
         self.shut_down = shut_down
         self.stalled_s = 0.0  # > 0: this rank's stall was reported, and so long others have to report theirs
         self.dead_threads: list[str] = []
@@ -101,7 +109,7 @@ class Endings:
         """Print this rank's own exception: whole, but for one that another rank has just printed word for word."""
         text = "".join(traceback.format_exception(error)).rstrip()
         last = _last_line(error)
-        if not self.board.claim("first") and os.environ.get(DEBUG) != "1":
+        if not self.facts.claim("first") and os.environ.get(DEBUG) != "1":
             for rank, first in self._wait_for_first().items():
                 if rank != self.rank and first.get("last_line") == last:
                     say(f"{self.who}: the same {last.partition(':')[0]} as on rank {rank}")
@@ -112,13 +120,13 @@ class Endings:
         else:
             say(heading)
             hook(type(error), error, error.__traceback__)
-        self.board.post(
+        self.facts.post(
             "error", {"rank": self.rank, "host": self.host, "time": time.time(), "text": text, "last_line": last}
         )
 
     def _wait_for_first(self) -> dict[int, Any]:
         until = time.monotonic() + _FIRST_PRINTS_S
-        while not (errors := self.board.all("error")) and time.monotonic() < until:
+        while not (errors := self.facts.all("error")) and time.monotonic() < until:
             time.sleep(0.05)
         return errors
 
@@ -128,28 +136,28 @@ class Endings:
             time.sleep(self.stalled_s)
             say(f"{self.who}: ended after the stall reported above")
             return STALLED
-        stalled = [rank for rank in self.board.all("waits") if rank != self.rank]
+        stalled = [rank for rank in self.facts.all("waits") if rank != self.rank]
         if stalled:
             say(f"{self.who}: ended after the stall that {_ranks(stalled)} reported")
             return STALLED
-        self.board.post("followed", {"rank": self.rank, "time": time.time()})
+        self.facts.post("followed", {"rank": self.rank, "time": time.time()})
         say(f"{self.who}: ended because {self._cause()}. It waited {_where(error)}; {DEBUG}=1 shows its traceback.")
         return 1
 
     def _cause(self) -> str:
         time.sleep(0.2)  # what the other rank writes down comes right after what it prints
-        errors = self.board.all("error")
+        errors = self.facts.all("error")
         errors.pop(self.rank, None)
         if errors:
             rank, first = min(errors.items(), key=lambda item: float(item[1].get("time", 0)))
             return f"rank {rank} failed first ({str(first.get('last_line', ''))[:200]}); see its message"
-        ended = self.board.all("ended")
+        ended = self.facts.all("ended")
         ended.pop(self.rank, None)
         if ended:
             ranks = _ranks(list(ended))
             return f"{ranks} ended early, by sys.exit or at the end of the script, while others continued"
-        followed = self.board.all("followed")  # what they waited for is the cause, and may be on another host
-        for rank, pid in self.board.all("pid").items():
+        followed = self.facts.all("followed")  # what they waited for is the cause, and may be on another host
+        for rank, pid in self.facts.all("pid").items():
             state = process_state(int(pid)) if rank not in followed else ""
             if state:
                 return f"rank {rank} (pid {pid}) {state}"
@@ -160,7 +168,7 @@ class Endings:
     def leave(self, code: int) -> NoReturn:
         """End this process at once with `code`, after what was registered for its exit."""
         self._ending = True
-        leave(code, last=self.board.leave)
+        leave(code, last=self.facts.leave)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self._ending:
@@ -168,9 +176,9 @@ class Endings:
         if sys.excepthook is not self._hook and getattr(sys, "last_value", None) is not None:
             # A hook that took our place has shown the exception that ends this process.
             _flush_and_exit(1)
-        self.board.post("ended", {"rank": self.rank, "time": time.time()})
+        self.facts.post("ended", {"rank": self.rank, "time": time.time()})
         self.shut_down()
-        self.board.leave()
+        self.facts.leave()
 
 
 def leave(code: int, *, last: Callable[[], None] | None = None) -> NoReturn:
@@ -215,8 +223,6 @@ def is_caused_by_others(error: BaseException) -> bool:
 
 def _where(error: BaseException) -> str:
     """Return "at train.py:38 in main", where the user's code was when `error` reached it."""
-    from hvdtrain.distributed.watchdog import waits
-
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         if waits.place(frame):

@@ -1,6 +1,6 @@
-"""What ranks tell each other past Horovod: who is there, who waits, who failed first. One file a rank and fact.
+"""Facts that ranks share without Horovod: who is there, who waits, who failed first. One file a rank and fact.
 
-`hvdtrain run` names a folder for them. Under plain launchers the ranks of one host share a private one of their own.
+`hvdtrain run` names a folder for them. Under plain launchers the ranks of one host share a private folder.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _FORGOTTEN_S = 60.0
 _CLOCK_SLACK_S = 5.0
 
 
-class Board:
+class SharedFacts:
     """Facts of ranks, as JSON files that are replaced whole.
 
     Args:
-        directory: where they are; None for a board that holds nothing.
+        directory: where they are; None where ranks share nothing.
         rank: whose facts this process posts.
-        ours: made for this job by its ranks, which also remove it.
+        ours: the folder was made for this job by its ranks, which also remove it.
     """
 
     def __init__(self, directory: Path | None, *, rank: int, ours: bool = False) -> None:
@@ -40,9 +40,9 @@ class Board:
         self._began = time.time() - _CLOCK_SLACK_S
 
     def post(self, fact: str, content: dict[str, Any] | int) -> None:
-        """Say something about this rank: <fact>-<rank>, with ".json" unless it is a number alone.
+        """Write a fact of this rank: <fact>-<rank>, with ".json" unless it is a number alone.
 
-        Nothing that goes wrong here, such as a full disk, may hurt the run.
+        An error here, such as a full disk, must not end the run.
         """
         if self.directory is None:
             return
@@ -55,7 +55,7 @@ class Board:
             pass
 
     def all(self, fact: str) -> dict[int, Any]:
-        """Return what ranks have said, by rank; a folder that another job has left behind says nothing."""
+        """Return a fact of all ranks, by rank; what another job has left behind does not count."""
         if self.directory is None:
             return {}
         found = {}
@@ -72,7 +72,7 @@ class Board:
         return dict(sorted(found.items()))
 
     def claim(self, what: str) -> bool:
-        """Return whether this rank is the first to ask for `what`; without a folder nobody else is known of."""
+        """Return whether this rank is the first to claim `what`; without a folder no other rank is known."""
         if self.directory is None:
             return True
         path = self.directory / f"claimed-{what}"
@@ -87,7 +87,7 @@ class Board:
         return True
 
     def leave(self) -> None:
-        """Take this rank off the board; the last of them removes the folder, with what others wanted to read."""
+        """Remove this rank; the last one removes the folder, since others may want to read from it."""
         if self.directory is None or not self._ours:
             return
         (self.directory / f"pid-{self._rank}").unlink(missing_ok=True)
@@ -95,14 +95,14 @@ class Board:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def open_board(rank: int, *, elastic: bool = False) -> Board:
-    """Return this job's board; an empty one where ranks have nothing in common, or change their numbers."""
+def open_facts(rank: int, *, elastic: bool = False) -> SharedFacts:
+    """Return this job's facts; none where ranks have nothing in common, or change their numbers."""
     given = os.environ.get(RUN_DIR)
     if given and Path(given).is_dir():  # it is not where `hvdtrain run` runs on another host
-        return Board(Path(given), rank=rank)
+        return SharedFacts(Path(given), rank=rank)
     job = [os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)]
-    directory_or_none = _private_folder(job) if job and not elastic else None
-    return Board(directory_or_none, rank=rank, ours=True)
+    directory = _private_folder(job) if job and not elastic else None
+    return SharedFacts(directory, rank=rank, ours=True)
 
 
 def _private_folder(job: list[str]) -> Path | None:
@@ -112,7 +112,7 @@ def _private_folder(job: list[str]) -> Path | None:
     try:
         base.mkdir(mode=0o700, exist_ok=True)
         found = base.lstat()
-        # In a folder that everybody may write to, somebody else may have been there first.
+        # In a folder that all users may write to, another user may have made it first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             return None
         for other in base.iterdir():
@@ -124,7 +124,7 @@ def _private_folder(job: list[str]) -> Path | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a job left behind that was killed as a whole."""
+    """Remove what a killed job left behind."""
     with contextlib.suppress(OSError, ValueError):
         old = time.time() - folder.stat().st_mtime > _FORGOTTEN_S
         if old and all(process_state(int(path.read_text())) for path in folder.glob("pid-*")):

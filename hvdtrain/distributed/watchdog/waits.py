@@ -1,8 +1,8 @@
-"""What this process waits for: read off its threads' Python stacks, so that no step pays for it.
+"""What this process waits for, read from its threads' Python stacks so that no step pays for it; how many steps it did.
 
-A thread that waits for other ranks sits in one of a few functions of Horovod, each of which makes one native call.
-TensorFlow's graphs hide theirs: there two counters tell, one before a step's reductions and one after. Under
-HVDTRAIN_GPU_ASYNC no thread waits for a step's reductions: an event behind them tells whether the GPU has come by.
+A thread that waits for other ranks is in one of a few functions of Horovod, each of which makes one native call.
+TensorFlow's graphs hide this: there two counters show it, one before a step's reductions and one after. Under
+HVDTRAIN_GPU_ASYNC no thread waits for a step's reductions: an event behind them shows whether the GPU has finished.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ _NOT_THE_USERS = tuple(
 )
 
 _kinds: dict[CodeType, str | None] = {}
+_steps = 0
+_given = False  # the number of the step, by a caller that knows it
 # Name of the first gradient -> (all names, what returns how many reductions have begun and how many have ended).
 _graphs: dict[str, tuple[Sequence[str], Callable[[], tuple[int, int]]]] = {}
-# The oldest step that a GPU had not come by when the next one was noted: its number, what returns whether it has.
+# The oldest step that a GPU had not finished when the next one was noted: its number, what returns whether it has.
 _device: tuple[int, Callable[[], bool]] = (0, lambda: True)
 
 
@@ -72,27 +74,40 @@ class Wait:
 
 
 def note_graph(names: Sequence[str], counts: Callable[[], tuple[int, int]]) -> None:
-    """Let `counts` tell how often the reduction of `names` in a graph has begun and ended."""
+    """Note a function that returns how often the reduction of `names` in a graph has begun and ended."""
     _graphs[names[0]] = (names, counts)
 
 
 def note_device(done: Callable[[], bool]) -> None:
-    """Let `done` tell whether a GPU has come to the end of a step's reductions, which no thread waits for."""
+    """Note a function that returns whether a GPU has finished a step's reductions, which no thread waits for."""
     global _device
-    if _has_come_by():
+    if _device_is_done():
         _device = (_device[0] + 1, done)
 
 
-def _has_come_by() -> bool:
+def _device_is_done() -> bool:
     try:
         return _device[1]()
     except Exception:  # noqa: BLE001 - the device's own error, which the main thread will meet
         return True
 
 
-def steps_in_graphs() -> int:
-    """Return how many steps have reduced their gradients in TensorFlow's graphs; 0 elsewhere."""
-    return max((ended for _, _, _, ended in _counted()), default=0)
+def step_done(step: int | None = None) -> None:
+    """Note that a step is done.
+
+    Args:
+        step: how many steps are done, where the caller knows; from then on calls without it do not count.
+    """
+    global _steps, _given
+    if step is not None:
+        _steps, _given = step, True
+    elif not _given:
+        _steps += 1
+
+
+def steps_done() -> int:
+    """Return how many steps this rank has done, as far as it is known: reported, counted, or counted by a graph."""
+    return _steps if _given else max(_steps, *(ended for *_, ended in _counted()), 0)
 
 
 def frames() -> dict[int, FrameType]:
@@ -130,7 +145,7 @@ def find(*, besides: int | None = None) -> list[Wait]:
             # take its place and be mistaken for it.
             handle = frame.f_locals.get("handle") if code.co_name == "synchronize" else None
             waits.append(Wait((thread, handle if isinstance(handle, int) else frame), kind, thread))
-    if not _has_come_by():
+    if not _device_is_done():
         waits.append(Wait(("device", _device[0]), "device", threading.main_thread().ident or 0))
     return waits
 

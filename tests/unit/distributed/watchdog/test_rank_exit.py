@@ -20,11 +20,11 @@ def run_rank(code: str, tmp_path: Path, *, rank: int = 0, **environment: str) ->
     head = f"""
         import atexit, os, sys, threading, time
         from pathlib import Path
-        from hvdtrain.distributed.watchdog.shared_facts import Board
-        from hvdtrain.distributed.watchdog.rank_exit import Endings
-        board = Board(Path({str(tmp_path)!r}), rank={rank})
+        from hvdtrain.distributed.watchdog.shared_facts import SharedFacts
+        from hvdtrain.distributed.watchdog.rank_exit import RankExit
+        facts = SharedFacts(Path({str(tmp_path)!r}), rank={rank})
         atexit.register(print, "exit functions run")
-        rank = Endings(board, rank={rank}, size=2, host="h", step=lambda: 12, shut_down=lambda: print("shut down"))
+        rank = RankExit(facts, rank={rank}, size=2, host="h", step=lambda: 12, shut_down=lambda: print("shut down"))
         rank.install()
         class HorovodInternalError(RuntimeError): pass
         GONE = "Horovod has been shut down. This was caused by"

@@ -12,7 +12,7 @@ from hvdtrain.system import process_tree
 
 
 def test_ranks_read_each_others_facts_and_one_alone_is_first(tmp_path):
-    zero, one = shared_facts.Board(tmp_path, rank=0), shared_facts.Board(tmp_path, rank=1)
+    zero, one = shared_facts.SharedFacts(tmp_path, rank=0), shared_facts.SharedFacts(tmp_path, rank=1)
     zero.post("pid", 12)
     one.post("error", {"rank": 1, "text": "x"})
     assert one.all("pid") == {0: 12}
@@ -25,20 +25,20 @@ def test_what_an_earlier_job_left_says_nothing(tmp_path):
     for name in ("error-1.json", "claimed-first"):
         (tmp_path / name).write_text("{}")
         os.utime(tmp_path / name, (1, 1))
-    here = shared_facts.Board(tmp_path, rank=0)
+    here = shared_facts.SharedFacts(tmp_path, rank=0)
     assert here.all("error") == {}
     assert here.claim("first")
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
-    gone = shared_facts.Board(tmp_path / "gone", rank=0)
+    gone = shared_facts.SharedFacts(tmp_path / "gone", rank=0)
     gone.post("pid", 1)
     assert gone.all("pid") == {}
     assert gone.claim("first")
 
 
 def test_a_folder_that_the_last_rank_removes_while_another_one_reads_it_says_nothing(tmp_path):
-    read, ended = shared_facts.Board(tmp_path / "job", rank=0), threading.Event()
+    read, ended = shared_facts.SharedFacts(tmp_path / "job", rank=0), threading.Event()
 
     def come_and_go():
         while not ended.is_set():
@@ -59,9 +59,9 @@ def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp
     monkeypatch.setenv(process_tree.RUN_DIR, str(tmp_path / "another-hosts"))  # `hvdtrain run` runs there
     for name in shared_facts._JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert shared_facts.open_board(0).directory is None
+    assert shared_facts.open_facts(0).directory is None
     monkeypatch.setenv("PMIX_NAMESPACE", "17")
-    zero, one = shared_facts.open_board(0), shared_facts.open_board(1)
+    zero, one = shared_facts.open_facts(0), shared_facts.open_facts(1)
     assert zero.directory == one.directory
     assert zero.directory.parent.stat().st_mode & 0o777 == 0o700
     for rank in (zero, one):
@@ -71,7 +71,7 @@ def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp
     one.leave()
     assert not one.directory.exists()
     zero.directory.parent.chmod(0o777)  # anybody may write there: not ours alone
-    assert shared_facts.open_board(0).directory is None
+    assert shared_facts.open_facts(0).directory is None
 
 
 def test_the_state_of_a_process_is_told():

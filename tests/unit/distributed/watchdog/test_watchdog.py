@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.distributed import watchdog
-from hvdtrain.distributed.watchdog import step_count, thread
+from hvdtrain.distributed.watchdog import waits
 from hvdtrain.system import process_tree
 
 ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_steps_are_counted_until_somebody_knows_the_number(monkeypatch):
-    monkeypatch.setattr(step_count, "_steps", 0)
-    monkeypatch.setattr(step_count, "_told", False)
+    monkeypatch.setattr(waits, "_steps", 0)
+    monkeypatch.setattr(waits, "_given", False)
     watchdog.step_done()
     watchdog.step_done()
-    assert step_count.done() == 2
+    assert waits.steps_done() == 2
     watchdog.step_done(40)
     watchdog.step_done()  # the optimizer under the Trainer
-    assert step_count.done() == 40
+    assert waits.steps_done() == 40
 
 
 @pytest.mark.parametrize("value", ["-1", "soon", "nan"])
@@ -102,7 +102,7 @@ def test_a_rank_that_waits_too_long_says_so_and_ends_by_an_error_or_else_with_it
 
 def test_a_job_that_may_be_started_anew_hears_of_the_first_step_at_once(tmp_path, monkeypatch):
     """Killed a second later, it has got somewhere, and is worth another start."""
-    watching = thread.Watch(600)
+    watching = watchdog.Watchdog(600)
     watching.stop()
     assert watching._next_tick_s() == 1.0
     monkeypatch.setenv(process_tree.RUN_DIR, str(tmp_path))
