@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.checkpoint import finite, folders, manifest
-from hvdtrain.checkpoint.manifest import Entry, Manifest
+from hvdtrain.checkpoint import folders, manifest
+from hvdtrain.checkpoint.manifest import FileEntry, Manifest
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import private_files
 
@@ -79,7 +79,7 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
             entries = {manifest.META: _write_bytes(temporary / manifest.META, meta)}
             for name, arrays in files.items():
                 entries[name] = _write_arrays(temporary / name, arrays, like=temporary / manifest.META)
-            found = Manifest(entries, finite.is_finite(contents.arrays, contents.trained))
+            found = Manifest(entries, has_finite_numbers(contents.arrays, contents.trained))
             _write_bytes(temporary / manifest.NAME, manifest.render(found))
             folders.put(temporary, target)
     except (OSError, SafetensorError) as error:
@@ -103,7 +103,7 @@ def read(directory: str | os.PathLike[str]) -> Contents:
             stem: _parse_arrays(name, _read_file(folder, name, found.files[name])) for name, stem in names.items()
         }
         known = found.finite
-        return Contents(arrays, meta, finite=finite.is_finite(arrays, frozenset()) if known is None else known)
+        return Contents(arrays, meta, finite=has_finite_numbers(arrays, frozenset()) if known is None else known)
 
     return _in_folder(directory, read_all)
 
@@ -127,6 +127,32 @@ def is_finite(directory: str | os.PathLike[str]) -> bool:
     """
     known = _in_folder(directory, lambda folder: _read_meta(folder)[0].finite)
     return read(directory).finite if known is None else known
+
+
+def has_finite_numbers(arrays: dict[str, Arrays], trained: frozenset[str]) -> bool:
+    """Return whether weights are finite, and no buffer, statistic or optimizer state is NaN.
+
+    Infinity counts in weights alone: masks (-inf) and observed ranges (inf, -inf) hold it by design. Running metrics
+    may be NaN: the loss of a step that was skipped, for one.
+
+    Args:
+        arrays: by group, as `Contents` has them.
+        trained: names of weights in the group "model".
+    """
+    model, optimizer = arrays.get("model", {}), arrays.get("optimizer", {})
+    if not all(np.isfinite(_ends(array)).all() for name, array in model.items() if name in trained):
+        return False
+    ranks = arrays.get("ranks", {}).items()
+    statistics = [array for name, array in ranks if name.partition("/")[2].startswith("mean.")]
+    return not any(np.isnan(_ends(array)).any() for array in [*model.values(), *optimizer.values(), *statistics])
+
+
+def _ends(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the smallest and the largest number, through which NaN passes, without an array of flags."""
+    if array.dtype.kind not in "fc" or not array.size:
+        return np.zeros(2)
+    parts = (array.real, array.imag) if array.dtype.kind == "c" else (array,)
+    return np.array([end for part in parts for end in (part.min(), part.max())])
 
 
 def _writable(stem: str, arrays: Arrays) -> Arrays:
@@ -163,15 +189,15 @@ def is_checkpoint(path: Path) -> bool:
     return not path.is_symlink()
 
 
-def _write_bytes(path: Path, content: bytes) -> Entry:
+def _write_bytes(path: Path, content: bytes) -> FileEntry:
     with private_files.open_file(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return Entry(len(content), hashlib.sha256(content).hexdigest())
+    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
 
 
-def _write_arrays(path: Path, arrays: Arrays, *, like: Path) -> Entry:
+def _write_arrays(path: Path, arrays: Arrays, *, like: Path) -> FileEntry:
     """Write and hash arrays without a second copy of them in memory, and without holding up other threads."""
     from safetensors.numpy import save_file
 
@@ -183,7 +209,7 @@ def _write_arrays(path: Path, arrays: Arrays, *, like: Path) -> Entry:
             digest.update(piece)
             size += len(piece)
         os.fsync(file.fileno())
-    return Entry(size, digest.hexdigest())
+    return FileEntry(size, digest.hexdigest())
 
 
 def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result]) -> Result:
@@ -235,7 +261,7 @@ def _read_meta(folder: int) -> tuple[Manifest, dict[str, Any]]:
     return found, meta
 
 
-def _read_file(folder: int, name: str, entry: Entry | None) -> bytes:
+def _read_file(folder: int, name: str, entry: FileEntry | None) -> bytes:
     """Return a file's content; with an entry, only if it is what the manifest says."""
     try:
         # A symlink may lead anywhere, and opening a pipe may never return.

@@ -108,55 +108,62 @@ class FolderLock:
             time.sleep(_POLL_S)
 
     def _take(self, holder: Holder) -> None:
-        if self._path in _counts:
-            _counts[self._path] += 1
-            self._holds = True
-            return
-        descriptor = _lock(self._path)
-        if descriptor is not None:
-            _counts[self._path], _descriptors[self._path] = 1, descriptor
-            self._holds = True
+        held = _held.get(self._path)
+        if held is None:
+            descriptor = _lock(self._path)
+            if descriptor is None:
+                return
+            held = _held[self._path] = _Held(descriptor)
+        held.count += 1
+        self._holds = True
+        if held.count == 1:
             self.describe(holder)
 
     def describe(self, holder: Holder) -> None:
         """Write into the file who holds the folder."""
-        descriptor = _descriptors.get(self._path) if self._holds else None
-        if descriptor is None:
+        held = _held.get(self._path) if self._holds else None
+        if held is None:
             return
         line = json.dumps(asdict(holder)).encode() + b"\n"
         try:
-            os.pwrite(descriptor, line, 0)  # a reader reads the first line only, so it never sees a mix
-            os.ftruncate(descriptor, len(line))
-            os.fsync(descriptor)  # until then other hosts do not see it
+            os.pwrite(held.descriptor, line, 0)  # a reader reads the first line only, so it never sees a mix
+            os.ftruncate(held.descriptor, len(line))
+            os.fsync(held.descriptor)  # until then other hosts do not see it
         except OSError as error:  # the lock is held nevertheless
             log.debug("%s does not say who holds it: %s", self._path, error)
 
     def release(self) -> None:
         """Unlock the folder, if this object holds it."""
-        if not self._holds or self._path not in _counts:
+        held = _held.get(self._path) if self._holds else None
+        if held is None:
             return
         self._holds = False
-        _counts[self._path] -= 1
-        if not _counts[self._path]:
-            del _counts[self._path]
-            descriptor = _descriptors.pop(self._path)
-            if _is_at(descriptor, self._path):
+        held.count -= 1
+        if not held.count:
+            del _held[self._path]
+            if _is_at(held.descriptor, self._path):
                 # Before unlocking: a process that has opened this file sees that it is removed, and makes another.
                 with suppress(OSError):
                     self._path.unlink()
-            os.close(descriptor)
+            os.close(held.descriptor)
 
 
-_counts: dict[Path, int] = {}
-_descriptors: dict[Path, int] = {}
+@dataclass
+class _Held:
+    """A locked file, and how many locks of this process hold it."""
+
+    descriptor: int
+    count: int = 0
+
+
+_held: dict[Path, _Held] = {}
 
 
 def _forget() -> None:
-    """Close a forked child's copies, as in a DataLoader's worker: they would keep the lock after this process died."""
-    for descriptor in _descriptors.values():
-        os.close(descriptor)
-    _descriptors.clear()
-    _counts.clear()
+    """Close a forked child's copies, as in a DataLoader's worker: they would hold the lock after this process died."""
+    for held in _held.values():
+        os.close(held.descriptor)
+    _held.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

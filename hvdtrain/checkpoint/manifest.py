@@ -23,7 +23,7 @@ _OWN_DIGEST = re.compile(rb'(?P<body>.*), "sha256": "(?P<digest>[0-9a-f]{64})"}\
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """One file of a checkpoint; a size of -1 is unknown (format 1)."""
 
     size: int
@@ -58,7 +58,7 @@ class Manifest:
         finite: whether training can resume from its numbers; None where it was written before that was kept.
     """
 
-    files: dict[str, Entry]
+    files: dict[str, FileEntry]
     finite: bool | None
 
 
@@ -92,7 +92,7 @@ def parse(content: bytes) -> Manifest:
     raise CheckpointError(f"{NAME} is damaged: its format is {number!r}, or its own sha256 is missing")
 
 
-def _entries(files: Any) -> dict[str, Entry]:
+def _entries(files: Any) -> dict[str, FileEntry]:
     if not isinstance(files, dict) or META not in files:
         raise CheckpointError(f"{NAME} is damaged: it does not name {META}")
     entries = {}
@@ -103,5 +103,5 @@ def _entries(files: Any) -> dict[str, Entry]:
         size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
             raise CheckpointError(f"{NAME} is damaged: its entry of {name} is {entry!r}")
-        entries[name] = Entry(size, sha256)
+        entries[name] = FileEntry(size, sha256)
     return entries

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError, HvdTrainError
+
+
+def first_difference(
+    lists: Sequence[Sequence[Any]], normal: Callable[[Any], Any] = lambda item: item
+) -> tuple[int, int, Any, Any] | None:
+    """Return where lists of ranks first differ from the first list; None if all are equal.
+
+    Args:
+        lists: one a rank; their items are not None.
+        normal: returns what is compared of an item.
+
+    Returns:
+        (number of the other list, index, item of the first list, item of the other one); None for a missing item.
+    """
+    for number, other in enumerate(lists):
+        for index, (a, b) in enumerate(zip_longest(lists[0], other)):
+            if a is None or b is None or normal(a) != normal(b):
+                return number, index, a, b
+    return None
 
 
 def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:

@@ -27,21 +27,21 @@ Bytes = NDArray[np.uint8]
 Pick = Callable[[int], str]  # makes a local rank's device the current one, and returns its name
 
 picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its script chooses by itself
-_unmet: Callable[[], None] | None = None
+_compare: Callable[[], None] | None = None
 
 # "GPU 0: NVIDIA A100 (UUID: GPU-...)", below which stand its slices: "  MIG 1g.5gb  Device 0: (UUID: MIG-...)".
 _LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Device:
+class RankDevice:
     """What one rank computes on.
 
     Attributes:
         kind: "cuda", "cpu", or "" where the script chooses by itself.
         host_id: equal for all processes of a host, also in containers, and for those of no other one.
         host: its name, for messages.
-        uuid: of the GPU, or of the MIG instance; "" where nobody says.
+        uuid: of the GPU, or of the MIG instance; "" where it is unknown.
         name: what the GPU is: "NVIDIA H100 80GB HBM3".
     """
 
@@ -84,7 +84,7 @@ def gpu_of(local_rank: int, count: int) -> int:
 def introduce(
     module: ModuleType, allgather: Callable[..., Bytes], *, gpu: Callable[[int], tuple[str, str]], nccl: bool
 ) -> str:
-    """Return in words what this rank computes on; ranks compare theirs in `meet`.
+    """Return in words what this rank computes on; ranks compare theirs in `compare_once`.
 
     Args:
         module: Horovod's, initialised.
@@ -92,13 +92,13 @@ def introduce(
         gpu: returns UUID and name of a GPU that this process sees.
         nccl: whether gradients travel over NCCL, which takes one rank a GPU.
     """
-    global _unmet
+    global _compare
     if module.size() == 1:
         return picked
     kind, _, index = picked.partition(":")
     uuid, name = gpu(int(index)) if kind == "cuda" else ("", "")
-    mine = Device(kind, host_id().hex(), socket.gethostname(), uuid, name)
-    _unmet = functools.partial(compare, mine, module, allgather, nccl=nccl)
+    mine = RankDevice(kind, host_id().hex(), socket.gethostname(), uuid, name)
+    _compare = functools.partial(compare, mine, module, allgather, nccl=nccl)
     return f"{picked} ({name})" if name else picked
 
 
@@ -108,8 +108,8 @@ def compare_once() -> None:
     TensorFlow must not compute before a script has set its threads and memory: there it comes before the first
     collective of the World.
     """
-    global _unmet
-    compare_now, _unmet = _unmet, None
+    global _compare
+    compare_now, _compare = _compare, None
     if compare_now is not None:
         compare_now()
 
@@ -122,7 +122,7 @@ def host_id() -> bytes:
         return uuids.uuid5(uuids.NAMESPACE_DNS, platform.node()).bytes
 
 
-def compare(mine: Device, module: ModuleType, allgather: Callable[..., Bytes], *, nccl: bool) -> None:
+def compare(mine: RankDevice, module: ModuleType, allgather: Callable[..., Bytes], *, nccl: bool) -> None:
     """Name the ranks that share a GPU; a collective of all ranks.
 
     Args:
@@ -135,7 +135,7 @@ def compare(mine: Device, module: ModuleType, allgather: Callable[..., Bytes], *
         LaunchError: with NCCL: ranks share a GPU, or some have none.
     """
     lines = allgather(mine.to_bytes(), "hvdtrain.devices").tobytes().splitlines()
-    ranks = [Device(*json.loads(line)) for line in lines]
+    ranks = [RankDevice(*json.loads(line)) for line in lines]
     shared = in_words(ranks)
     if shared and nccl:
         raise LaunchError(
@@ -152,8 +152,8 @@ def compare(mine: Device, module: ModuleType, allgather: Callable[..., Bytes], *
         log.warning("%s. They take turns on it, and its memory must hold them all.", shared)
 
 
-def in_words(ranks: Sequence[Device]) -> str:
-    """Return who shares a GPU: "ranks 0 and 1 on host x share GPU-...: NVIDIA H100; ..."; "" if nobody does."""
+def in_words(ranks: Sequence[RankDevice]) -> str:
+    """Return who shares a GPU: "ranks 0 and 1 on host x share GPU-...: NVIDIA H100; ..."; "" if no ranks do."""
     homes: dict[tuple[str, str], list[int]] = {}
     for rank, each in enumerate(ranks):
         if each.uuid:
@@ -169,15 +169,15 @@ def _named(ranks: Sequence[int]) -> str:
 def from_driver(index: int) -> tuple[str, str]:
     """Return UUID and name of the GPU that CUDA will call `index` in this process; ("", "") where nvidia-smi is silent.
 
-    For frameworks that can be asked only once they run. GPUs are counted as nvidia-smi does, which is CUDA's order
+    For frameworks that know it only once they run. GPUs are counted as nvidia-smi does, which is CUDA's order
     among equal ones.
     """
     try:
-        told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return "", ""
     cards: list[list[tuple[str, str]]] = []  # of each: itself, then its MIG instances
-    for number, name, mig, uuid in _LISTED.findall(told):
+    for number, name, mig, uuid in _LISTED.findall(listed):
         if number:
             cards.append([(uuid, name)])
         elif cards:
@@ -187,7 +187,7 @@ def from_driver(index: int) -> tuple[str, str]:
     wanted = names[index] if index < len(names) else ""
     for number, (card, *instances) in enumerate(cards):
         if wanted == str(number) or (wanted and card[0].startswith(wanted)):
-            return instances[0] if instances else card  # of instances that nobody has named, CUDA takes the first
+            return instances[0] if instances else card  # of instances that are not named, CUDA takes the first
         for each in instances:
             if wanted and each[0].startswith(wanted):
                 return each

@@ -10,7 +10,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launcher:
     """A launcher that left its mark in the environment."""
 
     name: str
@@ -43,17 +43,17 @@ _LOCAL_SIZE_VARIABLES = (
 )
 
 
-def detect() -> Launch | None:
+def detect() -> Launcher | None:
     """Return the launcher that started this process, or None."""
     for name, variable in _SIZE_VARIABLES:
         value = os.environ.get(variable, "")
         if value.isdigit():
-            return Launch(name, variable, int(value))
+            return Launcher(name, variable, int(value))
     if os.environ.get("HOROVOD_RANK", ""):
-        return Launch("horovodrun", "HOROVOD_RANK", None)
+        return Launcher("horovodrun", "HOROVOD_RANK", None)
     # WORLD_SIZE alone is too common a name; torchrun also sets its run id.
     if os.environ.get("WORLD_SIZE", "").isdigit() and "TORCHELASTIC_RUN_ID" in os.environ:
-        return Launch("torchrun", "WORLD_SIZE", int(os.environ["WORLD_SIZE"]))
+        return Launcher("torchrun", "WORLD_SIZE", int(os.environ["WORLD_SIZE"]))
     return None
 
 
@@ -77,7 +77,7 @@ def on_one_host() -> bool:
 
 
 def lacks_pmix() -> bool:
-    """True under an srun that tells its tasks nothing of each other: MPI would end the process, with other words."""
+    """True under an srun whose tasks do not know each other: MPI would end the process, with a message of its own."""
     found = detect()
     return (
         found is not None

@@ -1,4 +1,4 @@
-"""What `init` decides so that nobody has to tune: how ranks talk and wait, their threads, the memory they keep.
+"""What `init` decides so that users need not tune: how ranks communicate and wait, their threads, freed memory.
 
 Horovod and Open MPI read their settings from the environment when they start. Whatever the user has set there stays;
 the rest is set here. What each choice is worth was measured: benchmarks/README.md has the record.
@@ -38,7 +38,7 @@ ASYNC_COMPLETION = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 # mallopt's parameters, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-# Blocks below are taken from the heap, which keeps them; larger ones are mapped, and given back when they are freed.
+# Blocks below are taken from the heap, which holds on to them; larger ones are mapped and returned.
 _SMALL_BLOCKS, _NEARLY_ALL_BLOCKS = 2**25, 2**30
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
 _MOST_CORES = 4096
@@ -55,7 +55,7 @@ _NO_NETWORKS = {
 _ALONE = {"OMPI_MCA_ess_singleton_isolated": "1", "OMPI_MCA_btl": "self"}
 _PMIX = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")  # what launchers set that `launch_environment.detect` does not know
 
-# horovodrun's own setting, with which it starts mpirun: nobody's wish.
+# horovodrun's own setting, with which it starts mpirun: not the user's.
 _HOROVODRUNS = {"OMPI_MCA_btl": "^openib"}
 # What Open MPI 4 maps by itself. 5 asks for 16 MiB a rank, which a small /dev/shm has not, and ranks then abort.
 _SEGMENT_IN_5 = {"OMPI_MCA_btl_sm_segment_size": str(2**22)}
@@ -98,7 +98,7 @@ class Host(Protocol):
         """Return whether the number of threads must be known before anything is computed, a collective included."""
 
     def set_threads(self, threads: int) -> int | None:
-        """Compute with at most so many threads; return the number in force, None where that cannot be told."""
+        """Compute with at most so many threads; return the number in force, None where that is unknown."""
 
 
 @dataclass
@@ -166,7 +166,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
 
 
 def gpu_async() -> bool:
-    """Return whether what no GPU has run yet is asked for: steps on GPUs in which the host waits for nothing.
+    """Return whether steps on GPUs are requested in which the host waits for nothing; no GPU has run them yet.
 
     Not in elastic jobs, where NCCL's errors must reach the host.
     """
@@ -252,7 +252,7 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
 
 
 def keep_freed_memory(*, torch: bool) -> bool:
-    """Let glibc keep what is freed, for the next step to use; return whether it does.
+    """Let glibc hold freed memory for the next step; return whether it does.
 
     A step frees its activations and gradients, and the next one allocates them again. What was given back in between is
     faulted in again page by page: 20 of an MLP's 110 ms. A step needs no more memory than before, but what was once
@@ -279,7 +279,7 @@ def keep_freed_memory(*, torch: bool) -> bool:
     return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
 
 
-def _has_room_for(launch: launch_environment.Launch | None) -> bool:
+def _has_room_for(launch: launch_environment.Launcher | None) -> bool:
     """Return whether all ranks of this host can talk through shared memory; else TCP must stay as a way round it."""
     try:
         free = shutil.disk_usage(_SHARED_MEMORY).free

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from hvdtrain.distributed import world
+from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
 from hvdtrain.keras import host_collectives
 
@@ -68,18 +69,15 @@ def _gather(described: list[Described], process_set: Any | None) -> list[list[De
 
 
 def _difference(ranks: list[list[Described]], what: str) -> str:
-    me = world.current().rank
-    first = ranks[0]
-    for number, other in enumerate(ranks):
-        for index in range(max(len(first), len(other))):
-            a, b = (side[index] if index < len(side) else None for side in (first, other))
-            if a and b and [without_counters(a[0]), *a[1:]] == [without_counters(b[0]), *b[1:]]:
-                continue
-            return (
-                f"Ranks hold different {what}: variable {index} is {_text(a)} on the first rank and {_text(b)} on rank "
-                f"number {number} of the set (seen from rank {me}). Build the same model on every rank."
-            )
-    return f"Ranks hold different {what} (seen from rank {me}). Build the same model on every rank."
+    found = first_difference(ranks, lambda entry: [without_counters(entry[0]), *entry[1:]])
+    where = f"(seen from rank {world.current().rank}). Build the same model on every rank."
+    if found is None:
+        return f"Ranks hold different {what} {where}"
+    number, index, a, b = found
+    return (
+        f"Ranks hold different {what}: variable {index} is {_text(a)} on the first rank and {_text(b)} on rank number "
+        f"{number} of the set {where}"
+    )
 
 
 def _text(entry: Described | None) -> str:

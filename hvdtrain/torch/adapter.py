@@ -17,7 +17,7 @@ from hvdtrain.distributed import launch_environment, tuning, wait_time
 from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import fused_update, training_state
-from hvdtrain.torch.finite import StepSnapshot, all_finite, first_non_finite
+from hvdtrain.torch.finite import BufferSnapshot, all_finite, first_non_finite
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
@@ -68,7 +68,7 @@ class TorchAdapter:
             )
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
         self.fault: Fault | None = None
-        self._before = StepSnapshot(model, self._totals) if options.nan_policy in ("skip", "stop") else None
+        self._before = BufferSnapshot(model, self._totals) if options.nan_policy in ("skip", "stop") else None
 
     @property
     def learning_rates(self) -> list[float]:

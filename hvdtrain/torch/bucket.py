@@ -18,7 +18,7 @@ from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, dense_g
 # through the cache. A bucket is sent when it is full.
 _SMALL_BYTES = 2**18
 _BUCKET_BYTES = 2**20
-# The last bucket of backward is waited for by everybody, whatever it holds: little of what could have gone before.
+# All ranks wait for the last bucket of backward, so it holds little of what could have been sent before.
 _LAST_BYTES = 2**15
 # Of a model this small nothing goes before: what a negotiation of its own costs is more than what it would hide.
 _TINY_BYTES = 2**19

@@ -13,26 +13,25 @@ from hvdtrain.distributed import devices
 from hvdtrain.distributed.world import Op, load_engine
 from hvdtrain.torch import compiler_on_demand
 
-_OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
-
 
 def allreduce(array: NDArray[Any], op: Op, name: str) -> NDArray[Any]:
     """Reduce `array` over ranks; see `World.allreduce`."""
-    hvd = load_engine("torch")
-    result = hvd.allreduce(torch.from_numpy(np.array(array)), name=name, op=getattr(hvd, _OPS[op]))  # type: ignore[union-attr]
-    return np.asarray(result.numpy())
+    return _run("allreduce", array, name=name, op=getattr(load_engine("torch"), op.capitalize()))
 
 
 def allgather(array: NDArray[Any], name: str) -> NDArray[Any]:
     """Concatenate `array` over ranks on axis 0."""
-    hvd = load_engine("torch")
-    return np.asarray(hvd.allgather(torch.from_numpy(np.array(array)), name=name).numpy())  # type: ignore[union-attr]
+    return _run("allgather", array, name=name)
 
 
 def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
     """Return the root's `array`."""
-    hvd = load_engine("torch")
-    return np.asarray(hvd.broadcast(torch.from_numpy(np.array(array)), root, name=name).numpy())  # type: ignore[union-attr]
+    return _run("broadcast", array, root, name=name)
+
+
+def _run(kind: str, array: NDArray[Any], *args: Any, **options: Any) -> NDArray[Any]:
+    result = getattr(load_engine("torch"), kind)(torch.from_numpy(np.array(array)), *args, **options)
+    return np.asarray(result.numpy())
 
 
 def has_gpu() -> bool:
@@ -73,7 +72,7 @@ def starts_with_threads() -> bool:
 
 
 def set_threads(threads: int) -> int:
-    """Compute with at most `threads` threads: fewer that the user asked for stay fewer."""
+    """Compute with at most `threads` threads: a lower number of the user's own stays."""
     if torch.get_num_threads() > threads:
         torch.set_num_threads(threads)
     return torch.get_num_threads()

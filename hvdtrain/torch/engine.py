@@ -70,7 +70,7 @@ def start_over() -> None:
 
 
 def generation() -> int:
-    """Return a number that changes with every init and shutdown: older handles belong to nobody."""
+    """Return a number that changes with every init and shutdown: older handles are invalid."""
     return _generation
 
 

@@ -31,7 +31,7 @@ def first_non_finite(
     return next((parameter for parameter, gradient in gradients if not all_finite([gradient])), None)
 
 
-class StepSnapshot:
+class BufferSnapshot:
     """What a step changes before its gradient is known: the model's buffers, and what metrics have counted."""
 
     def __init__(self, model: torch.nn.Module, totals: Totals) -> None:

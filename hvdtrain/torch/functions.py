@@ -25,7 +25,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, `model.parameters()`, or any dict or iterable of
             tensors or (name, tensor). Names and order must be equal on all ranks.
-        root_rank: rank whose tensors everybody gets.
+        root_rank: rank whose tensors all ranks get.
 
     Raises:
         ValueError: `params` is something else.
@@ -129,7 +129,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
     Args:
         optimizer: a plain or a distributed optimizer; parameter groups of equal lengths on all ranks.
-        root_rank: rank whose state everybody gets.
+        root_rank: rank whose state all ranks get.
         model: not needed; taken since Horovod's has it.
 
     Raises:

@@ -74,7 +74,7 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
 
 
 def _fits(param: Tensor, state: dict[str, Any]) -> bool:
-    """Return whether the kernels, which go by addresses and ask for nothing, read these tensors as they are meant."""
+    """Return whether the kernels, which check nothing, read these tensors correctly from their memory."""
     on_gpu = not param.is_cpu
     if param.dtype not in _DTYPES or (on_gpu and not (param.device.type == _GPU and tuning.gpu_async())):
         return False

@@ -42,7 +42,7 @@ class Handle:
                     outputs.append(synchronize(part))
                 except Exception as failure:  # noqa: BLE001 - wait for the others first, they write into our buffers
                     error = error or failure
-            # Only now: whoever was interrupted, by a signal's handler for example, may wait again.
+            # Only now: after an interruption, by a signal handler for example, `wait` may be called again.
             self._done = True
             if error is not None:
                 raise error

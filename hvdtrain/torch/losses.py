@@ -129,10 +129,10 @@ class LossWeights:
             return
         self.weight = sum(each.weight for each in self.counted)
         self.expected = self.weight
-        if self._world.size > 1:  # until labels have counted, nothing is known: ask
-            self.expected = self.per_sample * self._samples or self._ask(self.weight)
+        if self._world.size > 1:  # until labels have counted, no sum is known: exchange it
+            self.expected = self.per_sample * self._samples or self._exchange(self.weight)
 
-    def _ask(self, weight: float) -> float:
+    def _exchange(self, weight: float) -> float:
         return float(self._world.allreduce(np.array([weight]), name="loss_denominator")[0])
 
     def factor(self, index: int) -> float:

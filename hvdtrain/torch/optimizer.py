@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from hvdtrain.distributed import watchdog
+from hvdtrain.distributed import launch_environment, watchdog
+from hvdtrain.distributed.agreement import first_difference
+from hvdtrain.errors import DesyncError
 from hvdtrain.torch import engine, fused_update
 from hvdtrain.torch.adasum import AdasumMixin
-from hvdtrain.torch.agreement import check_agreement
 from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.engine import Adasum, Average
+from hvdtrain.torch.functions import allgather_object
 from hvdtrain.torch.reduce_ops import Reduction, check_adasum, submit
 from hvdtrain.torch.reducer import Reducer
 from hvdtrain.torch.reduction_unit import ReducerOptions
@@ -104,7 +106,7 @@ class DistributedMixin(torch.optim.Optimizer):
         """Drop the gradients.
 
         Raises:
-            AssertionError: their reduction is under way, between backward() and step() or synchronize().
+            AssertionError: their reduction is in flight, between backward() and step() or synchronize().
         """
         reducer = self._hvd_reducer
         if reducer.is_in_flight:
@@ -116,7 +118,7 @@ class DistributedMixin(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, and drop the step under way; to be called on all ranks or on none."""
+        """Load state, and drop the step in flight; to be called on all ranks or on none."""
         self._hvd_reducer.forget()
         super().load_state_dict(state_dict)
 
@@ -143,8 +145,8 @@ class DistributedMixin(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step asks for this just before it looks at the gradients, so that here is the last chance to reduce
-        # them: a rank that saw an infinity of its own would skip the step alone.
+        # GradScaler.step reads this just before it checks the gradients: the last chance to reduce them. A rank with an
+        # infinity of its own would skip the step alone.
         reducer = self._reducer()
         if self._hvd_should_synchronize and not reducer.is_synchronized:
             reducer.synchronize()
@@ -219,7 +221,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups = num_groups if groups is None else groups
     _check_options(op, gradient_predivide_factor, backward_passes_per_step, groups)
     named = _name_parameters(optimizer, named_parameters)
-    check_agreement(named, process_set)
+    _check_agreement(named, process_set)
     options = ReducerOptions(
         compression=compression,
         op=op,
@@ -311,8 +313,25 @@ def _name_parameters(
     return [(name_of[id(p)], p) for _, p in in_groups] + [(n, p) for n, p in given if id(p) not in known]
 
 
+def _check_agreement(named: list[tuple[str, Parameter]], process_set: Any) -> None:
+    """Raise DesyncError on every rank if names, shapes or types of parameters differ; a collective."""
+    # In an elastic job a new rank builds its model alone, before it joins the others.
+    if process_set.included() is False or process_set.size() == 1 or launch_environment.is_elastic():
+        return
+    ours = [(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named]
+    found = first_difference(allgather_object(ours, process_set=process_set))
+    if found is not None:
+        number, index, *both = found
+        ranks = process_set.ranks or range(process_set.size())
+        first, other = ("none" if each is None else "{} of shape {} and type {}".format(*each) for each in both)
+        raise DesyncError(
+            f"Ranks have different models. Parameter {index + 1}: rank {ranks[0]} has {first}, rank {ranks[number]} "
+            f"has {other}. Build the same model, in the same order, on every rank."
+        )
+
+
 def _move_scheduler(distributed: Any) -> None:
-    """Let a scheduler that was made before go on watching `step`.
+    """Let a scheduler that was made before continue to count calls of `step`.
 
     It has put a `step` on the user's object that calls the user's class's step, past ours.
     """

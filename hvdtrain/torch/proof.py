@@ -13,7 +13,7 @@ from hvdtrain.torch.optimizer import DistributedOptimizer
 def step_difference(world: World) -> float:
     """Return the largest difference between a weight after the ranks' step and after one process's on all their data.
 
-    Every rank takes the step of one process too, so that each can tell for itself. To be called on all ranks alike.
+    Every rank takes the step of one process too, so that each knows the difference. All ranks call it.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(8, world.size, 5, generator=generator)

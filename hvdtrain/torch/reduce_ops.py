@@ -292,7 +292,7 @@ def grouped_allreduce_(
 
 
 def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any = None) -> Handle:
-    """Start the reduction of a sparse tensor: everybody's entries are gathered, entries at one place add up.
+    """Start the reduction of a sparse tensor: all ranks' entries are gathered; entries at one place add up.
 
     Args:
         tensor: sparse COO tensor, its shape equal on all ranks.

@@ -24,8 +24,8 @@ from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, 
 
 
 @dataclass
-class _Step:
-    """What is known of the step in flight."""
+class _StepInFlight:
+    """The operations of a step."""
 
     started: list[ReductionUnit] = field(default_factory=list)
     active: Handle | None = None
@@ -66,7 +66,7 @@ class Reducer:
         self._units: list[ReductionUnit] = []
         self._unit_of: dict[Parameter, ReductionUnit] = {}
         self._hooks: dict[Parameter, Any] = {}
-        self._step, self._abandoned = _Step(), _Step()
+        self._step, self._abandoned = _StepInFlight(), _StepInFlight()
         self._generation = engine.generation()
         self._packs = bucket.can_pack(options)
         self._dense: list[Parameter] | None = None  # whose gradients are, on all ranks, once that is known
@@ -226,7 +226,7 @@ class Reducer:
         self._abandoned = self._step
 
     def _end_step(self) -> None:
-        self._step = _Step()
+        self._step = _StepInFlight()
         self._passes = dict.fromkeys(self._passes, 0)
         for unit in self._units:
             unit.reset()
@@ -252,7 +252,7 @@ class Reducer:
         self._step.started.append(unit)
 
     def _all_active(self) -> bool:
-        """Return whether no rank has joined; bf16 units, which need all ranks, ask for it."""
+        """Return whether no rank has joined; bf16 units, which need all ranks, check it first."""
         return not self._counts_ranks or self._active().wait() == self.options.process_set.size()
 
     @property
@@ -297,7 +297,7 @@ class Reducer:
         finally:
             self._end_step()
         self.is_synchronized = True
-        if self._on_gpu and tuning.gpu_async():  # no host waits: the watchdog asks whether the device gets there
+        if self._on_gpu and tuning.gpu_async():  # no host waits: the watchdog checks that the device gets there
             behind = torch.cuda.Event()
             behind.record()
             watchdog.note_device(behind.query)

@@ -225,7 +225,7 @@ class ReductionUnit:
 
 
 def drain(handle: Any) -> None:
-    """Wait for an operation whose result nobody wants, so that its name is free again."""
+    """Wait for an operation whose result is not needed, so that its name is free again."""
     if handle is None or handle.is_stale:
         return
     try:

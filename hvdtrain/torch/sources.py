@@ -111,7 +111,7 @@ def _shard_sampler(loader: DataLoader[Any], *, world: World, seed: int) -> Shard
     """Return what samples this rank's loader takes.
 
     A RandomSampler is replaced by a shuffle by (seed, epoch), a SequentialSampler by the dataset's order; any other
-    sampler is asked on rank 0 and its order shared out.
+    sampler draws on rank 0, whose order all ranks use.
     """
     given = loader.sampler
     if hasattr(given, "num_replicas") and not isinstance(given, DistributedSampler):
@@ -210,7 +210,7 @@ class LoaderSource:
     def items(self, epoch: int, after: Consumed = NOTHING) -> Iterator[tuple[Any, int, int]]:
         """Return (what the loader yields, or None without samples left; samples of this rank; of all ranks).
 
-        Counts are arithmetic: what a collate_fn returns need not tell how many samples it holds.
+        Counts are arithmetic: the result of a collate_fn need not show how many samples it holds.
         """
         self._sampler.set_epoch(epoch, start=after.samples)
         if self._seeded is not None:

@@ -14,13 +14,8 @@ import numpy as np
 import torch
 
 
-class Place(NamedTuple):
-    """What a worker is asked for.
-
-    Attributes:
-        seeds: numbers that no other batch has together.
-        indices: of the batch's samples, or what else the dataset is asked for.
-    """
+class BatchRequest(NamedTuple):
+    """The indices of a batch's samples, and numbers that no other batch has together, to seed a worker with."""
 
     seeds: tuple[int, ...]
     indices: Any
@@ -50,28 +45,28 @@ class SeededBatches:
         # Who seeds torch otherwise is to draw otherwise. A checkpoint holds this number.
         self._seeds, self._positions = (torch.initial_seed(), *seeds), positions
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         seeds = self._seeds
-        return (Place((*seeds, at), batch) for at, batch in zip(self._positions, self._batches, strict=False))
+        return (BatchRequest((*seeds, at), batch) for at, batch in zip(self._positions, self._batches, strict=False))
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
 
 class _SeededDataset:
-    """A user's dataset, which is also asked for a `Place`. In workers, `get_worker_info().dataset` is one."""
+    """A user's dataset, which takes a `BatchRequest` too. In workers, `get_worker_info().dataset` is one."""
 
     def __init__(self, dataset: Any) -> None:
         vars(self)["_hvd_dataset"] = dataset
 
-    def __getitems__(self, place: Place) -> Any:
+    def __getitems__(self, place: BatchRequest) -> Any:
         dataset = vars(self)["_hvd_dataset"]
         _seed(place.seeds)
         together = getattr(dataset, "__getitems__", None)
         return together(place.indices) if together else [dataset[index] for index in place.indices]
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, Place):
+        if isinstance(index, BatchRequest):
             _seed(index.seeds)
             index = index.indices
         return vars(self)["_hvd_dataset"][index]

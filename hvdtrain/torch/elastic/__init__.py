@@ -22,6 +22,6 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reset() -> None:
-    """Leave the ranks there were, and meet those there are; all of them call it."""
+    """Leave the previous ranks and join the present ones; all of them call it."""
     shutdown()
     init()

@@ -21,7 +21,7 @@ class TorchState(ObjectState):
     """The state of a training run, to be committed, restored and synchronized.
 
     Each argument becomes an attribute. What has a state_dict, such as a model, an optimizer, a sampler, a learning-rate
-    scheduler or a GradScaler, is kept by that, and anything else as a Python object.
+    scheduler or a GradScaler, is saved by it, and anything else as a Python object.
 
     Args:
         model: a torch model, or None.
@@ -51,7 +51,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Give every rank the root's state, and keep a copy."""
+        """Give every rank the root's state, and save a copy."""
         for handler in self._handlers.values():
             handler.sync()
             handler.save()
@@ -71,7 +71,7 @@ class TorchState(ObjectState):
 
 
 class StateHandler:
-    """Keeps one object of a `TorchState`."""
+    """Saves one object of a `TorchState`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -100,7 +100,7 @@ class StateHandler:
 
 
 class ModelStateHandler(StateHandler):
-    """Keeps a model."""
+    """Saves a model."""
 
     def sync(self) -> None:
         """Broadcast parameters and buffers."""
@@ -108,7 +108,7 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Keeps an optimizer."""
+    """Saves an optimizer."""
 
     def sync(self) -> None:
         """Broadcast state and options."""
@@ -116,18 +116,11 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """Keeps a sampler."""
+    """Saves a sampler; `sync` loads the root's, whose indices its weights have learned from: others may be ahead."""
 
     def save(self) -> None:
         """Keep a copy of the sampler's state."""
         self._saved = self.value.state_dict()  # a fresh list of numbers: deepcopy would take seconds over a million
-
-    def sync(self) -> None:
-        """Load the root's epoch and the indices processed in it: those that the root's weights have learned from.
-
-        Another rank may have committed one step more before a rank died.
-        """
-        super().sync()
 
     def reset(self) -> None:
         """Share what is left among the ranks there are now."""
@@ -142,12 +135,12 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Return which handler keeps which class."""
+    """Return the handler of each class."""
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Replace which handler keeps which class."""
+    """Replace the handler of each class."""
     global _registry
     _registry = registry
 

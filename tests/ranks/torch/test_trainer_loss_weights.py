@@ -69,8 +69,8 @@ def test_ignored_labels_and_class_weights_equal_one_process(
 @pytest.mark.parametrize("share_ignored", [0.0, 0.2])
 def test_the_sum_of_labels_costs_no_exchange_of_its_own(monkeypatch, share_ignored):
     asked = []
-    ask = LossWeights._ask
-    monkeypatch.setattr(LossWeights, "_ask", lambda self, weight: asked.append(weight) or ask(self, weight))
+    ask = LossWeights._exchange
+    monkeypatch.setattr(LossWeights, "_exchange", lambda self, weight: asked.append(weight) or ask(self, weight))
     x, y = labelled(2, share_ignored=share_ignored)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint import Contents, Store, manifest, read, write
-from hvdtrain.checkpoint.finite import is_finite
+from hvdtrain.checkpoint.files import has_finite_numbers
 
 NAN, INF = np.array([1.0, np.nan]), np.array([1.0, np.inf], np.float16)
 
@@ -92,4 +92,4 @@ def test_older_versions_read_the_manifest(tmp_path):
     ],
 )
 def test_what_must_be_finite(groups, finite):
-    assert is_finite(groups, frozenset({"w", "empty"})) is finite
+    assert has_finite_numbers(groups, frozenset({"w", "empty"})) is finite

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from hvdtrain.distributed import devices
-from hvdtrain.distributed.devices import Device
+from hvdtrain.distributed.devices import RankDevice
 from hvdtrain.errors import LaunchError
 
 H100 = "NVIDIA H100 80GB HBM3"
 
 
 def rank_on(uuid="", kind="cuda", host="x"):
-    return Device(kind, host.encode().hex(), host, uuid, H100 if uuid else "")
+    return RankDevice(kind, host.encode().hex(), host, uuid, H100 if uuid else "")
 
 
 def compare(*ranks, nccl=False, rank=0):
@@ -27,7 +27,7 @@ def compare(*ranks, nccl=False, rank=0):
 
 
 def test_names_of_any_length_and_script_go_over_the_ranks():
-    there = Device("cuda", "f" * 32, "host-" * 20, "MIG-GPU-1234/7/0", "zwölf\nlines " * 9)
+    there = RankDevice("cuda", "f" * 32, "host-" * 20, "MIG-GPU-1234/7/0", "zwölf\nlines " * 9)
     with pytest.raises(LaunchError, match=r"No GPU is visible to rank 1 on host h-1"):
         compare(there, rank_on("", "cpu", host="h-1"), nccl=True)
     assert there.name in devices.in_words([there, there])
@@ -73,8 +73,8 @@ def test_a_rank_without_a_gpu_beside_others_is_refused_with_nccl_alone():
 
 LISTED = """\
 GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaaa)
-  MIG 3g.20gb     Device  0: (UUID: MIG-1111)
-  MIG 3g.20gb     Device  1: (UUID: MIG-2222)
+  MIG 3g.20gb     RankDevice  0: (UUID: MIG-1111)
+  MIG 3g.20gb     RankDevice  1: (UUID: MIG-2222)
 GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bbbb)
 """
 
