@@ -8,7 +8,7 @@ import os
 import secrets
 from typing import Any
 
-from hvdtrain.integrations.spark.task import Came, Plan, run_rank
+from hvdtrain.integrations.spark.task import RankEnd, Plan, run_rank
 
 
 def slots(context: Any) -> int:
@@ -24,7 +24,7 @@ class SparkJob:
     """
 
     def __init__(self, context: Any) -> None:
-        self.came: list[Came] = []  # how the ranks ended
+        self.ends: list[RankEnd] = []  # how the ranks ended
         self.error: Exception | None = None  # why the job failed
         self._context = context
         self._group = f"hvdtrain-{secrets.token_hex(4)}"
@@ -61,7 +61,7 @@ class SparkJob:
         try:
             self._context.setJobGroup(self._group, f"hvdtrain: {plan.size} ranks", True)
             tasks = self._context.parallelize(range(plan.size), plan.size).barrier()
-            self.came = tasks.mapPartitionsWithIndex(functools.partial(run_rank, plan)).collect()
+            self.ends = tasks.mapPartitionsWithIndex(functools.partial(run_rank, plan)).collect()
         except Exception as error:  # noqa: BLE001 - py4j's and Spark's: the caller reports it
             self.error = error
         finally:

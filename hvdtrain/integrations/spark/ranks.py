@@ -63,7 +63,7 @@ class Ranks:
         self._connections: dict[Connection, int | None] = {}
         self._end_others_at = self._give_up_at = float("inf")
         self._stopping = self._ending = self._cancelled = False
-        self._door = wire.Door(name if local else conf.get("spark.driver.bindAddress", name), name)
+        self._listener = wire.TaskListener(name if local else conf.get("spark.driver.bindAddress", name), name)
         self._job = SparkJob(context)
 
     def run(self, task: Message, environment: Mapping[str, str]) -> None:
@@ -72,13 +72,13 @@ class Ranks:
         Raises:
             KeyboardInterrupt: there was one; now they have ended.
         """
-        self._job.start(Plan(self._door.address, task, environment, self._np, GRACE_S))
+        self._job.start(Plan(self._listener.address, task, environment, self._np, GRACE_S))
         until_ended(self._follow, self._interrupt)
         self.outcome.cause = self._cause()
-        for came in self._job.came:
-            self.outcome.tails[came.rank] = came.tail
-            if came.answer is not None:
-                self.outcome.answers[came.rank] = came.answer
+        for end in self._job.ends:
+            self.outcome.tails[end.rank] = end.tail
+            if end.answer is not None:
+                self.outcome.answers[end.rank] = end.answer
 
     def own_problem(self) -> Exception | None:
         """Return what went wrong with the job itself."""
@@ -96,7 +96,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave nothing behind, however it ended."""
-        self._door.close()
+        self._listener.close()
         for connection in self._connections:
             connection.close()  # the rank's task ends it
         self._job.close(_END_S)
@@ -120,7 +120,7 @@ class Ranks:
                     return
             if self._cancelled:
                 self._job.cancel()
-            ready = wait([self._job.end, *self._door.sources(), *self._connections], timeout=self._pause(now))
+            ready = wait([self._job.end, *self._listener.sources(), *self._connections], timeout=self._pause(now))
             for each in ready:
                 self._take(each)
             if self._job.end in ready:
@@ -129,7 +129,7 @@ class Ranks:
 
     def _follow_to_the_end(self) -> None:
         """Read what tasks sent before the job ended, and wait for those that are still ending: nothing is left."""
-        self._door.close()
+        self._listener.close()
         until = time.monotonic() + _END_S
         while self._connections and (left := until - time.monotonic()) > 0:
             for each in wait(list(self._connections), timeout=left):
@@ -144,31 +144,31 @@ class Ranks:
 
     def _take(self, source: object) -> None:
         if isinstance(source, Connection):
-            heard = wire.hear(source)
-            if heard is None:
+            message = wire.receive(source)
+            if message is None:
                 self._lose(source)
-            elif heard["kind"] == "lines":
-                self._show([(rank, text) for rank, text in heard["lines"]])
-            elif heard["kind"] == "here":
-                self._connections[source] = heard["rank"]
-                self._hosts[heard["rank"]] = heard["host"]
-            elif heard["kind"] == "refused":
-                self._refuse(UsageError(heard["text"]))
+            elif message["kind"] == "lines":
+                self._show([(rank, text) for rank, text in message["lines"]])
+            elif message["kind"] == "here":
+                self._connections[source] = message["rank"]
+                self._hosts[message["rank"]] = message["host"]
+            elif message["kind"] == "refused":
+                self._refuse(UsageError(message["text"]))
             elif (rank := self._connections[source]) is not None:
-                self._note_end(rank, heard)
+                self._note_end(rank, message)
         elif isinstance(source, socket.socket):
-            connection = self._door.take(source)
+            connection = self._listener.take(source)
             if connection is not None:
                 self._connections[connection] = None
                 if self._ending:  # it is late
                     self._tell("end", connection)
                 if len(self._connections) == self._np:
-                    self._door.close()
+                    self._listener.close()
 
-    def _note_end(self, rank: int, heard: Mapping[str, Any]) -> None:
-        self.outcome.seconds = max(self.outcome.seconds, float(heard["seconds"]))
-        code = 0 if self._ending else heard["code"]  # an exit that was requested here is no cause
-        self._ends.append(_End(rank, code, heard["answer"]))
+    def _note_end(self, rank: int, message: Mapping[str, Any]) -> None:
+        self.outcome.seconds = max(self.outcome.seconds, float(message["seconds"]))
+        code = 0 if self._ending else message["code"]  # an exit that was requested here is no cause
+        self._ends.append(_End(rank, code, message["answer"]))
         if code not in (0, EXIT_STOPPED) and not self._stopping:
             self._end_others_at = min(self._end_others_at, time.monotonic() + _LAST_WORDS_S)
         if len(self._ends) == self._np:
@@ -216,7 +216,7 @@ class Ranks:
     def _tell(self, kind: str, *connections: Connection) -> None:
         for connection in connections:
             try:
-                wire.tell(connection, kind=kind)
+                wire.send(connection, kind=kind)
             except OSError:  # it has ended
                 pass
 

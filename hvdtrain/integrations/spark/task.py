@@ -56,7 +56,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Came:
+class RankEnd:
     """How one rank ended, and the last lines that it printed."""
 
     rank: int
@@ -73,10 +73,10 @@ class Place:
     gpus: list[str]
 
 
-def run_rank(plan: Plan, partition: int, _: object) -> Iterator[Came]:
+def run_rank(plan: Plan, partition: int, _: object) -> Iterator[RankEnd]:
     """Run a rank to its end, and yield how it ended. Yield nothing if it cannot run; then the caller has the reason."""
     try:
-        connection = wire.knock(plan.address)
+        connection = wire.connect(plan.address)
     except (OSError, AuthenticationError) as problem:
         where = f"{plan.address.host}:{plan.address.port}"
         raise RuntimeError(
@@ -84,24 +84,24 @@ def run_rank(plan: Plan, partition: int, _: object) -> Iterator[Came]:
             "an address that the executors reach, and open its ports for them"
         ) from None
     try:
-        came = _run_rank(plan, partition, connection)
+        end = _run_rank(plan, partition, connection)
     except UsageError as problem:
-        wire.tell(connection, kind="refused", text=f"on host {socket.gethostname()}: {problem}")
+        wire.send(connection, kind="refused", text=f"on host {socket.gethostname()}: {problem}")
     else:
-        yield came
+        yield end
     finally:
         connection.close()
 
 
-def _run_rank(plan: Plan, partition: int, connection: Connection) -> Came:
+def _run_rank(plan: Plan, partition: int, connection: Connection) -> RankEnd:
     job_environment.check_place("hvdtrain.integrations.spark.run")
     context = importlib.import_module("pyspark").BarrierTaskContext.get()
     gpus = [list(found.addresses) for name, found in context.resources().items() if name == "gpu"]
     mine = Place(socket.gethostname(), wire.own_address(connection), gpus[0] if gpus else [])
-    places = [Place(**json.loads(said)) for said in context.allGather(json.dumps(vars(mine)))]
+    places = [Place(**json.loads(text)) for text in context.allGather(json.dumps(vars(mine)))]
     order = rank_order([place.host for place in places])
     rank = order.index(partition)
-    wire.tell(connection, kind="here", rank=rank, host=mine.host)
+    wire.send(connection, kind="here", rank=rank, host=mine.host)
     key = bytes.fromhex(plan.environment[proof.VARIABLE])
     with _rendezvous(rank, [places[each] for each in order], context, key) as found:
         return _call(plan, rank, mine.host, found, connection)
@@ -147,7 +147,7 @@ class _CallerGoneError(Exception):
     """The caller requests an immediate end, or has ended."""
 
 
-def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> Came:
+def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> RankEnd:
     """Run the rank's process; see `run_rank`."""
     environment = {**start_ranks.rank_environment(plan.environment, without=_SPARKS), **found, "PYTHONUNBUFFERED": "1"}
     # The executor's own paths come first: its packages may be in other folders than the caller's.
@@ -156,13 +156,13 @@ def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection
 
     def show(lines: Sequence[Line]) -> None:
         # Every task has the lines about the job: rank 0's task sends them.
-        told = [line for line in lines if line[0] is not None or rank == 0]
-        if told:
-            wire.tell(connection, kind="lines", lines=told)
+        mine = [line for line in lines if line[0] is not None or rank == 0]
+        if mine:
+            wire.send(connection, kind="lines", lines=mine)
 
-    def heed() -> None:
-        said = wire.hear(connection)
-        if said is None or said["kind"] != "stop":
+    def read_request() -> None:
+        message = wire.receive(connection)
+        if message is None or message["kind"] != "stop":
             raise _CallerGoneError
         job.interrupt()
 
@@ -173,7 +173,7 @@ def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection
             environment=environment, run_dir=run_dir, task=task, grace_s=plan.grace_s, show=show, rank=rank,
         )  # fmt: skip
         try:
-            job.follow({connection: heed})
+            job.follow({connection: read_request})
         except (_CallerGoneError, OSError):
             pass  # closing it ends the rank
         finally:
@@ -185,7 +185,7 @@ def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection
     answer = outcome.answers.get(rank)
     try:
         kind = answer.facts["kind"] if answer else ""
-        wire.tell(connection, kind="ended", code=cause.code, seconds=outcome.seconds, answer=kind, pid=os.getpid())
+        wire.send(connection, kind="ended", code=cause.code, seconds=outcome.seconds, answer=kind, pid=os.getpid())
     except OSError:
         pass
-    return Came(rank, answer, list(outcome.tails.get(None, ())))
+    return RankEnd(rank, answer, list(outcome.tails.get(None, ())))

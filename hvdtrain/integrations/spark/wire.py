@@ -23,9 +23,9 @@ from hvdtrain.launch import exchange
 
 log = logging.getLogger("hvdtrain")
 
-_STRANGER_S = 5.0  # how long a new connection may take to prove that a task made it
+_PROOF_S = 5.0  # how long a new connection may take to prove that a task made it
 _MOST_UNPROVEN = 64  # connections at once; a task's proof takes milliseconds
-_KNOCKS = 5  # attempts of a task: its connection may be dropped to make room for another
+_ATTEMPTS = 5  # attempts of a task: its connection may be dropped to make room for another
 _HEADER = struct.Struct("!i")  # the length, before each message of multiprocessing's
 _LOST_S = 30  # a host that does not answer for so long is lost
 
@@ -46,10 +46,10 @@ class _Unproven:
     host: str
     challenge: bytes
     until: float
-    said: bytes = b""
+    received: bytes = b""
 
 
-class Door:
+class TaskListener:
     """The caller's side. No connection blocks it: each has a deadline, and may send a proof and nothing else before."""
 
     def __init__(self, host: str, name: str) -> None:  # where to listen, and the name by which tasks reach it
@@ -69,9 +69,9 @@ class Door:
     def take(self, source: socket.socket) -> Connection | None:
         """Return the connection to a task that has proven itself; None if there is none yet."""
         if source is self._listener:
-            self._ask()
+            self._accept()
         elif source in self._unproven:
-            return self._hear(source)
+            return self._read_proof(source)
         return None
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Door:
             found.close()
         self._unproven.clear()
 
-    def _ask(self) -> None:
+    def _accept(self) -> None:
         """Take a connection, and send a challenge."""
         try:
             found, (host, *_) = self._listener.accept()
@@ -92,32 +92,32 @@ class Door:
             crowd = Counter(who.host for who in self._unproven.values()).most_common(1)[0][0]
             oldest = next(found for found, who in self._unproven.items() if who.host == crowd)
             self._refuse(oldest, "has too many connections without a proof")
-        who = _Unproven(host, exchange.challenge(), time.monotonic() + _STRANGER_S)
+        who = _Unproven(host, exchange.challenge(), time.monotonic() + _PROOF_S)
         self._unproven[found] = who
         try:
             found.send(_HEADER.pack(len(who.challenge)) + who.challenge)  # a new connection's buffer holds it
         except OSError:
             self._refuse(found, "closed it at once")
 
-    def _hear(self, found: socket.socket) -> Connection | None:
+    def _read_proof(self, found: socket.socket) -> Connection | None:
         """Read as much of a proof as there is."""
         who = self._unproven[found]
         whole = _HEADER.size + exchange.ANSWER_BYTES
         try:
-            said = found.recv(whole - len(who.said))
+            received = found.recv(whole - len(who.received))
         except BlockingIOError:
             return None
         except OSError:
-            said = b""
-        who.said += said
-        length = who.said[: _HEADER.size]
-        if not said or not _HEADER.pack(exchange.ANSWER_BYTES).startswith(length):
+            received = b""
+        who.received += received
+        length = who.received[: _HEADER.size]
+        if not received or not _HEADER.pack(exchange.ANSWER_BYTES).startswith(length):
             self._refuse(found, "sent no valid proof")
             return None
-        if len(who.said) < whole:
+        if len(who.received) < whole:
             return None
         try:
-            reply = exchange.reply(self.address.key, who.challenge, who.said[_HEADER.size :])
+            reply = exchange.reply(self.address.key, who.challenge, who.received[_HEADER.size :])
             found.send(_HEADER.pack(len(reply)) + reply)
         except (AuthenticationError, OSError):
             self._refuse(found, "has another key")
@@ -135,15 +135,15 @@ class Door:
             log.warning("refused a connection from %s, which %s; the job is not affected", who.host, why)
 
 
-def knock(address: Address) -> Connection:
+def connect(address: Address) -> Connection:
     """Connect a task to the caller.
 
     Raises:
         OSError, AuthenticationError: the caller has ended, cannot be reached, or has another key.
     """
-    for left in reversed(range(_KNOCKS)):
+    for left in reversed(range(_ATTEMPTS)):
         try:
-            return _knock(address)
+            return _connect(address)
         except (EOFError, ConnectionResetError, TimeoutError, BlockingIOError) as problem:
             if not left:
                 raise ConnectionAbortedError(f"the proof was not accepted: {problem or 'it hung up'}") from None
@@ -151,11 +151,11 @@ def knock(address: Address) -> Connection:
     raise AssertionError
 
 
-def _knock(address: Address) -> Connection:
+def _connect(address: Address) -> Connection:
     connection = Client((address.host, address.port), family="AF_INET")
     try:
         with _as_socket(connection) as known:
-            _limit_reading(known, round(2 * _STRANGER_S))
+            _limit_reading(known, round(2 * _PROOF_S))
             exchange.prove_rank(connection, address.key)
             _limit_reading(known, 0)
             _notice_loss(known)
@@ -171,18 +171,18 @@ def own_address(connection: Connection) -> str:
         return str(known.getsockname()[0])
 
 
-def tell(connection: Connection, **facts: Any) -> None:
+def send(connection: Connection, **facts: Any) -> None:
     """Send a message; an OSError says that the other side has ended."""
     connection.send_bytes(json.dumps(facts).encode())
 
 
-def hear(connection: Connection) -> dict[str, Any] | None:
+def receive(connection: Connection) -> dict[str, Any] | None:
     """Return the next message of the other side; None if that has ended."""
     try:
-        heard: dict[str, Any] = json.loads(connection.recv_bytes())
+        message: dict[str, Any] = json.loads(connection.recv_bytes())
     except (EOFError, OSError):
         return None
-    return heard
+    return message
 
 
 def _as_socket(connection: Connection) -> socket.socket:

@@ -34,70 +34,74 @@ def test_a_rank_sees_the_gpus_of_its_hosts_ranks_by_local_rank_and_nothing_is_se
     assert visible_gpus(2, places) == {}
 
 
-def let_in(door: wire.Door, *, limit_s: float = 10) -> Connection | None:
+def let_in(listener: wire.TaskListener, *, limit_s: float = 10) -> Connection | None:
     """Do what the caller's loop does, until somebody has proven itself."""
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
-        for source in wait(door.sources(), timeout=0.1):
-            connection = door.take(cast("socket.socket", source))
+        for source in wait(listener.sources(), timeout=0.1):
+            connection = listener.take(cast("socket.socket", source))
             if connection is not None:
                 return connection
     return None
 
 
 @pytest.fixture
-def door() -> Iterator[wire.Door]:
-    found = wire.Door("127.0.0.1", "127.0.0.1")
+def listener() -> Iterator[wire.TaskListener]:
+    found = wire.TaskListener("127.0.0.1", "127.0.0.1")
     yield found
     found.close()
 
 
-def reach(door: wire.Door) -> socket.socket:
-    return socket.create_connection((door.address.host, door.address.port))
+def reach(listener: wire.TaskListener) -> socket.socket:
+    return socket.create_connection((listener.address.host, listener.address.port))
 
 
-def knock_in_a_thread(door: wire.Door, key: bytes | None = None) -> tuple[threading.Thread, list[Any]]:
-    """Knock as a task does; the list gets the connection, or the error."""
-    came: list[Any] = []
+def connect_in_a_thread(listener: wire.TaskListener, key: bytes | None = None) -> tuple[threading.Thread, list[Any]]:
+    """Connect as a task does; the list gets the connection, or the error."""
+    ends: list[Any] = []
 
-    def knock() -> None:
+    def connect_here() -> None:
         try:
-            came.append(wire.knock(wire.Address(door.address.host, door.address.port, key or door.address.key)))
+            ends.append(
+                wire.connect(wire.Address(listener.address.host, listener.address.port, key or listener.address.key))
+            )
         except (multiprocessing.AuthenticationError, OSError) as error:
-            came.append(error)
+            ends.append(error)
 
-    thread = threading.Thread(target=knock)
+    thread = threading.Thread(target=connect_here)
     thread.start()
-    return thread, came
+    return thread, ends
 
 
-def test_who_has_another_key_is_refused_and_named_once(door: wire.Door, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_has_another_key_is_refused_and_named_once(
+    listener: wire.TaskListener, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
-        thread, came = knock_in_a_thread(door, b"x" * 32)
+        thread, ends = connect_in_a_thread(listener, b"x" * 32)
         while thread.is_alive():
-            assert let_in(door, limit_s=0.2) is None
-        assert isinstance(came[0], OSError)
-    assert door.refused >= 2
+            assert let_in(listener, limit_s=0.2) is None
+        assert isinstance(ends[0], OSError)
+    assert listener.refused >= 2
     assert [record.getMessage() for record in caplog.records] == [
         "refused a connection from 127.0.0.1, which has another key; the job is not affected"
     ]
 
 
 def test_strangers_who_say_nothing_hold_up_nobody_and_go_after_their_time(
-    door: wire.Door, monkeypatch: pytest.MonkeyPatch
+    listener: wire.TaskListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silent = [reach(door) for _ in range(20)]
-    monkeypatch.setattr(wire.time, "sleep", lambda seconds: pytest.fail("the task had to knock again"))
-    thread, came = knock_in_a_thread(door)
-    mine = let_in(door)
+    silent = [reach(listener) for _ in range(20)]
+    monkeypatch.setattr(wire.time, "sleep", lambda seconds: pytest.fail("the task had to connect again"))
+    thread, ends = connect_in_a_thread(listener)
+    mine = let_in(listener)
     thread.join()
     assert mine is not None
     mine.close()
-    came[0].close()
-    assert door.refused == 0
+    ends[0].close()
+    assert listener.refused == 0
     monkeypatch.setattr(wire.time, "monotonic", lambda: float("inf"))
-    assert len(door.sources()) == 1
-    assert door.refused == 20
+    assert len(listener.sources()) == 1
+    assert listener.refused == 20
     for each in silent:
         each.close()
 
@@ -105,11 +109,11 @@ def test_strangers_who_say_nothing_hold_up_nobody_and_go_after_their_time(
 @pytest.mark.parametrize(
     "said", [b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff" + b"x" * 100, b"GET / HTTP/1.1", b"\0\0\0\x41"]
 )
-def test_what_is_no_proof_ends_the_connection_before_it_is_read(door: wire.Door, said: bytes) -> None:
-    with reach(door) as stranger:
+def test_what_is_no_proof_ends_the_connection_before_it_is_read(listener: wire.TaskListener, said: bytes) -> None:
+    with reach(listener) as stranger:
         stranger.sendall(said)
-        while not door.refused:
-            assert let_in(door, limit_s=0.1) is None
+        while not listener.refused:
+            assert let_in(listener, limit_s=0.1) is None
         stranger.settimeout(10)
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(100):
@@ -117,33 +121,33 @@ def test_what_is_no_proof_ends_the_connection_before_it_is_read(door: wire.Door,
 
 
 def test_a_crowd_of_strangers_is_bounded_and_a_task_comes_through(
-    door: wire.Door, monkeypatch: pytest.MonkeyPatch
+    listener: wire.TaskListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "_MOST_UNPROVEN", 4)
-    crowd = [reach(door) for _ in range(20)]
-    thread, came = knock_in_a_thread(door)
-    mine = let_in(door)
+    crowd = [reach(listener) for _ in range(20)]
+    thread, ends = connect_in_a_thread(listener)
+    mine = let_in(listener)
     thread.join()
     assert mine is not None
-    assert len(door.sources()) <= 5
-    for each in (mine, came[0], *crowd):
+    assert len(listener.sources()) <= 5
+    for each in (mine, ends[0], *crowd):
         each.close()
 
 
-def test_both_sides_hear_each_other_and_an_end(door: wire.Door) -> None:
-    thread, found = knock_in_a_thread(door)
-    mine = let_in(door)
+def test_both_sides_hear_each_other_and_an_end(listener: wire.TaskListener) -> None:
+    thread, found = connect_in_a_thread(listener)
+    mine = let_in(listener)
     thread.join()
     assert mine is not None
-    wire.tell(mine, kind="stop")
-    assert wire.hear(found[0]) == {"kind": "stop"}
-    wire.tell(found[0], kind="lines", lines=["x" * 1_000_000])
-    heard = wire.hear(mine)
+    wire.send(mine, kind="stop")
+    assert wire.receive(found[0]) == {"kind": "stop"}
+    wire.send(found[0], kind="lines", lines=["x" * 1_000_000])
+    heard = wire.receive(mine)
     assert heard is not None
     assert len(heard["lines"][0]) == 1_000_000
     assert wire.own_address(mine) == "127.0.0.1"
     found[0].close()
-    assert wire.hear(mine) is None
+    assert wire.receive(mine) is None
     mine.close()
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from hvdtrain.errors import RankFailedError, UsageError
 from hvdtrain.integrations.spark import ranks, wire
-from hvdtrain.integrations.spark.task import Came
+from hvdtrain.integrations.spark.task import RankEnd
 from hvdtrain.launch.exchange import Message
 
-Task = Callable[[Any, int], "Came | None"]
+Task = Callable[[Any, int], "RankEnd | None"]
 CONTEXT = SimpleNamespace(
     getConf=dict, _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(isLocal=lambda: True)), master="local[2]"
 )  # fmt: skip
@@ -27,7 +27,7 @@ class Job:
     """Spark's part: two tasks, and the end of the job when both have ended."""
 
     def __init__(self, task: Task) -> None:
-        self.came: list[Came] = []
+        self.ends: list[RankEnd] = []
         self.error: Exception | None = None
         self.cancelled = False
         self.end, self._write_end = os.pipe()
@@ -35,9 +35,9 @@ class Job:
 
     def start(self, plan: Any) -> None:
         def run(rank: int) -> None:
-            connection = wire.knock(plan.address)
-            came = self._task(SimpleNamespace(connection=connection, job=self), rank)
-            self.came += [came] if came else []
+            connection = wire.connect(plan.address)
+            end = self._task(SimpleNamespace(connection=connection, job=self), rank)
+            self.ends += [end] if end else []
             connection.close()
 
         tasks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -60,11 +60,11 @@ class Job:
 
 
 def here(task: Any, rank: int) -> None:
-    wire.tell(task.connection, kind="here", rank=rank, host="h")
+    wire.send(task.connection, kind="here", rank=rank, host="h")
 
 
 def ended(task: Any, code: int, answer: str) -> None:
-    wire.tell(task.connection, kind="ended", code=code, seconds=1.0, answer=answer)
+    wire.send(task.connection, kind="ended", code=code, seconds=1.0, answer=answer)
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, task: Task, *, limit_s: float = 60.0) -> Any:
@@ -85,11 +85,11 @@ def error(text: str, *, others: bool) -> Message:
 
 
 def test_lines_and_answers_of_all_ranks_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def task(task: Any, rank: int) -> Came:
+    def task(task: Any, rank: int) -> RankEnd:
         here(task, rank)
-        wire.tell(task.connection, kind="lines", lines=[[rank, f"line of {rank}"]])
+        wire.send(task.connection, kind="lines", lines=[[rank, f"line of {rank}"]])
         ended(task, 0, "result")
-        return Came(rank, Message({"kind": "result"}, b"x"))
+        return RankEnd(rank, Message({"kind": "result"}, b"x"))
 
     shown, answers = follow(monkeypatch, task)
     assert sorted(shown) == [(0, "line of 0"), (1, "line of 1")]
@@ -99,16 +99,16 @@ def test_lines_and_answers_of_all_ranks_come_back(monkeypatch: pytest.MonkeyPatc
 def test_a_killed_rank_is_the_cause_though_its_peers_error_was_heard_before(monkeypatch: pytest.MonkeyPatch) -> None:
     first = threading.Event()
 
-    def task(task: Any, rank: int) -> Came:
+    def task(task: Any, rank: int) -> RankEnd:
         here(task, rank)
         if rank == 0:
             ended(task, 1, "error")
             first.set()
-            return Came(0, error("connection closed by peer", others=True))
+            return RankEnd(0, error("connection closed by peer", others=True))
         first.wait(10)
         time.sleep(0.2)
         ended(task, 128 + signal.SIGKILL, "")
-        return Came(1, None)
+        return RankEnd(1, None)
 
     problem = follow(monkeypatch, task)
     assert isinstance(problem, RankFailedError)
@@ -117,14 +117,14 @@ def test_a_killed_rank_is_the_cause_though_its_peers_error_was_heard_before(monk
 
 
 def test_a_rank_that_goes_on_after_anothers_failure_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def task(task: Any, rank: int) -> Came:
+    def task(task: Any, rank: int) -> RankEnd:
         here(task, rank)
         if rank:
             ended(task, 1, "error")
-            return Came(1, error("boo", others=False))
-        assert wire.hear(task.connection) == {"kind": "end"}
+            return RankEnd(1, error("boo", others=False))
+        assert wire.receive(task.connection) == {"kind": "end"}
         ended(task, 128 + signal.SIGKILL, "")
-        return Came(0, None)
+        return RankEnd(0, None)
 
     problem = follow(monkeypatch, task)
     assert str(problem) == "rank 1 on host h raised:\nboo"
@@ -140,10 +140,10 @@ def test_a_rank_that_stops_later_than_another_is_waited_for(monkeypatch: pytest.
         if not rank:
             time.sleep(0.2)  # the caller has heard both
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        heard.append(wire.hear(task.connection))
+        heard.append(wire.receive(task.connection))
         time.sleep(2 * ranks._LAST_WORDS_S * rank)
         if task.connection.poll():
-            heard.append(wire.hear(task.connection))
+            heard.append(wire.receive(task.connection))
         ended(task, 1, "")
 
     with pytest.raises(KeyboardInterrupt):
@@ -155,7 +155,7 @@ def test_a_lost_task_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatc
     def task(task: Any, rank: int) -> None:
         here(task, rank)
         if not rank:
-            assert wire.hear(task.connection) == {"kind": "end"}
+            assert wire.receive(task.connection) == {"kind": "end"}
             task.job.error = RuntimeError("calling z.\n: ExecutorLostFailure")
 
     problem = follow(monkeypatch, task)
@@ -165,7 +165,7 @@ def test_a_lost_task_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatc
 
 def test_ranks_that_do_not_start_or_cannot_are_told_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(task: Any, rank: int) -> None:
-        assert wire.hear(task.connection) == {"kind": "end"}
+        assert wire.receive(task.connection) == {"kind": "end"}
 
     problem = follow(monkeypatch, late, limit_s=2.0)
     assert isinstance(problem, UsageError)
@@ -173,8 +173,8 @@ def test_ranks_that_do_not_start_or_cannot_are_told_within_the_limit(monkeypatch
 
     def refuses(task: Any, rank: int) -> None:
         if rank:
-            wire.tell(task.connection, kind="refused", text="on host h: Horovod is not installed")
-        wire.hear(task.connection)
+            wire.send(task.connection, kind="refused", text="on host h: Horovod is not installed")
+        wire.receive(task.connection)
 
     problem = follow(monkeypatch, refuses)
     assert isinstance(problem, UsageError)
