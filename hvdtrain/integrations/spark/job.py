@@ -8,7 +8,7 @@ import os
 import secrets
 from typing import Any
 
-from hvdtrain.integrations.spark.task import RankEnd, Plan, run_rank
+from hvdtrain.integrations.spark.task import Plan, RankEnd, run_rank
 
 
 def slots(context: Any) -> int:
