@@ -19,7 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.distributed import devices, frameworks, launch_environment, tuning, wait_time, watchdog
+from hvdtrain.distributed import devices, frameworks, launch_environment, tuning, watchdog
+from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
 from hvdtrain.horovod_build import installed
 
@@ -84,7 +85,7 @@ class World:
         """True on rank 0. Under it there is I/O only, never a collective."""
         return self.rank == 0
 
-    @wait_time.counted()
+    @recorder.waiting()
     def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
         """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them."""
         devices.compare_once()
@@ -96,7 +97,7 @@ class World:
         )
         return total / self.size if op == "mean" else total
 
-    @wait_time.counted()
+    @recorder.waiting()
     def allgather(self, array: Array, *, name: str = "host") -> Array:
         """Concatenate every rank's `array` on axis 0, in rank order; only axis 0 may differ in length."""
         devices.compare_once()
@@ -110,7 +111,7 @@ class World:
         flat = self._host.allgather(rows.reshape(-1), f"hvdtrain.{name}.allgather")
         return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
-    @wait_time.counted()
+    @recorder.waiting()
     def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
         """Return the root's `array`; shape and dtype must be equal on all ranks."""
         devices.compare_once()

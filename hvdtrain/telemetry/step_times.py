@@ -1,24 +1,25 @@
-"""Where a rank's training time goes: a recorder of compute, exposed communication and data wait, step by step.
+"""Step times for `hvdtrain bench`: compute, exposed communication and data wait, step by step.
 
-Nothing records unless `start` is called, or the environment variable HVDTRAIN_STEP_TIMES is set, which `hvdtrain bench
---script` does; then each framework's `step_marks` calls the recorder, and otherwise no code of it runs at all.
+Nothing is saved unless HVDTRAIN_STEP_TIMES is set, which `hvdtrain bench --script` does, or a `StepTimes` is made and a
+framework's `step_marks` are attached to it.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import json
 import os
 import socket
 import statistics
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.distributed.recorder import Recorder, Seconds, recorder
 from hvdtrain.distributed.tuning import usable_cores
 from hvdtrain.errors import HvdTrainError
 
@@ -29,7 +30,7 @@ MARK = "HVDTRAIN_STEP_TIMES:"
 
 WARMUP_STEPS = 3  # they compile, allocate and connect: left out
 MIN_STEPS = 2  # fewer measured steps have no spread
-_KEPT_STEPS = 10_000  # the newest; a step is four floats
+_SAVED_STEPS = 10_000  # the newest; a step is seven floats
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Summary:
+class StepSummary:
     """A rank's typical step, split into parts that add up to its median, in seconds.
 
     The parts have the proportions of the steps of the middle half, so that an evaluation or a pause between two steps
@@ -62,10 +63,10 @@ class Summary:
     Attributes:
         steps: how many were measured.
         step_s: median and quartiles of whole steps, from the end of one to the end of the next.
+        own_s: median and quartiles of what steps take this rank by itself: all but communication.
         compute_s: forward, backward, update, and whatever else is neither of the other two.
         communication_s: exposed: the rank did nothing but wait for the reduction, and in it for slower ranks.
-        data_s: from the end of a step to the next batch being there.
-        own_s: median and quartiles of what steps take this rank by itself: all but communication.
+        data_s: loading the next batch.
         backward_s: what the backward pass takes of compute_s; None where it cannot be seen from outside.
     """
 
@@ -78,96 +79,60 @@ class Summary:
     backward_s: float | None = None
 
 
-@dataclass
-class _Step:
-    communication: float = 0.0
-    data: float = 0.0
-    backward: float = 0.0
-    total: float = 0.0
-
-
-class Recorder:
-    """Adds up the parts of each step; all times are of this rank's own clock.
+class StepTimes:
+    """Saves the parts of each step that the recorder sees end.
 
     Args:
+        times: the recorder, which a framework's `step_marks.attach` reports to.
         limit: number of measured steps after which `on_limit` is called; 0 means never.
         on_limit: called at the end of that step and of each one after it.
-        clock: seconds, ever rising.
 
     Attributes:
+        recorder: see above.
         facts: what the marks found out beside times, such as the gradient's size: JSON.
+        steps_taken: steps so far, those of the warm-up included.
     """
 
     def __init__(
-        self,
-        *,
-        limit: int = 0,
-        on_limit: Callable[[], None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, times: Recorder = recorder, *, limit: int = 0, on_limit: Callable[[], None] | None = None
     ) -> None:
-        self.clock = clock
         self.facts: dict[str, Any] = {}
+        self.steps_taken = 0
+        self.recorder = times
         self._limit = limit
         self._on_limit = on_limit
-        self._steps: deque[_Step] = deque(maxlen=_KEPT_STEPS)
-        self._count = 0
-        self._sees_backward = False
-        self.begin()
+        self._steps: deque[Seconds] = deque(maxlen=_SAVED_STEPS)
+        times.on_step = self._add
 
-    def begin(self) -> None:
-        """Let the step under way begin now: what went before it is not counted."""
-        self._current = _Step()
-        self._began = self.clock()
-
-    def waited(self, seconds: float) -> None:
-        """Count `seconds` of the step under way as exposed communication."""
-        self._current.communication += max(0.0, seconds)
-
-    def waited_for_data(self, seconds: float) -> None:
-        """Count `seconds` of the step under way as data wait."""
-        self._current.data += max(0.0, seconds)
-
-    def went_backward(self, seconds: float) -> None:
-        """Count `seconds` of the step under way as backward pass, waits within it included."""
-        self._sees_backward = True
-        self._current.backward += max(0.0, seconds)
-
-    def step_done(self) -> None:
-        """End the step under way; the next one begins."""
-        now = self.clock()
-        step, self._current = self._current, _Step()
-        step.total, self._began = now - self._began, now
-        self._count += 1
-        if self._count > WARMUP_STEPS:
+    def _add(self, step: Seconds) -> None:
+        self.steps_taken += 1
+        if self.steps_taken > WARMUP_STEPS:
             self._steps.append(step)
-        if self._limit and self._on_limit and self._count >= self._limit + WARMUP_STEPS:
+        if self._limit and self._on_limit and self.steps_taken >= self._limit + WARMUP_STEPS:
             self._on_limit()
 
-    @property
-    def steps_taken(self) -> int:
-        """Steps so far, those of the warm-up included."""
-        return self._count
-
-    def summary(self) -> Summary | None:
+    def summary(self) -> StepSummary | None:
         """Return the typical step; None if there were too few after the warm-up."""
         if len(self._steps) < MIN_STEPS:
             return None
-        spread = Spread.of([step.total for step in self._steps])
-        middle = [step for step in self._steps if spread.low <= step.total <= spread.high] or [*self._steps]
-        whole = sum(step.total for step in middle)
-
-        def part(of: Callable[[_Step], float]) -> float:
-            return spread.median * sum(map(of, middle)) / whole if whole else 0.0
-
-        communication, data = part(lambda step: step.communication), part(lambda step: step.data)
+        totals = [sum(step) for step in self._steps]
+        spread = Spread.of(totals)
+        own = Spread.of([sum(step) - step.waited for step in self._steps])
+        middle = [step for step in self._steps if spread.low <= sum(step) <= spread.high] or [*self._steps]
+        whole = sum(map(sum, middle))
+        scale = spread.median / whole if whole else 0.0
+        communication = scale * sum(step.waited for step in middle)
+        data = scale * sum(step.data for step in middle)
         compute = spread.median - communication - data
-        backward = min(compute, part(lambda step: step.backward)) if self._sees_backward else None
-        own = Spread.of([step.total - step.communication for step in self._steps])
-        return Summary(len(self._steps), spread, own, compute, communication, data, backward)
+        backward = min(compute, scale * sum(step.backward for step in middle))
+        sees_backward = any(step.backward for step in self._steps)
+        return StepSummary(
+            len(self._steps), spread, own, compute, communication, data, backward if sees_backward else None
+        )
 
 
 @dataclass
-class RankTimes:
+class RankReport:
     """What one rank reports at its end.
 
     Attributes:
@@ -175,13 +140,13 @@ class RankTimes:
         size: number of ranks.
         steps_taken: all of them, the warm-up included.
         summary: None where steps_taken is too small.
-        facts: see `Recorder.facts`; "host", "cores", "threads", "local_size" and so on.
+        facts: see `StepTimes.facts`; "host", "cores", "threads", "local_size" and so on.
     """
 
     rank: int
     size: int
     steps_taken: int
-    summary: Summary | None
+    summary: StepSummary | None
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -189,78 +154,52 @@ class RankTimes:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> RankTimes:
+    def from_json(cls, text: str) -> RankReport:
         """Return what `to_json` wrote; raises ValueError, KeyError or TypeError for anything else."""
-        told = json.loads(text)
-        summary = told.pop("summary")
+        report = json.loads(text)
+        summary = report.pop("summary")
         if summary is not None:
             summary |= {name: Spread(**summary[name]) for name in ("step_s", "own_s")}
-            summary = Summary(**summary)
-        return cls(summary=summary, **told)
+            summary = StepSummary(**summary)
+        return cls(summary=summary, **report)
 
 
-_recorder: Recorder | None = None
-
-
-def recorder() -> Recorder | None:
-    """Return the recorder, or None where nothing is recorded."""
-    return _recorder
-
-
-def start(recorder: Recorder | None) -> None:
-    """Record into `recorder` from now on; None ends it. The frameworks' `step_marks.attach` fill it."""
-    global _recorder
-    _recorder = recorder
-
-
-def from_environment() -> Recorder:
-    """Return the recorder that HVDTRAIN_STEP_TIMES asks for, the same one each time.
+@functools.cache
+def from_environment() -> StepTimes:
+    """Return the steps that HVDTRAIN_STEP_TIMES asks for, the same object each time; they are reported at exit.
 
     Raises:
         HvdTrainError: the variable is not a number of steps.
     """
-    if _recorder is not None:
-        return _recorder
-    asked = os.environ.get(VARIABLE, "")
-    if not asked.isdigit():
-        raise HvdTrainError(f"{VARIABLE} must be a number of steps, 0 for all of them. Received: {asked!r}")
-    made = Recorder(limit=int(asked), on_limit=_end_script)
-    start(made)
-    atexit.register(_report_once)
-    return made
+    limit = os.environ.get(VARIABLE, "")
+    if not limit.isdigit():
+        raise HvdTrainError(f"{VARIABLE} must be a number of steps, 0 for all of them. Received: {limit!r}")
+
+    @functools.cache
+    def report() -> None:
+        text = rank_report(times).to_json()
+        sys.stdout.flush()
+        # Past whatever the script has made of sys.stdout, and in one piece.
+        os.write(1, f"\n{MARK}{text}\n".encode())
+
+    def end_script() -> None:
+        times.facts["stopped"] = True
+        report()
+        # Every rank comes here after the same step: none is left waiting for another.
+        raise SystemExit(0)
+
+    times = StepTimes(limit=int(limit), on_limit=end_script)
+    atexit.register(report)
+    return times
 
 
-_reported = False
-
-
-def _end_script() -> None:
-    if _recorder is not None:
-        _recorder.facts["stopped"] = True
-    _report_once()
-    # Every rank comes here after the same step: none is left waiting for another.
-    raise SystemExit(0)
-
-
-def _report_once() -> None:
-    """Print this rank's times, once."""
-    global _reported
-    found = _recorder
-    if _reported or found is None:
-        return
-    _reported = True
-    text = rank_times(found).to_json()
-    sys.stdout.flush()
-    # Past whatever the script has made of sys.stdout, and in one piece.
-    os.write(1, f"\n{MARK}{text}\n".encode())
-
-
-def rank_times(found: Recorder) -> RankTimes:
-    """Return what this rank can say of its steps, and of where it ran."""
-    # Asked of what is loaded, so that this module needs no framework and no World.
+def rank_report(times: StepTimes) -> RankReport:
+    """Return what this rank knows of its steps, and of where it ran."""
+    # Looked up in what is loaded, so that this module needs no framework and no World.
     world_module: Any = sys.modules.get("hvdtrain.distributed.world")
     world = getattr(world_module, "_world", None)
     engine = next(iter(getattr(world_module, "_loaded", {}).values()), None)
-    facts: dict[str, Any] = {"host": socket.gethostname(), **process_facts(), **found.facts}
+    facts: dict[str, Any] = {"host": socket.gethostname(), **process_facts(), **times.facts}
     rank, size = 0, 1
     if engine is not None:
         facts |= {"engine": engine.__name__, "mpi_built": bool(engine.mpi_built())}
@@ -268,11 +207,11 @@ def rank_times(found: Recorder) -> RankTimes:
             rank, size = engine.rank(), engine.size()
             gloo = os.environ.get("HOROVOD_CPU_OPERATIONS", "").lower() == "gloo" or not engine.mpi_enabled()
             facts |= {"local_size": engine.local_size(), "data_plane": "gloo" if gloo else "mpi"}
-        except (ValueError, RuntimeError):  # the script has shut Horovod down: the launcher's word is left
+        except (ValueError, RuntimeError):  # the script has shut Horovod down: the launcher's variables are left
             rank = int(os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
             size = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
     facts["device"] = getattr(world, "device", "cpu")
-    return RankTimes(rank, size, found.steps_taken, found.summary(), facts)
+    return RankReport(rank, size, times.steps_taken, times.summary(), facts)
 
 
 def process_facts() -> dict[str, Any]:

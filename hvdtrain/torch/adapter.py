@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data.sources import Batch, leaves, tree_map
-from hvdtrain.distributed import launch_environment, tuning, wait_time
+from hvdtrain.distributed import launch_environment, tuning
+from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import fused_update, training_state
@@ -44,7 +45,8 @@ class TorchAdapter:
     ) -> None:
         _check(model, optimizer, loss)
         self._device = torch.device(world.device)
-        wait_time.device = GpuClock() if self._device.type == "cuda" and tuning.gpu_async() else None
+        if self._device.type == "cuda" and tuning.gpu_async():
+            recorder.use(GpuClock(self._device))
         self._model = model.to(self._device)
         training_state.move_optimizer(optimizer, self._device)
         self._loss = loss.to(self._device) if isinstance(loss, torch.nn.Module) else loss

@@ -1,67 +1,61 @@
-"""Time as the GPU spends it: marks in its current stream, read when it has passed them, so that no step waits for it.
+"""The GPU's clock: marks in its stream, read when it has passed them, so that no step waits for it.
 
-The host sends work to a GPU and goes on; what it measures by its own clock is how long that takes.
+The host sends work to a GPU and continues; what it measures by its own clock is how long sending takes.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import time
 
 import torch
 
-Mark = torch.cuda.Event
+from hvdtrain.distributed import tuning
+from hvdtrain.distributed.recorder import Clock, HostClock
 
-
-def mark() -> Mark:
-    """Mark the place that the current stream has been given work up to."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(began: Mark, ended: Mark) -> float:
-    """Return the time that the GPU took from one mark to a later one; it must have passed both."""
-    return float(began.elapsed_time(ended)) / 1000.0
+Mark = torch.cuda.Event | float
 
 
 class GpuClock:
-    """How long the GPU has trained, and how much of that it stood still for other ranks; see `wait_time`."""
+    """Time as the GPU spends it; the host's until the GPU is used, and where it never is.
 
-    def __init__(self) -> None:
-        self._spans: deque[tuple[str, Mark, Mark]] = deque()
-        self._seconds = {"training": 0.0, "waiting": 0.0}
-        self._open: set[str] = set()  # spans that have begun
+    Args:
+        device: whose stream is marked; the current one by default.
+    """
 
-    def training(self) -> AbstractContextManager[None]:
-        """Count what is sent to the GPU within as a step's training."""
-        return self._span("training")
+    runs_behind = True
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Count as waited what the GPU stands still within."""
-        return self._span("waiting")
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
 
-    @contextmanager
-    def _span(self, kind: str) -> Iterator[None]:
-        began = mark()
-        self._open.add(kind)
-        try:
-            yield
-        finally:
-            self._open.discard(kind)  # a wait of another thread may have ended within this one
-            self._spans.append((kind, began, mark()))
+    def mark(self) -> Mark:
+        """Mark the place up to which the current stream was given work."""
+        if not torch.cuda.is_initialized():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-    @property
-    def takes_waits(self) -> bool:
-        """True within a step's training, but for a wait within another one."""
-        return self._open == {"training"}
+    def seconds(self, began: Mark, ended: Mark) -> float:
+        """Return the time that the GPU took from one mark to a later one; 0 where the first use of it lies between."""
+        if isinstance(began, float) or isinstance(ended, float):
+            return ended - began if isinstance(began, float) and isinstance(ended, float) else 0.0
+        return float(began.elapsed_time(ended)) / 1000.0
 
-    def read(self) -> tuple[float, float]:
-        """Return the seconds trained so far, and those of them that were waited; waits for the GPU to come this far."""
-        if self._spans:
-            self._spans[-1][2].synchronize()
-        while self._spans:
-            kind, began, ended = self._spans.popleft()
-            self._seconds[kind] += seconds(began, ended)
-        return self._seconds["training"], self._seconds["waiting"]
+    def reach(self, mark: Mark) -> None:
+        """Wait until the GPU has passed a mark."""
+        if not isinstance(mark, float):
+            mark.synchronize()
+
+
+def of_bench() -> Clock:
+    """Return the clock for `hvdtrain bench`: with HVDTRAIN_GPU_ASYNC=1 the GPU's, else the host's, behind the GPU."""
+    if torch.cuda.is_available():
+        return GpuClock() if tuning.gpu_async() else HostClock(_finished)
+    return HostClock()
+
+
+def _finished() -> float:
+    """Return the time when the current stream is done; a call that returns early has not taken that little time."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()  # reductions run on others
+    return time.perf_counter()

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain.distributed import launch_environment, tuning, wait_time, watchdog
+from hvdtrain.distributed import launch_environment, tuning, watchdog
+from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import bucket, engine, gradient_flags
 from hvdtrain.torch.compression import BF16Compressor
@@ -289,7 +290,7 @@ class Reducer:
         self._renew()
         self._add_hooks()
         try:
-            with wait_time.counted():
+            with recorder.waiting():
                 total = self._synchronize(weight, expected)
         except BaseException:
             self._abandon()

@@ -22,7 +22,8 @@ from hvdtrain.callbacks.base import CallbackList
 from hvdtrain.callbacks.context import CheckpointOptions, RunContext, RunId
 from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
-from hvdtrain.telemetry.heartbeat import Beat, Pulse
+from hvdtrain.distributed.recorder import recorder
+from hvdtrain.telemetry.heartbeat import Heartbeat, HeartbeatReport
 from hvdtrain.telemetry.interval import Interval
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
@@ -77,7 +78,7 @@ class Loop:
         self._ahead = 0  # steps that this run would have taken of the epoch, less those that were taken
         self._began = 0.0
         self._earlier_samples = self._reported_samples = 0  # of this run's earlier epochs, and of its intervals
-        self._pulse = Pulse(context.world)
+        self._heartbeat = Heartbeat(context.world)
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
 
     # Save and restore
@@ -155,7 +156,7 @@ class Loop:
                 each.set_aside()
             else:
                 self.restore(each.restore(self._adapter, lr_factor=self._lr.factor))
-        self._hooks, self._facts, self._pulse = hooks, facts, Pulse(self._world)
+        self._hooks, self._facts, self._heartbeat = hooks, facts, Heartbeat(self._world)
         self._ahead = self._earlier_samples = self._reported_samples = 0
         meta, self._loaded = self._loaded, None
         known = None if meta is None else meta.get("run")
@@ -265,7 +266,7 @@ class Loop:
         Returns:
             Its metrics, equal on all ranks; None where nan_policy="stop" ends the run.
         """
-        progress, hooks, context, pulse, adapter = self.progress, self._hooks, self._context, self._pulse, self._adapter
+        progress, hooks, context, adapter = self.progress, self._hooks, self._context, self._adapter
         epoch, resumed_at, stopped = progress.epoch, progress.step, False
         if not resumed_at:
             self._load_rank_state(self._held)
@@ -275,7 +276,6 @@ class Loop:
         self._began = time.perf_counter() - progress.seconds
         self.in_epoch = True
         try:
-            pulse.go_on()
             held, self._held = self._held, {}
             # An epoch that is resumed has the order that was drawn when it began.
             if resumed_at:
@@ -286,18 +286,19 @@ class Loop:
             batches = source.epoch(epoch, shuffle=True, after=progress.consumed)
             if resumed_at:
                 self._load_rank_state(held)
+            recorder.ended("outside")
             while True:
-                pulse.begin_loading()
                 group = list(itertools.islice(batches, self._accumulate))
-                pulse.end_loading()
+                recorder.ended("data" if group else "outside")
                 if not group:
                     break
                 step = progress.step
                 for hook in hooks:
                     hook.on_step_begin(context, step)
                 self._set_learning_rate(step)
-                with pulse.training():
-                    adapter.train_step(group)
+                recorder.ended("other")
+                adapter.train_step(group)
+                recorder.ended("compute")
                 if adapter.fault is None:
                     self._nan_policy.step_taken()
                 elif self._nan_policy.step_refused(adapter.fault, group, step=step, epoch=epoch):
@@ -306,6 +307,7 @@ class Loop:
                     break
                 progress.advance(group, size=self._world.size)
                 self._end_step(step)
+                recorder.ended("other")
             if resumed_at and not stopped and progress.step == resumed_at:  # the epoch's steps were all taken before
                 example = source.example(epoch)
                 if example is not None:  # which names the metrics
@@ -350,20 +352,20 @@ class Loop:
             if each.options.is_due(self.progress.global_step):
                 self._save(each)
         requested = preemption.requested() is not None
-        beat = self._pulse.beat(requested or (self.commits is not None and self.commits.hosts_have_changed))
-        if beat is None:
+        report = self._heartbeat.beat(requested or (self.commits is not None and self.commits.hosts_have_changed))
+        if report is None:
             return
-        if beat.asked:
+        if report.stop:
             if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
                 self._leave()
             self._commit()
             self.commits.begin_next_round()
-        interval = self._interval(beat)
+        interval = self._interval(report)
         for hook in self._hooks:
             hook.on_interval(context, interval)
 
-    def _interval(self, beat: Beat) -> Interval:
-        """Return how the steps since the last beat went."""
+    def _interval(self, report: HeartbeatReport) -> Interval:
+        """Return how the steps since the last report went."""
         progress = self.progress
         samples = self._earlier_samples + progress.consumed.samples
         before, self._reported_samples = self._reported_samples, samples
@@ -371,10 +373,10 @@ class Loop:
             epoch=progress.epoch,
             step=progress.step,
             global_step=progress.global_step,
-            steps=beat.steps,
+            steps=report.steps,
             samples=samples - before,
-            seconds=beat.seconds,
-            times=beat.times,
+            seconds=report.seconds,
+            times=report.times,
             learning_rate=self._adapter.learning_rates[0],
             metrics=self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="running"), keep=True),
         )

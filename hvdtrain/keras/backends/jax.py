@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
 
-from hvdtrain.distributed import wait_time
+from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics, host_collectives
 from hvdtrain.keras.backends.shared import BatchWeight, fused_update, untraced  # noqa: F401 - part of each backend
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
@@ -120,7 +120,7 @@ def reduce_gradients(
     return [r.astype(g.dtype) for r, g in zip(results, gradients, strict=True)]
 
 
-@wait_time.counted()
+@recorder.waiting()
 def _reduce_on_host(names: list[str], buckets: list[list[int]], how: GradientReduction, *wires: Any) -> list[Any]:
     arrays = [np.asarray(w) for w in wires]
     pending: list[Callable[[], Any]] = []

@@ -120,6 +120,7 @@ def true_on_all_ranks(flag: Tensor, name: str, how: GradientReduction) -> Tensor
     return tf.cast(_allreduce(tf.cast(flag, tf.int32), name, how, op=basics.Min), tf.bool)
 
 
+@tensorflow_marks.marked
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> Any:
@@ -132,7 +133,6 @@ def reduce_gradients(
         how: the options.
     """
     refuse_compiler()
-    mark = tensorflow_marks.begin(gradients, names)
     reduced = [tf.convert_to_tensor(g) if how.sparse_as_dense else g for g in gradients]
     dense = [i for i, g in enumerate(reduced) if not isinstance(g, tf.IndexedSlices)]
     for i, gradient in enumerate(reduced):
@@ -147,7 +147,6 @@ def reduce_gradients(
                 outputs = _reduce_dense(tensors, [names[i] for i in dense], [variables[i] for i in dense], how)
         for i, output in zip(dense, outputs, strict=True):
             reduced[i] = output
-    tensorflow_marks.end(reduced, mark)
     return reduced
 
 

@@ -9,7 +9,8 @@ import keras
 import torch
 from packaging.version import Version
 
-from hvdtrain.distributed import tuning, wait_time, watchdog
+from hvdtrain.distributed import tuning, watchdog
+from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics
 from hvdtrain.keras.backends.shared import BatchWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
@@ -113,7 +114,7 @@ def true_on_all_ranks(flag: Any, name: str, how: GradientReduction) -> Tensor:
 
 
 @torch.no_grad()
-@wait_time.counted()
+@recorder.waiting()
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:

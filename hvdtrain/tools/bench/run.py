@@ -20,7 +20,7 @@ from hvdtrain.distributed.tuning import usable_cores
 from hvdtrain.launch import job_environment
 from hvdtrain.system import scratch
 from hvdtrain.telemetry import step_times
-from hvdtrain.telemetry.step_times import RankTimes
+from hvdtrain.telemetry.step_times import RankReport
 from hvdtrain.tools.bench import advice, report, sweep, worker
 from hvdtrain.tools.bench.floor import floor_s, parse_link
 from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, Hosts, Outcome, parse_hosts, run_ranks
@@ -121,7 +121,9 @@ def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.
         answers=1,
     )
     told = _told(outcome, options.timeout_s)
-    steps = collect([RankTimes.from_json(each) for each in told["ranks"]], name="the standard model", ranks=hosts.ranks)
+    steps = collect(
+        [RankReport.from_json(each) for each in told["ranks"]], name="the standard model", ranks=hosts.ranks
+    )
     on_memory = hosts.is_one and steps.slowest.facts.get("device") == "cpu"
     points = [
         with_floor(sweep.Point.from_dict(each), ranks=hosts.ranks, link=link, on_memory=on_memory)
@@ -264,7 +266,7 @@ def step_notes(steps: Steps) -> list[str]:
     facts = steps.slowest.facts
     framework, device = facts.get("framework", ""), facts.get("device", "cpu")
     if framework == "torch":
-        return ["Data wait: from the end of optimizer.step to the next forward pass."]
+        return ["Data wait: from the end of optimizer.step to the next forward pass, without callbacks of the Trainer."]
     if framework == "keras/jax":
         return ["On JAX each step is waited for here, so that fetching data does not hide behind the step before."]
     if framework == "keras/tensorflow":

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.telemetry.step_times import MARK, MIN_STEPS, WARMUP_STEPS, RankTimes, Summary
+from hvdtrain.telemetry.step_times import MARK, MIN_STEPS, WARMUP_STEPS, RankReport, StepSummary
 from hvdtrain.tools.bench.launch import BenchError, Outcome
 from hvdtrain.tools.bench.sweep import Fit
 
@@ -18,7 +18,7 @@ class Rank:
     """What is known of one rank's steps."""
 
     rank: int
-    summary: Summary
+    summary: StepSummary
     facts: Mapping[str, Any]
 
     @property
@@ -73,7 +73,7 @@ class Steps:
         return found
 
 
-def collect(found: Sequence[RankTimes], *, name: str, ranks: int) -> Steps:
+def collect(found: Sequence[RankReport], *, name: str, ranks: int) -> Steps:
     """Return the steps of every rank.
 
     Args:
@@ -117,7 +117,7 @@ def from_script(outcome: Outcome, *, name: str, ranks: int, timeout_s: float) ->
     found = []
     for text in outcome.marked(MARK).values():
         try:
-            found.append(RankTimes.from_json(text))
+            found.append(RankReport.from_json(text))
         except (ValueError, KeyError, TypeError) as problem:
             raise BenchError(f"a rank's report cannot be read ({problem}): {text[:200]}") from None
     complete = len(found) == ranks and all(each.summary for each in found)

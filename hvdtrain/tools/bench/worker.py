@@ -17,8 +17,7 @@ import numpy as np
 
 from hvdtrain.distributed import frameworks
 from hvdtrain.distributed.world import World, init
-from hvdtrain.telemetry import step_times
-from hvdtrain.telemetry.step_times import WARMUP_STEPS, RankTimes, Spread
+from hvdtrain.telemetry.step_times import WARMUP_STEPS, RankReport, Spread, StepTimes, rank_report
 from hvdtrain.tools.bench import floor, sweep
 
 MARK = "HVDTRAIN_BENCH:"
@@ -85,13 +84,12 @@ def _greatest(number: float, world: World) -> float:
     return float(world.allreduce(np.array([number]), "max", name="greatest")[0])
 
 
-def measure_steps(plan: Plan, world: World) -> RankTimes:
+def measure_steps(plan: Plan, world: World) -> RankReport:
     """Train the standard model for one epoch of just as many steps, and return what the recorder saw."""
     from hvdtrain import Trainer
 
-    recorder = step_times.Recorder()
-    step_times.start(recorder)
-    detach = frameworks.load(plan.framework, "step_marks").attach(recorder)
+    times = StepTimes()
+    detach = frameworks.load(plan.framework, "step_marks").attach(times)
     random = np.random.default_rng(0)
     count = (WARMUP_STEPS + plan.steps) * plan.batch_size * world.size
     # Rows that overlap in memory, or every rank would hold the samples of all.
@@ -99,11 +97,9 @@ def measure_steps(plan: Plan, world: World) -> RankTimes:
     targets = random.integers(0, CLASSES, count)
     subject = frameworks.load(plan.framework, "bench")
     trainer = Trainer(**subject.mlp(INPUTS, plan.hidden, CLASSES))
-    recorder.begin()
     trainer.fit((inputs, targets), batch_size=plan.batch_size, progress=False)
     detach()
-    step_times.start(None)
-    return step_times.rank_times(recorder)
+    return rank_report(times)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Listen(Callback):
 @pytest.fixture
 def every_step(monkeypatch):
     """Let each step end an interval."""
-    monkeypatch.setattr(loop, "Pulse", functools.partial(heartbeat.Pulse, interval_s=0))
+    monkeypatch.setattr(loop, "Heartbeat", functools.partial(heartbeat.Heartbeat, interval_s=0))
 
 
 def fit(trainer, *callbacks, samples=48, epochs=2):
@@ -62,7 +62,7 @@ def test_intervals_are_equal_on_all_ranks_and_their_metrics_exact(kit, world):
 @pytest.mark.world_size(2, 3)
 def test_listening_changes_no_metric(kit, world, monkeypatch):
     quiet = fit(kit.trainer(kit.model()))
-    monkeypatch.setattr(loop, "Pulse", functools.partial(heartbeat.Pulse, interval_s=0))
+    monkeypatch.setattr(loop, "Heartbeat", functools.partial(heartbeat.Heartbeat, interval_s=0))
     heard = fit(kit.trainer(kit.model()), Listen())
     assert {name: heard[name] for name in ("loss", "accuracy")} == {name: quiet[name] for name in ("loss", "accuracy")}
 

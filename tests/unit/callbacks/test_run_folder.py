@@ -52,7 +52,7 @@ def test_a_run_keeps_what_it_was_and_how_it_went(make, tmp_path):
 
 
 def test_an_epochs_last_interval_is_kept_however_short_the_epoch(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "Pulse", functools.partial(heartbeat.Pulse, interval_s=0))
+    monkeypatch.setattr(loop, "Heartbeat", functools.partial(heartbeat.Heartbeat, interval_s=0))
     make().fit((X, Y), epochs=2, batch_size=4, callbacks=[RunFolder(tmp_path, every_s=1000)], progress=False)
     told = [(line["kind"], line["global_step"]) for line in lines(tmp_path)]
     assert told == [("interval", 1), ("interval", 3), ("epoch", 3), ("interval", 6), ("epoch", 6)]

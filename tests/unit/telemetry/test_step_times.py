@@ -4,43 +4,42 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from hvdtrain.distributed.recorder import HostClock, Recorder
 from hvdtrain.telemetry import step_times
-from hvdtrain.telemetry.step_times import WARMUP_STEPS, RankTimes, Recorder, Spread
+from hvdtrain.telemetry.step_times import WARMUP_STEPS, RankReport, Spread, StepTimes
 
 
-class Clock:
-    """A clock that goes on when told."""
+class Steps(StepTimes):
+    """Steps by a clock that moves when a step is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.now = 100.0
+        super().__init__(Recorder(HostClock(lambda: self.now)), **options)
+        for _ in range(WARMUP_STEPS):
+            self.take(compute=50.0)
 
-    def __call__(self) -> float:
-        return self.now
-
-
-def take_step(recorder: Recorder, clock: Clock, *, compute: float, wait: float = 0.0, data: float = 0.0) -> None:
-    recorder.waited_for_data(data)
-    recorder.waited(wait)
-    clock.now += compute + wait + data
-    recorder.step_done()
-
-
-def warm(**options: object) -> tuple[Recorder, Clock]:
-    clock = Clock()
-    recorder = Recorder(clock=clock, **options)  # type: ignore[arg-type]
-    for _ in range(WARMUP_STEPS):
-        take_step(recorder, clock, compute=50.0)
-    return recorder, clock
+    def take(self, *, compute: float, wait: float = 0.0, data: float = 0.0, backward: float = 0.0) -> None:
+        self.now += data
+        self.recorder.ended("data")
+        self.now += compute - backward
+        self.recorder.ended("compute")
+        if backward:
+            self.now += backward
+            self.recorder.ended("backward")
+        with self.recorder.waiting():
+            self.now += wait
+        self.recorder.step_done()
 
 
 def test_parts_add_up_to_the_median_step() -> None:
-    recorder, clock = warm()
+    times = Steps()
     for n in range(9):
-        take_step(recorder, clock, compute=1.0 + 0.1 * n, wait=0.5, data=0.25)
-    summary = recorder.summary()
+        times.take(compute=1.0 + 0.1 * n, wait=0.5, data=0.25)
+    summary = times.summary()
     assert summary is not None
     assert summary.step_s.median == pytest.approx(1.4 + 0.75)
     parts = summary.compute_s + summary.communication_s + summary.data_s
@@ -50,89 +49,69 @@ def test_parts_add_up_to_the_median_step() -> None:
 
 
 def test_a_ranks_own_spread_is_without_its_waits_for_the_others() -> None:
-    recorder, clock = warm()
+    times = Steps()
     for n in range(9):
-        take_step(recorder, clock, compute=1.0 + 0.01 * n, wait=float(n), data=0.25)
-    summary = recorder.summary()
+        times.take(compute=1.0 + 0.01 * n, wait=float(n), data=0.25)
+    summary = times.summary()
     assert summary is not None
     assert dataclasses.astuple(summary.own_s) == pytest.approx((1.29, 1.27, 1.31))
     assert summary.step_s.high - summary.step_s.low > 4
 
 
 def test_warm_up_steps_do_not_count() -> None:
-    recorder, clock = warm()
-    assert recorder.summary() is None
+    times = Steps()
+    assert times.summary() is None
     for _ in range(4):
-        take_step(recorder, clock, compute=1.0)
-    summary = recorder.summary()
+        times.take(compute=1.0)
+    summary = times.summary()
     assert summary is not None
     assert (summary.steps, summary.step_s) == (4, Spread(1.0, 1.0, 1.0))
-    assert recorder.steps_taken == WARMUP_STEPS + 4
+    assert times.steps_taken == WARMUP_STEPS + 4
 
 
 def test_an_evaluation_between_two_steps_does_not_change_the_split() -> None:
-    recorder, clock = warm()
+    times = Steps()
     for n in range(11):
-        take_step(recorder, clock, compute=1.0, wait=1.0, data=30.0 if n == 5 else 0.0)
-    summary = recorder.summary()
+        times.take(compute=1.0, wait=1.0, data=30.0 if n == 5 else 0.0)
+    summary = times.summary()
     assert summary is not None
     assert (summary.data_s, summary.compute_s, summary.communication_s) == (0.0, 1.0, 1.0)
 
 
 def test_backward_is_unknown_until_it_is_seen() -> None:
-    recorder, clock = warm()
+    times = Steps()
     for _ in range(3):
-        take_step(recorder, clock, compute=1.0)
-    assert recorder.summary().backward_s is None  # type: ignore[union-attr]
+        times.take(compute=1.0)
+    assert times.summary().backward_s is None  # type: ignore[union-attr]
     for _ in range(30):
-        recorder.went_backward(0.6)
-        take_step(recorder, clock, compute=1.0)
-    assert recorder.summary().backward_s == pytest.approx(0.6, rel=0.15)  # type: ignore[union-attr]
-
-
-def test_begin_forgets_what_went_before() -> None:
-    recorder, clock = warm()
-    recorder.waited(7.0)
-    clock.now += 100
-    recorder.begin()
-    take_step(recorder, clock, compute=1.0)
-    take_step(recorder, clock, compute=1.0)
-    summary = recorder.summary()
-    assert summary is not None
-    assert (summary.step_s.median, summary.communication_s) == (1.0, 0.0)
-
-
-def test_a_clock_that_seems_to_run_backwards_counts_as_nothing() -> None:
-    recorder, clock = warm()
-    for _ in range(2):
-        take_step(recorder, clock, compute=1.0, wait=-1e-9)
-    assert recorder.summary().communication_s == 0.0  # type: ignore[union-attr]
+        times.take(compute=1.0, backward=0.6)
+    assert times.summary().backward_s == pytest.approx(0.6, rel=0.15)  # type: ignore[union-attr]
 
 
 def test_the_limit_counts_measured_steps() -> None:
     ended: list[int] = []
-    recorder, clock = warm(limit=4, on_limit=lambda: ended.append(1))
+    times = Steps(limit=4, on_limit=lambda: ended.append(1))
     for n in range(5):
         assert len(ended) == max(0, n - 3)
-        take_step(recorder, clock, compute=1.0)
+        times.take(compute=1.0)
     assert len(ended) == 2  # again, where a script caught the first
 
 
 def test_reports_survive_their_way_to_the_launcher() -> None:
-    recorder, clock = warm()
+    times = Steps()
     for _ in range(4):
-        take_step(recorder, clock, compute=1.0, wait=0.5)
-    sent = RankTimes(1, 2, recorder.steps_taken, recorder.summary(), {"host": "a", "cores": 2})
-    assert RankTimes.from_json(sent.to_json()) == sent
+        times.take(compute=1.0, wait=0.5)
+    sent = RankReport(1, 2, times.steps_taken, times.summary(), {"host": "a", "cores": 2})
+    assert RankReport.from_json(sent.to_json()) == sent
     assert "\n" not in sent.to_json()
-    unused = RankTimes(0, 1, 0, None)
-    assert RankTimes.from_json(unused.to_json()) == unused
+    unused = RankReport(0, 1, 0, None)
+    assert RankReport.from_json(unused.to_json()) == unused
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rank": 0, "summary": {"steps": 1}}'])
 def test_a_damaged_report_is_an_error_of_known_kind(text: str) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
-        RankTimes.from_json(text)
+        RankReport.from_json(text)
 
 
 def test_spread_of_many_values_is_their_quartiles_and_of_few_their_range() -> None:
@@ -170,7 +149,7 @@ print("not reached")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line]
     assert len(lines) == 1
-    told = RankTimes.from_json(lines[0].removeprefix(step_times.MARK))
+    told = RankReport.from_json(lines[0].removeprefix(step_times.MARK))
     assert told.summary is not None
     assert (told.rank, told.size, told.steps_taken, told.summary.steps) == (0, 1, WARMUP_STEPS + 5, 5)
     assert told.facts["samples_per_step"] == 8
@@ -195,8 +174,8 @@ import hvdtrain.torch as hvd
 from hvdtrain.telemetry import step_times
 from hvdtrain.torch import step_marks
 hvd.init()
-recorder = step_times.Recorder()
-step_marks.attach(recorder)
+times = step_times.StepTimes()
+step_marks.attach(times)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(8):
@@ -205,7 +184,7 @@ for step in range(8):
         model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print(recorder.facts["samples_per_step"], recorder.summary().data_s >= 0.04)
+print(times.facts["samples_per_step"], times.summary().data_s >= 0.04)
 """
     done = python(code)
     assert done.stdout.split() == ["6", "True"], done.stderr
@@ -215,13 +194,13 @@ KERAS_FIT = """
 import keras, numpy as np
 from hvdtrain.telemetry import step_times
 from hvdtrain.keras import step_marks
-recorder = step_times.Recorder()
-step_marks.attach(recorder)
+times = step_times.StepTimes()
+step_marks.attach(times)
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps={passes}), loss="mse",
               steps_per_execution={together})
 model.fit(np.ones((24 * 4, 3)), np.ones((24 * 4, 1)), batch_size=4, verbose=0)
-print(recorder.steps_taken, recorder.facts["samples_per_step"], recorder.facts["gradient_bytes"] // 16)
+print(times.steps_taken, times.facts["samples_per_step"], times.facts["gradient_bytes"] // 16)
 """
 
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.distributed import tuning, wait_time
+from hvdtrain.distributed import tuning
+from hvdtrain.distributed.recorder import HostClock, Recorder, Seconds
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.telemetry import heartbeat, step_times
-from hvdtrain.torch import step_marks
+from hvdtrain.telemetry.heartbeat import Heartbeat
+from hvdtrain.telemetry.step_times import StepTimes
+from hvdtrain.torch import gpu_clock, step_marks
 from hvdtrain.torch.gpu_clock import GpuClock
-from hvdtrain.torch.reducer import Reducer
 
 
 class Gpu:
@@ -38,7 +39,7 @@ class Gpu:
         class Event:
             at = None
 
-            def record(self):
+            def record(self, stream):
                 self.at = max(gpu.free, gpu.now)
 
             def synchronize(self):
@@ -57,10 +58,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", made.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=made.wait))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=made.wait))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waits for reductions on other streams too"))
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(perf_counter=lambda: made.now))
-    monkeypatch.setattr(wait_time, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr(gpu_clock, "time", SimpleNamespace(perf_counter=lambda: made.now))
     return made
 
 
@@ -71,17 +71,18 @@ class TwoRanks(SoloWorld):
         return np.array(array)
 
 
-def test_an_interval_holds_what_the_gpu_took_and_not_what_launching_did(gpu, monkeypatch):
-    monkeypatch.setattr(wait_time, "device", GpuClock())
-    beats = heartbeat.Pulse(TwoRanks())
+def test_an_interval_holds_what_the_gpu_took_and_not_what_launching_did(gpu):
+    recorder = Recorder(GpuClock())
+    beats = Heartbeat(TwoRanks(), times=recorder)
     found = []
     for _ in range(40):
-        with beats.training():
-            gpu.work(0.10)  # forward and backward
-            with wait_time.counted():
-                gpu.work(0.05)  # the stream stands still for the others
-            gpu.work(0.02)  # update
-        found.append(beats.beat(asked=False))
+        recorder.ended("other")
+        gpu.work(0.10)  # forward and backward
+        with recorder.waiting():
+            gpu.work(0.05)  # the stream stands still for the others
+        gpu.work(0.02)  # update
+        recorder.ended("compute")
+        found.append(beats.beat(False))
     times = [beat.times for beat in found if beat is not None][-1]
     assert times.step[0] == pytest.approx(0.17, rel=0.02)
     assert times.reduction[0] == pytest.approx(0.05, rel=0.02)
@@ -89,49 +90,51 @@ def test_an_interval_holds_what_the_gpu_took_and_not_what_launching_did(gpu, mon
     assert times.other[0] < 0.01
 
 
-def test_data_that_is_loaded_while_the_gpu_computes_is_not_waited_for(gpu, monkeypatch):
-    monkeypatch.setattr(wait_time, "device", GpuClock())
-    beats = heartbeat.Pulse(TwoRanks())
-
-    def batches():
-        for _ in range(40):
-            gpu.now += 0.06
-            yield "batch"
-
+def test_data_that_is_loaded_while_the_gpu_computes_is_not_waited_for(gpu):
+    recorder = Recorder(GpuClock())
+    beats = Heartbeat(TwoRanks(), times=recorder)
     found = []
-    for _ in beats.data(batches()):
-        with beats.training():
-            gpu.work(0.10)
-        found.append(beats.beat(asked=False))
+    for _ in range(40):
+        gpu.now += 0.06
+        recorder.ended("data")
+        gpu.work(0.10)
+        recorder.ended("compute")
+        found.append(beats.beat(False))
     times = [beat.times for beat in found if beat is not None][-1]
     assert times.data[0] < 0.03
     assert times.own[0] == pytest.approx(times.step[0], rel=0.01)
 
 
-def test_a_wait_within_another_one_is_counted_once(gpu, monkeypatch):
-    clock = GpuClock()
-    monkeypatch.setattr(wait_time, "device", clock)
-    with clock.training(), wait_time.counted(), wait_time.counted():
-        assert not clock.takes_waits
+def test_a_wait_within_another_one_is_counted_once(gpu):
+    recorder = Recorder(GpuClock())
+    with recorder.waiting(), recorder.waiting():
         gpu.work(0.05)
-    assert clock.read() == pytest.approx((0.05, 0.05), abs=0.002)
-    assert not clock.takes_waits
+    recorder.ended("compute")
+    assert recorder.read() == pytest.approx(Seconds(reduction=0.05), abs=0.002)
 
 
-def test_collectives_outside_of_steps_are_waited_for_by_the_host(gpu, monkeypatch):
-    monkeypatch.setattr(wait_time, "device", GpuClock())
-    before = wait_time.outside_graphs()
-    with wait_time.counted():
+def test_what_the_host_waits_in_collectives_outside_of_steps_is_no_step(gpu):
+    recorder = Recorder(GpuClock())
+    with recorder.waiting():
         gpu.now += 0.5
-    assert wait_time.outside_graphs() - before == pytest.approx(0.5)
+    recorder.ended("other")
+    assert recorder.read() == pytest.approx(Seconds(elsewhere=0.5))
+
+
+def test_before_its_first_use_the_gpu_is_not_touched(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("makes a context on the wrong device"))
+    recorder = Recorder(GpuClock())
+    gpu.now += 0.5
+    recorder.ended("data")
+    assert recorder.read() == pytest.approx(Seconds(data=0.5))
 
 
 def train(gpu, monkeypatch, *, steps):
-    """Return the recorder of steps that load for 10 ms, and compute for 30 + 60 ms, wait for 20 and update for 5."""
-    monkeypatch.setattr(Reducer, "synchronize", lambda self: gpu.work(0.020))
+    """Return the times of steps that load for 10 ms, and compute for 30 + 60 ms, wait for 20 and update for 5."""
     monkeypatch.setattr(torch.autograd, "backward", lambda: gpu.work(0.060))
-    recorder = step_times.Recorder(clock=lambda: gpu.now)
-    detach = step_marks.attach(recorder)
+    times = StepTimes(Recorder(HostClock(lambda: gpu.now)))
+    detach = step_marks.attach(times)
     module = torch.nn.Identity()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     try:
@@ -140,22 +143,23 @@ def train(gpu, monkeypatch, *, steps):
             module(torch.zeros(4, 1))
             gpu.work(0.030)
             torch.autograd.backward()
-            Reducer.synchronize(None)
+            with times.recorder.waiting():  # as the reducer does
+                gpu.work(0.020)
             gpu.work(0.005)
             optimizer.step()
     finally:
         detach()
-    return recorder
+    return times
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_exposed_communication_is_no_part_of_backward(gpu, monkeypatch, ahead):
     if ahead:
         monkeypatch.setenv(tuning.GPU_ASYNC, "1")
-    recorder = train(gpu, monkeypatch, steps=12)
-    times = recorder.summary()
-    assert recorder.facts["samples_per_step"] == 4
-    assert recorder.steps_taken == (11 if ahead else 12)  # the last one is told by the next
+    taken = train(gpu, monkeypatch, steps=12)
+    times = taken.summary()
+    assert taken.facts["samples_per_step"] == 4
+    assert taken.steps_taken == (11 if ahead else 12)  # the next step would report the last one
     assert times.communication_s == pytest.approx(0.020, abs=0.003)
     assert times.backward_s == pytest.approx(0.060, abs=0.003)
     # By its own clock the GPU has something to do while the next batch is loaded.

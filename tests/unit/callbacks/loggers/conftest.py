@@ -33,7 +33,7 @@ class StopAt(Callback):
 @pytest.fixture
 def fit(make, net, monkeypatch):
     """Return what trains for epochs of 3 steps, each an interval that is logged, and returns the history."""
-    monkeypatch.setattr(loop, "Pulse", functools.partial(heartbeat.Pulse, interval_s=0))
+    monkeypatch.setattr(loop, "Heartbeat", functools.partial(heartbeat.Heartbeat, interval_s=0))
 
     def run(*callbacks, epochs=2, **options):
         options.setdefault("run_dir", None)

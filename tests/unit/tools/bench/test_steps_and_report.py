@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hvdtrain.cli import program
-from hvdtrain.telemetry.step_times import MARK, RankTimes, Spread, Summary
+from hvdtrain.telemetry.step_times import MARK, RankReport, Spread, StepSummary
 from hvdtrain.tools.bench import report, run, steps, worker
 from hvdtrain.tools.bench.launch import BenchError, Hosts, Outcome
 from hvdtrain.tools.bench.steps import Rank, Steps
@@ -20,22 +20,22 @@ from hvdtrain.tools.bench.sweep import Fit, Point
 FACTS = {"gradient_bytes": 4000, "samples_per_step": 32, "framework": "torch", "device": "cpu", "cores": 2}
 
 
-def summary(compute: float, wait: float, data: float, backward: float | None = None) -> Summary:
+def summary(compute: float, wait: float, data: float, backward: float | None = None) -> StepSummary:
     whole = compute + wait + data
     own = compute + data
     steps, alone = Spread(whole, whole - 0.5, whole + 0.5), Spread(own, own - 0.01, own + 0.01)
-    return Summary(20, steps, alone, compute, wait, data, backward)
+    return StepSummary(20, steps, alone, compute, wait, data, backward)
 
 
 def two() -> Steps:
     return Steps([Rank(0, summary(1.0, 0.5, 0.1), FACTS), Rank(1, summary(1.3, 0.2, 0.1, 0.7), FACTS)])
 
 
-def times(rank: int, *, taken: int = 23, told: Summary | None = None, **facts: Any) -> RankTimes:
-    return RankTimes(rank, 2, taken, told, facts)
+def times(rank: int, *, taken: int = 23, told: StepSummary | None = None, **facts: Any) -> RankReport:
+    return RankReport(rank, 2, taken, told, facts)
 
 
-def outcome(status: int | None, *reports: RankTimes, output: str = "") -> Outcome:
+def outcome(status: int | None, *reports: RankReport, output: str = "") -> Outcome:
     stdout = {each.rank: f"{MARK}{each.to_json()}\n" for each in reports}
     return Outcome(status, stdout, {-1: output}, 1.0)
 

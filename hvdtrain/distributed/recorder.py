@@ -1,0 +1,227 @@
+"""Record where this process's time goes: data, compute, reduction, other.
+
+Each piece of code that works or waits reports to one recorder, `recorder`. The heartbeat and `hvdtrain bench` read it.
+It lies below telemetry because World's collectives report to it how long they wait.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+Part = Literal["data", "compute", "backward", "other", "outside"]
+
+
+class Seconds(NamedTuple):
+    """Seconds by part.
+
+    Attributes:
+        data: loading batches.
+        compute: forward pass, update, and the backward pass where nothing reports it by itself.
+        backward: the backward pass.
+        other: between steps: callbacks, and what else a rank does there.
+        outside: between runs of steps, such as a validation.
+        reduction: waiting for other ranks during compute and backward.
+        elsewhere: waiting for other ranks during data and other.
+    """
+
+    data: float = 0.0
+    compute: float = 0.0
+    backward: float = 0.0
+    other: float = 0.0
+    outside: float = 0.0
+    reduction: float = 0.0
+    elsewhere: float = 0.0
+
+    @property
+    def train(self) -> float:
+        """Forward, backward, reduction, update."""
+        return self.compute + self.backward + self.reduction
+
+    @property
+    def waited(self) -> float:
+        """Waiting for other ranks."""
+        return self.reduction + self.elsewhere
+
+    def since(self, earlier: Seconds) -> Seconds:
+        """Return the seconds since an earlier reading."""
+        return Seconds._make(map(operator.sub, self, earlier))
+
+
+_WAITS = {"compute": "reduction", "backward": "reduction", "outside": "outside"}  # else "elsewhere"
+
+
+class Clock(Protocol):
+    """Marks points in time. Where it runs behind the host, as a GPU's does, marks are read when it has reached them."""
+
+    @property
+    def runs_behind(self) -> bool:
+        """True if a mark lies in the future when it is made."""
+        ...
+
+    @property
+    def mark(self) -> Callable[[], Any]:
+        """Return a mark of now."""
+        ...
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Return the seconds from one mark to a later one."""
+        ...
+
+    def reach(self, mark: Any) -> None:
+        """Wait until the clock has reached a mark."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostClock:
+    """The host's clock; `mark` returns seconds."""
+
+    mark: Callable[[], float] = time.perf_counter
+    runs_behind: bool = False
+
+    def seconds(self, began: float, ended: float) -> float:
+        """Return the difference."""
+        return ended - began
+
+    def reach(self, mark: float) -> None:
+        """Return: now is always reached."""
+
+
+class Recorder(ContextDecorator):
+    """Adds up the seconds of each part; all of this process's time belongs to exactly one part.
+
+    Whoever ends a part reports it. Waiting for other ranks is reported on its own, from any thread.
+
+    Args:
+        clock: the host's by default.
+
+    Attributes:
+        on_step: called with the seconds of each step that `step_done` ends.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.on_step: Callable[[Seconds], None] | None = None
+        self._lock = threading.RLock()
+        self._seconds: dict[str, float] = dict.fromkeys(Seconds._fields, 0.0)
+        self._own = self._waited = 0.0  # since a part ended
+        self._waits = 0  # in progress: they may nest, and run in several threads
+        self._set_clock(clock or HostClock())
+        self._last_step = Seconds()
+        self._graphs: list[tuple[Callable[[], float], list[float]]] = []
+        self._unread: deque[tuple[Any, int, Part | None, bool]] = deque()  # of a clock that runs behind
+        self._unread_steps = 0  # of these, how many up to the end of the last step
+
+    def use(self, clock: Clock) -> None:
+        """Measure with another clock from now on."""
+        with self._lock:
+            self._read(len(self._unread))
+            self._set_clock(clock)
+
+    def _set_clock(self, clock: Clock) -> None:
+        self._clock, self._now, self._behind = clock, clock.mark, clock.runs_behind
+        self._last = clock.mark()
+
+    # Reports
+
+    def ended(self, part: Part) -> None:
+        """Count the time since the last part ended as `part`, except for what was waited."""
+        with self._lock:
+            self._mark(part)
+
+    def step_done(self) -> None:
+        """End a step, and the compute that ends it; for `on_step`."""
+        with self._lock:
+            self._mark("compute", True)
+
+    def waiting(self) -> Recorder:
+        """Return what counts the time within as waiting for other ranks; a context manager, and a decorator."""
+        return self
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._waits:
+                self._mark(None)
+            self._waits += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            if self._waits == 1:
+                self._mark(None)
+            self._waits -= 1
+
+    def move(self, part: Part, seconds: float) -> None:
+        """Count `seconds` of the part that is not ended yet as `part`."""
+        with self._lock:
+            self._seconds[part] += max(0.0, seconds)
+            self._own -= max(0.0, seconds)
+
+    def note_graph(self, seconds: Callable[[], float]) -> None:
+        """Count what a graph has waited so far, as `seconds` returns it, as reduction; it is part of compute."""
+        self._graphs.append((seconds, [0.0]))
+
+    def read_graphs(self) -> None:
+        """Take over what graphs have waited since the last call."""
+        for read, counted in self._graphs:
+            try:
+                seconds = read()
+            except Exception:  # noqa: BLE001 - the variable of a session that was cleared
+                continue
+            self._seconds["reduction"] += seconds - counted[0]
+            self._seconds["compute"] -= seconds - counted[0]
+            counted[0] = seconds
+
+    # Readings
+
+    def read(self) -> Seconds:
+        """Return the seconds so far, up to the end of the last part; waits until the clock is there."""
+        with self._lock:
+            self._read(len(self._unread))
+            self.read_graphs()
+            return Seconds._make(self._seconds.values())
+
+    def _mark(self, part: Part | None, is_step: bool = False) -> None:
+        mark = self._now()
+        if not self._behind:
+            seconds, self._last = mark - self._last, mark
+            self._count(seconds, self._waits, part, is_step)
+            return
+        self._unread.append((mark, self._waits, part, is_step))
+        if is_step:  # no step waits for its own end
+            self._read(self._unread_steps)
+            self._unread_steps = len(self._unread)
+
+    def _read(self, marks: int) -> None:
+        if marks:
+            self._clock.reach(self._unread[marks - 1][0])
+        self._unread_steps = 0
+        for _ in range(marks):
+            mark, waits, part, is_step = self._unread.popleft()
+            seconds, self._last = self._clock.seconds(self._last, mark), mark
+            self._count(seconds, waits, part, is_step)
+
+    def _count(self, seconds: float, waits: int, part: Part | None, is_step: bool) -> None:
+        if waits:
+            self._waited += seconds
+        else:
+            self._own += seconds
+        if part is None:
+            return
+        self._seconds[part] += self._own
+        self._own = 0.0
+        if self._waited:
+            self._seconds[_WAITS.get(part, "elsewhere")] += self._waited
+            self._waited = 0.0
+        if is_step and self.on_step is not None:
+            now = Seconds._make(self._seconds.values())
+            step, self._last_step = now.since(self._last_step), now
+            self.on_step(step)
+
+
+recorder = Recorder()
