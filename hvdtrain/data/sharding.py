@@ -134,15 +134,15 @@ def shard(
     The first `start` samples of the epoch are done, by any number of ranks; the others are sharded. This costs no time,
     so a resume is free.
     """
-    check_rank(rank, size)
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, size). Received: rank={rank}, size={size}")
     order = EpochOrder(num_samples, epoch=epoch, seed=seed, shuffle=shuffle)
     return Shard(order.at, range(min(start + rank, num_samples), num_samples, size))
 
 
 def epoch_order(num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> Indices:
     """Return an `EpochOrder` as an array: int64, a permutation of [0, num_samples)."""
-    order = EpochOrder(num_samples, epoch=epoch, seed=seed, shuffle=shuffle)
-    return order.at(np.arange(num_samples, dtype=np.int64))
+    return shard(num_samples, rank=0, size=1, epoch=epoch, seed=seed, shuffle=shuffle)[:]
 
 
 def shard_indices(
@@ -183,9 +183,3 @@ def check_batch_size(batch_size: int) -> None:
     """Raise ValueError unless batch_size, in samples a rank, is a whole number >= 1."""
     if not isinstance(batch_size, int | np.integer) or isinstance(batch_size, bool) or batch_size < 1:
         raise ValueError(f"batch_size is samples per rank and must be an int >= 1. Received: batch_size={batch_size!r}")
-
-
-def check_rank(rank: int, size: int) -> None:
-    """Raise ValueError unless rank is in [0, size)."""
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be in [0, size). Received: rank={rank}, size={size}")

@@ -116,3 +116,29 @@ def test_a_model_without_weights_yet_keeps_checkpoints_too(make, tmp_path):
     model = torch.nn.Sequential(torch.nn.LazyLinear(3))
     make(model).fit((X, Y), checkpoint_dir=str(tmp_path), progress=False)
     assert os.listdir(tmp_path) == ["epoch-000001"]
+
+
+def test_a_checkpoint_that_a_callback_saves_by_itself_is_saved_at_no_other_moment(make, tmp_path):
+    own = Checkpoint(tmp_path, background=False)
+
+    class Save(Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            if epoch == 0:
+                own.save(trainer)
+
+    make().fit((X, Y), epochs=3, callbacks=[Save()], progress=False)
+    assert os.listdir(tmp_path) == ["epoch-000001"]
+
+
+def test_a_callback_that_stands_after_a_checkpoint_is_part_of_it(make, tmp_path):
+    class Counts(Callback):
+        epochs = 0
+
+        def on_epoch_end(self, trainer, epoch, logs):
+            self.epochs += 1
+
+        def state(self):
+            return {"epochs": self.epochs}
+
+    make().fit((X, Y), callbacks=[Checkpoint(tmp_path), Counts()], progress=False)
+    assert ["Counts", {"epochs": 1}] in files.read_meta(tmp_path / "epoch-000001")["callbacks"]
