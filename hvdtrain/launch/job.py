@@ -110,7 +110,7 @@ class Job:
         self.listener = Listener(socket.gethostname(), launch.by_rank)
         self._began = time.monotonic()
         self._guard = guard
-        self._asked: set[int] = set()  # pids
+        self._requested: set[int] = set()  # pids
         self._is_elsewhere = launch.spec.is_elsewhere
         # A scheduler sends SIGTERM to every process of a job. mpirun would kill its ranks a moment later, within a
         # checkpoint; with the signal blocked it waits for them. It unblocks all signals for its ranks.
@@ -148,13 +148,13 @@ class Job:
         """Return its processes on this host."""
         return process_tree.members(str(self.run_dir), below=os.getpid(), without=(self._guard.pid,))
 
-    def ask_to_stop(self, pids: dict[int, int]) -> bool:
-        """Ask its ranks to stop, each once; return False if there is none."""
+    def request_stop(self, pids: dict[int, int]) -> bool:
+        """Request a stop of its ranks, once each; return False if there is none."""
         job = self.members()
-        process_tree.ask_to_stop(job, asked=self._asked, pids=pids)
+        process_tree.request_stop(job, requested=self._requested, pids=pids)
         if self._is_elsewhere:
-            if self._is_deaf and self._process.pid not in self._asked:
-                self._asked.add(self._process.pid)
+            if self._is_deaf and self._process.pid not in self._requested:
+                self._requested.add(self._process.pid)
                 process_tree.send(self._process.pid, signal.SIGUSR1)  # mpirun passes it on
             return self.status() is None
         return any(process.rank is not None for process in job.values())

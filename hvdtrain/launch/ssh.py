@@ -38,7 +38,7 @@ def on_every_host(
 
     Args:
         route: the hosts, and how to reach them.
-        task: "end" or "ask", see `hvdtrain.system.process_tree`.
+        task: "end" or "stop", see `hvdtrain.system.process_tree`.
         run_dir: the job's folder, which identifies its processes.
         wait: waits for a number of seconds, or until a child ends; returns whether to give up.
         limit_s: time limit for all hosts together.

@@ -202,9 +202,9 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
             requested_at = ranks_at = now
             say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(launch.grace_s)}")
             if launch.ssh is not None and not launch.spec.is_mpirun:  # which passes it on itself
-                ssh.on_every_host(launch.ssh, "ask", job.run_dir, wait=wait)
+                ssh.on_every_host(launch.ssh, "stop", job.run_dir, wait=wait)
         if requested_at is not None and terminated_at is None:
-            ranks = job.ask_to_stop(exit_cause.rank_pids(job.run_dir))
+            ranks = job.request_stop(exit_cause.rank_pids(job.run_dir))
             if ranks:
                 ranks_at = now
             if now - requested_at > launch.grace_s if ranks else now - ranks_at > _CLOSING_S:

@@ -1,13 +1,13 @@
 """Find the processes of one job on this host, and end them.
 
-As a script it takes the job's folder and what to do:
+As a script it takes the job's folder and a task:
 
-    guard COMMAND   end the job and remove its folder should standard input end without a word; then run the command
-    end             end the job, as another host's `hvdtrain run` asks by ssh
-    ask             ask its ranks to stop, likewise
+    guard COMMAND   when standard input ends without DONE, end the job, remove its folder, and run the command
+    end             end the job; `hvdtrain run` on another host runs this by ssh
+    stop            request a stop of its ranks; likewise
 
-Every process of a job carries its run folder in its environment, whoever started it and whoever its parent is now.
-This file imports nothing of hvdtrain: as a guard it runs in a bare interpreter, for as long as the job.
+Every process of a job has the job's folder in its environment, also if its parent has ended. This file imports nothing
+of hvdtrain, because the guard is a bare interpreter that lives as long as the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _QUIET_SCANS = 3
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a job; `rank` is None for the launcher's own."""
+    """One process of a job; `rank` is None for the launcher's processes."""
 
     pid: int
     parent: int
@@ -42,10 +42,10 @@ def members(run_dir: str | None, *, below: int | None = None, without: tuple[int
     """Return the living processes of the job of `run_dir`, by pid.
 
     Args:
-        run_dir: what the job's processes carry as HVDTRAIN_RUN_DIR; None for a job that has no folder.
-        below: a process that belongs to the job with its descendants, unless it is the calling one: a program may
-            write over its environment.
-        without: processes that do not belong to it, nor what they started.
+        run_dir: HVDTRAIN_RUN_DIR of the job's processes; None for a job without a folder.
+        below: a process whose descendants belong to the job, since a program may overwrite its environment. The process
+            itself belongs to it, too, unless it is the calling one.
+        without: processes that do not belong to the job, with their descendants.
     """
     mark = f"{RUN_DIR}={run_dir}".encode()
     parents: dict[int, int] = {}
@@ -87,7 +87,7 @@ def _rank(variables: list[bytes]) -> int | None:
     return None
 
 
-def hears(pid: int, number: int) -> bool:
+def handles(pid: int, number: int) -> bool:
     """Return whether a process has a handler for signal `number`."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -98,30 +98,31 @@ def hears(pid: int, number: int) -> bool:
     return False
 
 
-def ask_to_stop(job: dict[int, Process], *, asked: set[int], pids: dict[int, int]) -> None:
-    """Ask every rank of `job` to stop, each once: by SIGUSR1 where it handles that, else by SIGTERM.
+def request_stop(job: dict[int, Process], *, requested: set[int], pids: dict[int, int]) -> None:
+    """Request a stop of every rank of `job`, once: by SIGUSR1 if it handles it, else by SIGTERM.
 
-    Of a rank's processes the outermost that handles one is asked: a shell around it would only die.
+    The signal goes to the outermost process of a rank that handles it: a shell around it would only die.
 
     Args:
         job: what `members` returned.
-        asked: pids that were asked before; new ones are added.
-        pids: rank -> the process that is the rank, as far as ranks have reported it.
+        requested: pids that have received a request; new ones are added.
+        pids: rank -> the rank's process, as far as ranks have reported it.
     """
     tops = {p.pid for p in job.values() if p.rank is not None and (p.parent not in job or job[p.parent].rank != p.rank)}
     tops |= {pid for pid in pids.values() if pid in job and not _is_below(job, pid, tops)}
     for top in tops:
         level = [top]
-        while level and not (found := [(pid, number) for pid in level if (number := _request(pid)) is not None]):
+        while level and not (found := [(pid, number) for pid in level if (number := _signal_of(pid)) is not None]):
             level = [process.pid for process in job.values() if process.parent in level]
         for pid, number in found or [(top, signal.SIGTERM)]:
-            if pid not in asked:
-                asked.add(pid)
+            if pid not in requested:
+                requested.add(pid)
                 send(pid, number)
 
 
-def _request(pid: int) -> int | None:
-    return next((number for number in (signal.SIGUSR1, signal.SIGTERM) if hears(pid, number)), None)
+def _signal_of(pid: int) -> int | None:
+    """Return the stop signal that a process handles."""
+    return next((number for number in (signal.SIGUSR1, signal.SIGTERM) if handles(pid, number)), None)
 
 
 def _is_below(job: dict[int, Process], pid: int, tops: set[int]) -> bool:
@@ -139,10 +140,10 @@ def send(pid: int, number: int) -> None:
 
 
 def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ...] = (), limit_s: float = 10.0) -> bool:
-    """Kill a job (see `members`) until nothing of it is left; return whether nothing is."""
+    """Kill all processes of a job (see `members`); return whether none is left."""
     deadline = time.monotonic() + limit_s
     stopped: set[int] = set()
-    # Stop all before killing any: a child whose parent is gone may have nothing to be found by.
+    # Stop all before killing any: a child whose parent is gone may not be found any more.
     while (new := members(run_dir, below=below, without=without).keys() - stopped) and time.monotonic() < deadline:
         for pid in new:
             send(pid, signal.SIGSTOP)
@@ -150,7 +151,7 @@ def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ..
     for pid in stopped:
         send(pid, signal.SIGKILL)
     quiet = 0
-    # Also what one of them has started before it was stopped.
+    # Also kill what one of them started before it was stopped.
     while quiet < _QUIET_SCANS:
         found = members(run_dir, below=below, without=without)
         for pid in found:
@@ -163,9 +164,9 @@ def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ..
 
 
 def guard(run_dir: str, elsewhere: list[str]) -> None:
-    """Wait for the end of standard input; unless DONE precedes it, end the job and remove its folder.
+    """Wait for the end of standard input. Unless it was DONE, end the job and remove its folder.
 
-    `elsewhere` is a command that ends the job on other hosts; may be empty.
+    `elsewhere` is a command that ends the job on other hosts; it may be empty.
     """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)
@@ -183,4 +184,4 @@ if __name__ == "__main__":
     elif task == "end":
         end(folder)
     else:
-        ask_to_stop(members(folder), asked=set(), pids={})
+        request_stop(members(folder), requested=set(), pids={})

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from hvdtrain.system.process_tree import hears
+from hvdtrain.system.process_tree import handles
 from hvdtrain.system.settings import EXIT_STOPPED
 
 EXIT_CODE = EXIT_STOPPED
@@ -43,7 +43,7 @@ def install() -> Callable[[], None]:
     for number in _SIGNALS:
         handler = signal.getsignal(number)
         # The kernel may know a handler that Python does not: faulthandler's, for example.
-        foreign = handler is signal.SIG_DFL and hears(os.getpid(), number)
+        foreign = handler is signal.SIG_DFL and handles(os.getpid(), number)
         if handler not in (signal.SIG_IGN, None) and not foreign:
             before[number] = handler
             signal.signal(number, _ask)

@@ -61,13 +61,13 @@ def test_mpirun_alone_does_not_hear_a_schedulers_sigterm(
 
 def test_ranks_that_are_all_on_other_hosts_are_asked_through_mpirun(start: Callable[..., job.Job]) -> None:
     running = start("mpirun", **{"192.0.2.77": 2})
-    running.ask_to_stop({})
+    running.request_stop({})
     deadline = time.monotonic() + 30
     while running.status() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert running.status() == 75
-    assert not running.ask_to_stop({})
+    assert not running.request_stop({})
 
 
 def test_the_end_of_patience_reaches_mpirun(start: Callable[..., job.Job]) -> None:

@@ -77,11 +77,11 @@ def test_a_rank_is_asked_once_by_a_signal_that_it_listens_to(folder: Path, usr1:
     shell = start(folder, usr1=usr1)
     told: set[int] = set()
     try:
-        process_tree.ask_to_stop(process_tree.members(str(folder)), asked=told, pids={})
+        process_tree.request_stop(process_tree.members(str(folder)), requested=told, pids={})
         wait_for(lambda: Path(heard).exists())
         assert told == {int(Path("ready").read_text())}
         Path(heard).unlink()
-        process_tree.ask_to_stop(process_tree.members(str(folder)), asked=told, pids={})
+        process_tree.request_stop(process_tree.members(str(folder)), requested=told, pids={})
         time.sleep(0.2)
         assert not Path("heard-usr1").exists()
         assert not Path("heard-term").exists()
@@ -121,7 +121,7 @@ def test_the_guard_ends_the_job_when_its_principal_is_gone(folder: Path) -> None
 
 def test_another_host_asks_ranks_to_stop_and_ends_them_by_the_jobs_folder(folder: Path) -> None:
     shell = start(folder)
-    for task, done in (("ask", lambda: Path("heard-usr1").exists()), ("end", lambda: shell.poll() is not None)):
+    for task, done in (("stop", lambda: Path("heard-usr1").exists()), ("end", lambda: shell.poll() is not None)):
         subprocess.run([sys.executable, "-I", "-S", process_tree.__file__, str(folder), task], cwd="/", check=True)
         wait_for(done)
     assert process_tree.members(str(folder)) == {}
