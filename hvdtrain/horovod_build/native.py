@@ -177,7 +177,7 @@ def run(source: Path, *, env: dict[str, str], log: Path, progress: Progress) -> 
                 if match:
                     progress.percent(int(match.group(1)))
         except BaseException:
-            # A full disk under the log, or Ctrl-C: make must not go on alone.
+            # A full disk under the log, or Ctrl-C: make must not continue alone.
             process.terminate()
             raise
     code = process.returncode

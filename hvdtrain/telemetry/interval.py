@@ -14,17 +14,17 @@ WORDS = {"compute": "computing", "data": "waiting for data", "other": "what it d
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Mean seconds a step; arrays of shape (size,), one entry a rank.
+    """Mean seconds per step; arrays of shape (size,), one entry per rank.
 
     Attributes:
         step: whole steps, from the end of one to the end of the next.
         data: waiting for the next batches.
         train: forward, backward, reduction, update.
-        reduction: in that, waiting for reduced gradients, and so for slower ranks too. 0 on one rank. On a GPU, whose
-            work goes on behind Python's, it holds the wait for this rank's own backward pass as well; with
-            HVDTRAIN_GPU_ASYNC=1 train and reduction are what the GPU took, by its own clock.
-        other: neither data nor train: callbacks of steps and intervals, and what else a rank does between two steps,
-            but for waiting for other ranks there in collectives of `trainer.world`.
+        reduction: the part of train that waits for reduced gradients, and so for slower ranks. 0 on one rank. A GPU
+            works in the background, so this includes the wait for this rank's backward pass. With
+            HVDTRAIN_GPU_ASYNC=1, the GPU's own clock measures train and reduction.
+        other: neither data nor train: callbacks and other work between two steps, without waits for other ranks in
+            collectives of `trainer.world`.
     """
 
     step: NDArray[np.float64]
@@ -35,12 +35,12 @@ class RankTimes:
 
     @property
     def compute(self) -> NDArray[np.float64]:
-        """What the model takes of a step."""
+        """The time of forward, backward and update."""
         return np.maximum(self.train - self.reduction, 0.0)
 
     @property
     def own(self) -> NDArray[np.float64]:
-        """What each rank would take for a step by itself: a slow one makes the others wait, and cannot hide here."""
+        """The time of a step without waits for other ranks: it shows which rank is slow."""
         return self.data + self.compute + self.other
 
 
@@ -50,14 +50,14 @@ class Interval:
 
     Attributes:
         epoch: from 0.
-        step: optimizer steps done of the epoch.
-        global_step: in all.
-        steps: in this interval.
-        samples: trained on in this interval, over all ranks.
-        seconds: it took, on the slowest rank.
-        times: of the ranks.
-        learning_rate: of the first parameter group, after the last step.
-        metrics: of the epoch so far, exact over all ranks.
+        step: optimizer steps of the epoch so far.
+        global_step: optimizer steps of the run.
+        steps: optimizer steps in this interval.
+        samples: samples in this interval, over all ranks.
+        seconds: length of the interval, on the slowest rank.
+        times: each rank's mean times of a step.
+        learning_rate: the first parameter group's, after the last step.
+        metrics: metrics of the epoch so far, exact over all ranks.
     """
 
     epoch: int
@@ -72,10 +72,10 @@ class Interval:
 
     @property
     def samples_per_s(self) -> float:
-        """Over all ranks."""
+        """Samples per second, over all ranks."""
         return self.samples / self.seconds if self.seconds else 0.0
 
 
 def lower_median(values: NDArray[np.float64]) -> float:
-    """Return the median of the ranks' values, the lower one of two: of two ranks, the faster is the measure."""
+    """Return the median of the ranks' values, the lower one of two: with two ranks, the faster is the reference."""
     return float(np.sort(values)[(len(values) - 1) // 2])

@@ -246,9 +246,9 @@ class Loop:
         """
         self._save_and_wait()
         if self._world.is_root:
-            what = "nothing is kept without checkpoint_dir"
+            what = "nothing is saved without checkpoint_dir"
             if self._checkpoints:
-                what = "a checkpoint is written: start again to go on"
+                what = "a checkpoint is written: the same command resumes from it"
             step, epoch = self.progress.step, self.progress.epoch
             last = ", the last" if epoch == self._context.epochs else ""
             place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}{last}"
@@ -326,7 +326,7 @@ class Loop:
             return None
         if not progress.consumed.samples:
             raise ValueError(
-                f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated anew."
+                f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated once per epoch."
             )
         return self._results()
 

@@ -262,13 +262,13 @@ def floor_notes(points: Sequence[sweep.Point], link: float | None, hosts: Hosts)
 
 
 def step_notes(steps: Steps) -> list[str]:
-    """Say how parts of a step were told apart, where that is not plain."""
+    """Say how the parts of a step were measured, where that is not obvious."""
     facts = steps.slowest.facts
     framework, device = facts.get("framework", ""), facts.get("device", "cpu")
     if framework == "torch":
         return ["Data wait: from the end of optimizer.step to the next forward pass, without callbacks of the Trainer."]
     if framework == "keras/jax":
-        return ["On JAX each step is waited for here, so that fetching data does not hide behind the step before."]
+        return ["On JAX bench waits for each step, so that fetching data does not overlap with the step before."]
     if framework == "keras/tensorflow":
         note = (
             "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are there: "
