@@ -53,15 +53,15 @@ class Contents:
 
 
 def write(directory: str | os.PathLike[str], contents: Contents) -> None:
-    """Write a checkpoint at `directory`, instead of one that is there.
+    """Write a checkpoint at `directory`, and replace one that is there.
 
     Args:
-        directory: its place; missing parents are made.
-        contents: what it is to hold. Its arrays must not change meanwhile.
+        directory: its path; missing parents are created.
+        contents: its arrays must not change meanwhile.
 
     Raises:
         CheckpointError: the disk is full, the folder is read-only or holds other things, an array is of a type that
-            cannot be kept, ...; what was there is kept.
+            cannot be stored, ...; an older checkpoint at this path stays.
         ValueError: a group of arrays has no plain name.
     """
     target = Path(os.path.realpath(directory))
@@ -70,7 +70,7 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
         meta = json.dumps(contents.meta).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"Checkpoint {target} was not written: its meta data is no JSON: {error}") from error
-    from safetensors import SafetensorError  # not at the top: only who reads or writes needs it
+    from safetensors import SafetensorError  # not at the top: needed only to read or write
 
     try:
         folders.make(target.parent)
@@ -166,7 +166,7 @@ def _writable(stem: str, arrays: Arrays) -> Arrays:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise unless what is at `target` is a checkpoint, whole or not: never replace what somebody else put there."""
+    """Raise unless what is at `target` is a checkpoint, whole or not: never replace what another program put there."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
@@ -246,7 +246,7 @@ def _is_elsewhere(directory: Path, found: Path, seen: os.stat_result | None) -> 
     try:
         return not os.path.samestat(os.stat(now), seen) if seen else now != found
     except OSError:
-        return True  # it was moved just now: what is there instead, or that nothing is, the next look tells
+        return True  # it was moved just now: check again
 
 
 def _read_meta(folder: int) -> tuple[Manifest, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Folders that come and go whole, and what killed processes leave of them.
 
 Whatever the moment of a kill, a folder is whole under its own name, or whole under its `aside` name, or has a temporary
-name, which nobody takes for a checkpoint. A temporary folder is locked while its process works in it, and the kernel
+name, which is not taken for a checkpoint. A temporary folder is locked while its process works in it, and the kernel
 releases that lock when the process dies, in any way. So leftovers can be told from files of a live process.
 """
 
@@ -90,7 +90,7 @@ def make(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the free space of the disk that a folder is on, None where its filesystem does not tell."""
+    """Return the free space of the disk that a folder is on, None where its filesystem does not say."""
     found = os.statvfs(path)
     if not found.f_blocks:
         return None
@@ -145,7 +145,7 @@ def _temporary_name(target: Path) -> Path:
 
 
 def _is_dead(path: Path, host: str) -> bool:
-    """Return whether nobody works in a temporary folder any more."""
+    """Return whether no process works in a temporary folder any more."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         locked = _try_lock(descriptor)

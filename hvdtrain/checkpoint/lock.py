@@ -57,7 +57,7 @@ class Holder:
 
 
 class _HeldError(Exception):
-    """Another process holds the lock; `holder` is None where its file does not say who."""
+    """Another process holds the lock; `holder` is None where its file does not name it."""
 
     def __init__(self, holder: Holder | None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class FolderLock:
             holder: this process.
             is_own: returns whether a holder is an earlier start of this run, which is about to end. This method waits
                 for such a holder. It also waits for a holder on another host: if that host is lost, a shared disk
-                keeps its lock for some time.
+                holds its lock for some time.
             limit_s: how long to wait.
 
         Raises:
@@ -120,7 +120,7 @@ class FolderLock:
             self.describe(holder)
 
     def describe(self, holder: Holder) -> None:
-        """Write into the file who holds the folder."""
+        """Write the holder into the file."""
         held = _held.get(self._path) if self._holds else None
         if held is None:
             return
@@ -130,7 +130,7 @@ class FolderLock:
             os.ftruncate(held.descriptor, len(line))
             os.fsync(held.descriptor)  # until then other hosts do not see it
         except OSError as error:  # the lock is held nevertheless
-            log.debug("%s does not say who holds it: %s", self._path, error)
+            log.debug("%s does not name its holder: %s", self._path, error)
 
     def release(self) -> None:
         """Unlock the folder, if this object holds it."""

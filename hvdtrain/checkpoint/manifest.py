@@ -55,7 +55,7 @@ class Manifest:
 
     Attributes:
         files: by name.
-        finite: whether training can resume from its numbers; None where it was written before that was kept.
+        finite: whether training can resume from its numbers; None in older manifests, which do not say.
     """
 
     files: dict[str, FileEntry]

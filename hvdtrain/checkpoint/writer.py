@@ -1,4 +1,4 @@
-"""Writing behind training: one thread, one write at a time, and its failure told to who waits."""
+"""Write checkpoints behind training: one thread, one write at a time; `wait` raises its error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Box = list[_Write]
 
 
 class Writer:
-    """Writes one checkpoint at a time behind the caller, who learns of a failure at `wait` or `close`.
+    """Writes one checkpoint at a time behind the caller; `wait` and `close` raise the error of a failed write.
 
     Each write has a thread of its own, which costs a fraction of a millisecond and is no daemon: an interpreter that
     ends waits for the current write. Call all methods from one thread, the training's.
@@ -38,10 +38,10 @@ class Writer:
         Args:
             path: where to.
             contents: its content, as a copy that training does not change.
-            then: called behind the caller too, once it is written.
+            then: called in the same thread, once it is written.
 
         Raises:
-            RuntimeError: the writer is closed, or there are no more threads to be had.
+            RuntimeError: the writer is closed, or no more threads can be started.
         """
         if self._closed:
             raise RuntimeError("This writer is closed: make another one.")
@@ -51,7 +51,7 @@ class Writer:
             self._idle.clear()
             threading.Thread(target=self._run, args=(box,), name="hvdtrain-checkpoint", daemon=False).start()
         except BaseException:
-            # Ctrl-C may come before or after the thread has begun: who empties the box ends the work.
+            # Ctrl-C may come before or after the thread has begun: the one that empties the box ends the work.
             if _take(box) is not None:
                 self._idle.set()
             raise
@@ -83,7 +83,7 @@ class Writer:
             _forget_locals(error)
             self._error = self._error or error
         finally:
-            del taken, contents, then  # the error's traceback keeps this frame, which would keep the arrays
+            del taken, contents, then  # the error's traceback keeps this frame, which would hold the arrays
             self._idle.set()
 
 
@@ -95,7 +95,7 @@ def _take(box: _Box) -> _Write | None:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Let go of what the frames of an error and its causes hold: arrays as large as the model."""
+    """Release what the frames of an error and its causes hold: arrays as large as the model."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

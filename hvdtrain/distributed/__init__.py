@@ -1,1 +1,1 @@
-"""Who the ranks are, what they agree on, and what keeps one of them from waiting for ever."""
+"""The ranks, what they agree on, and the watchdog that ends a wait."""

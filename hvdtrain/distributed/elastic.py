@@ -22,14 +22,14 @@ log = logging.getLogger("hvdtrain")
 Reset = Callable[[], Any]
 
 _TRIES = 20
-_NOT_MET = "Horovod initialization failed"
+_INIT_FAILED = "Horovod initialization failed"
 
 # A user's error, which would occur again in every new round.
 _NOT_A_FAILURE = "Mismatched"
 
 
 class SoloState:
-    """State that can be committed and restored, without Horovod: nobody comes or goes.
+    """State that can be committed and restored, without Horovod: no rank joins or leaves.
 
     Args:
         bcast_object: not needed alone; taken since Horovod's State has it.
@@ -42,14 +42,8 @@ class SoloState:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Add functions to be called after ranks came or went; alone, that never happens."""
+        """Add functions to be called after ranks joined or left; alone, that never happens."""
         self._reset_callbacks.extend(callbacks)
-
-    def on_reset(self) -> None:
-        """Call the callbacks."""
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: Any) -> None:
         """Do nothing: there are no other hosts."""
@@ -63,11 +57,11 @@ class SoloState:
         """Do nothing: there are no other hosts."""
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Save a copy of the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore the copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -78,7 +72,7 @@ class SoloState:
         """Prepare for other ranks, before `sync`."""
 
 
-# Horovod's listens to its driver for hosts that come and go, which only Horovod's run-time knows how to do.
+# Horovod's State is notified by its driver of hosts that join and leave.
 _horovod: Any = None
 try:
     _horovod = importlib.import_module("horovod.common.elastic")
@@ -88,20 +82,20 @@ _State: Any = _horovod.State if _horovod else SoloState
 
 
 class State(_State):
-    """State that can be committed and restored, and hears of hosts that come and go; see `run_fn`."""
+    """State that can be committed and restored, and is notified of hosts that join and leave; see `run_fn`."""
 
     def on_reset(self) -> None:
-        """Call the callbacks. Horovod's also forgets the hosts that it heard of while ranks met."""
+        """Call the callbacks. Horovod's also forgets hosts that joined while ranks synchronized."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
 
 class ObjectState(State):
-    """State of Python objects, each an attribute, of which a commit keeps copies.
+    """State of Python objects, each an attribute, of which a commit saves copies.
 
-    Unlike Horovod's, it also goes back where an object was changed in place, such as a list that grew, and `sync` sends
-    what the attributes are, not what they were at the last commit.
+    Unlike Horovod's, it also restores objects that were changed in place, such as a list that grew, and `sync` sends
+    the present attributes, not those of the last commit.
 
     Args:
         bcast_object: sends an object of rank 0's to all ranks.
@@ -116,15 +110,15 @@ class ObjectState(State):
         self._saved_state = copy.deepcopy(kwargs)
 
     def save(self) -> None:
-        """Keep copies of the attributes."""
+        """Save copies of the attributes."""
         self._saved_state = copy.deepcopy(self._attributes())
 
     def restore(self) -> None:
-        """Go back to the copies."""
+        """Restore the copies."""
         self._set(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """Take the root's attributes, and keep copies of them."""
+        """Take the root's attributes, and save copies of them."""
         if self._names:
             self._set(self._bcast_object(self._attributes()))
             self._saved_state = copy.deepcopy(self._attributes())
@@ -138,13 +132,13 @@ class ObjectState(State):
 
 
 def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
-    """Return `func(state, ...)`, which begins again whenever ranks come, go or die.
+    """Return `func(state, ...)`, which begins again whenever ranks join, leave or die.
 
-    Before each beginning the state is synchronized from rank 0; after a failure it goes back to the last commit first.
+    Before each beginning the state is synchronized from rank 0; after a failure the last commit is restored first.
 
     Args:
         func: what to run; its first argument is a `State`.
-        reset: lets this process leave the ranks there were and meet those there are.
+        reset: lets this process leave the previous ranks and join the present ones.
     """
 
     @functools.wraps(func)
@@ -174,9 +168,9 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
                         log.warning("a rank failed (%s): the others return to their last commit", _first_line(error))
                     else:
                         raise
-                # Before they meet: of a host that comes meanwhile this is all that ranks hear, and perhaps too late.
+                # Before they synchronize: a host that joins meanwhile may be reported too late.
                 state._host_messages = queue.Queue()
-                _meet(reset)
+                _join_ranks(reset)
                 state.on_reset()
         finally:
             manager.remove_listener(state)
@@ -184,12 +178,12 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
     return wrapper if _horovod else alone
 
 
-def _meet(reset: Reset) -> None:
-    """Meet the ranks there are, again and again while some of them die before all have met.
+def _join_ranks(reset: Reset) -> None:
+    """Join the present ranks; try again where some of them die before all have joined.
 
     Raises:
         SystemExit: this host is no longer part of the job.
-        Exception: the last try's, where none went well; Horovod's driver is gone, for example.
+        Exception: the last try's, where all failed; Horovod's driver is gone, for example.
     """
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -198,7 +192,7 @@ def _meet(reset: Reset) -> None:
             if _is_removed():
                 log.warning("this host was removed from the job: its rank ends")
                 raise SystemExit(0) from None
-            if not tries_left or not (is_failure_of_others(error) or _NOT_MET in str(error)):
+            if not tries_left or not (is_failure_of_others(error) or _INIT_FAILED in str(error)):
                 raise
             log.warning("ranks could not synchronize (%s): trying again", _first_line(error))
         else:

@@ -39,7 +39,7 @@ def random_states() -> Arrays:
 
 
 def set_random_states(states: Arrays) -> None:
-    """Take on what `random_states` returned; generators that are not in it are left alone."""
+    """Restore what `random_states` returned; generators that are not in it stay as they are."""
     if "random.python" in states:
         version, has_gauss, gauss = states["random.python_gauss"].tolist()
         random.setstate((int(version), tuple(states["random.python"].tolist()), gauss if has_gauss else None))
@@ -54,13 +54,13 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
 
     With `everywhere`, all ranks get them.
 
-    "mean.x" and "max.x" that are equal on all ranks are there once, as rank 0's: models keep masks and tables, too, as
-    buffers.
+    "mean.x" and "max.x" that are equal on all ranks are there once, as rank 0's: masks and tables of
+    models are buffers too.
     """
     equal = _equal_on_all(mine, world=world)
     if not world.is_root:
         mine = {name: array for name, array in mine.items() if name not in equal}
-    parts = _exchange(_pack(mine), world=world)
+    parts = world.allgather_bytes(_pack(mine), name="rank_state")
     if not (world.is_root or everywhere):
         return {}
     return {f"{rank}/{name}": array for rank, part in enumerate(parts) for name, array in _unpack(part).items()}
@@ -74,14 +74,14 @@ def _equal_on_all(mine: Arrays, *, world: World) -> set[str]:
     return {name for name, equal in zip(names, same, strict=True) if equal}
 
 
-def deal(kept: Arrays, *, world: World) -> Arrays:
+def deal(saved: Arrays, *, world: World) -> Arrays:
     """Return this rank's values of what `gather` returned on the root; a collective.
 
     Args:
-        kept: on the root; the others' is not looked at.
-        world: the ranks there are now, perhaps not as many as then.
+        saved: on the root; that of other ranks is ignored.
+        world: the present ranks, perhaps not as many as then.
     """
-    packed = _exchange(_pack(kept) if world.is_root else b"", world=world)[0]
+    packed = world.allgather_bytes(_pack(saved) if world.is_root else b"", name="rank_state")[0]
     ranks: dict[int, Arrays] = {}
     for name, array in _unpack(packed).items():
         number, _, rest = name.partition("/")
@@ -109,14 +109,6 @@ def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
         elif rank < len(before):
             mine[name] = before[rank][name]
     return mine
-
-
-def _exchange(data: bytes, *, world: World) -> list[bytes]:
-    """Return every rank's bytes, in rank order."""
-    lengths = world.allgather(np.array([len(data)], np.int64), name="rank_state.length")
-    gathered = world.allgather(np.frombuffer(data, np.uint8), name="rank_state.bytes").tobytes()
-    ends = np.cumsum(lengths)
-    return [gathered[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def _pack(arrays: Arrays) -> bytes:

@@ -1,7 +1,7 @@
-"""World: who am I among the ranks, and the host-side collectives that everything else stands on.
+"""World: this process among the ranks, and the host-side collectives that everything else uses.
 
 One process has one World and one engine. `horovod.torch` and `horovod.tensorflow` are two native libraries with
-separate state, so the first framework that asks decides, and a second one is refused rather than left to hang.
+separate state: the first framework that is used decides, and a second one is refused, since it would hang.
 """
 
 from __future__ import annotations
@@ -121,12 +121,15 @@ class World:
         flat = array.reshape(-1).view(np.uint8)
         return self._host.broadcast(flat, root, f"hvdtrain.{name}").view(array.dtype).reshape(array.shape)
 
+    def allgather_bytes(self, data: bytes, *, name: str) -> list[bytes]:
+        """Return every rank's bytes, in rank order; lengths may differ."""
+        lengths = self.allgather(np.array([len(data)], np.int64), name=f"{name}.length")
+        gathered = self.allgather(np.frombuffer(data, np.uint8), name=f"{name}.bytes").tobytes()
+        return [gathered[end - n : end] for n, end in zip(lengths, np.cumsum(lengths), strict=True)]
+
     def allgather_object(self, obj: Any, *, name: str = "object") -> list[Any]:
         """Gather one JSON value from each rank, in rank order. JSON, so that nothing received is ever unpickled."""
-        data = np.frombuffer(json.dumps(obj).encode(), np.uint8)
-        lengths = self.allgather(np.array([data.size], np.int64), name=f"{name}.length")
-        gathered = self.allgather(data, name=f"{name}.bytes")
-        return [json.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(lengths)[:-1])]
+        return [json.loads(data) for data in self.allgather_bytes(json.dumps(obj).encode(), name=name)]
 
     def broadcast_object(self, obj: Any, *, root: int = 0, name: str = "object") -> Any:
         """Return the root's JSON value on every rank."""

@@ -194,7 +194,7 @@ class TorchAdapter:
         return training_state.capture(self._model, self._optimizer, self._scaler)
 
     def load_state(self, state: State) -> None:
-        """Take on a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
+        """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
         training_state.restore(state, self._model, self._optimizer, self._scaler)
 
     def _forward(self, batch: Batch) -> tuple[Any, Any, torch.Tensor]:

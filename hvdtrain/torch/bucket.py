@@ -75,7 +75,7 @@ class Bucket(ReductionUnit):
 
     Args:
         params, names, options, scale: as for `ReductionUnit`.
-        header: how many further numbers travel in front of the gradients, reduced as those are.
+        header: how many further numbers travel in front of the gradients, reduced in the same way.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Bucket(ReductionUnit):
         self._flat = torch.zeros(header + sum(sizes), dtype=wire_type, device=params[0].device)
         # In NumPy, where a small operation costs a tenth of torch's.
         self._header = self._flat[:header].numpy() if header else np.zeros(0)
-        # What came of the gradients, in their own type: it may be multiplied yet.
+        # The reduced gradients in their own type, in which they may still be multiplied.
         self._result = self._flat if dtype is wire_type else torch.zeros_like(self._flat, dtype=dtype)
         self._views, self._results = (
             [view.view(p.shape) for view, p in zip(flat[header:].split(sizes), params, strict=True)]
@@ -99,7 +99,8 @@ class Bucket(ReductionUnit):
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
         self._drain()
         self._flags = self.flags()
-        self._check_shapes()
+        if [p.shape for p in self.params] != self._shapes:
+            self._check_shapes()
         # Without their histories, which a backward with create_graph=True has left on them.
         torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])
         self._direct = self.how.send(self._flat, f"{self.names[0]}.bucket")
@@ -113,21 +114,17 @@ class Bucket(ReductionUnit):
                 )
 
     def exchange(self, numbers: Sequence[float], all_active: Callable[[], bool]) -> list[float]:
-        """Send the gradients with `numbers` in front of them, and return what those were reduced to."""
+        """Send the gradients with `numbers` in front of them, and return those reduced."""
         self._drain()
         self._header[:] = numbers
         self.start(all_active)
-        self._wait()
+        engine.native().synchronize(self._direct)
         received: list[float] = self._header.tolist()
         return received
 
-    def _wait(self) -> None:
-        """Wait until the bucket is reduced; again is no wait."""
-        engine.native().synchronize(self._direct)
-
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and copy the results into the gradients; see `ReductionUnit.finish`."""
-        self._wait()
+        engine.native().synchronize(self._direct)  # at once, where `exchange` has waited already
         if self._result is not self._flat:
             self._result.copy_(self._flat)
         if correction != 1.0:
@@ -142,7 +139,7 @@ class Bucket(ReductionUnit):
                 gradients.append(grad.detach())
                 results.append(result)
             else:
-                # One that was missing becomes a tensor of its own: the next step writes over the bucket.
+                # A missing gradient becomes a tensor of its own: the next step writes over the bucket.
                 store_gradient(param, result.clone())
         if gradients:
             torch._foreach_copy_(gradients, results)

@@ -57,8 +57,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
     """Return the root's object on every rank.
 
-    As Horovod's it pickles the object there and unpickles it here, which may run code: a rank's of this run, never a
-    file's.
+    As in Horovod the root pickles the object and the others unpickle it, which may run code: a rank's of this run,
+    never a file's.
 
     Args:
         obj: the root's object; the other ranks' is ignored.

@@ -84,20 +84,20 @@ def _class_weights(loss: Any) -> NDArray[np.float64]:
 
 
 class LossWeights:
-    """What each batch's mean loss weighs in its step, so that N ranks give the gradient of one process.
+    """Weights of the batches' mean losses in a step, so that N ranks give the gradient of one process.
 
     With mean losses L of denominators d over batches k and ranks r, one process would minimise
     sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` ranks, so each loss is scaled by
-    d_rk * size / sum(d). How many samples all ranks hold is known by arithmetic; which labels are ignored is not, and
-    it costs no round of its own: losses are scaled for the sum that is expected, the sum travels with the gradients,
-    and the reducer scales them once more in the steps in which it was another one.
+    d_rk * size / sum(d). The number of samples on all ranks is known by arithmetic. The number of ignored labels is
+    not: losses are scaled for the expected sum, the sum travels with the gradients, and the reducer scales them again
+    in steps in which it was different. So it costs no collective of its own.
 
     Attributes:
         counted: what counts of each batch of the current step.
         weight: sum of this rank's denominators, where other ranks cannot know it; None where they can.
         expected: sum over all ranks that losses are scaled for.
-        per_sample: the most that a sample has counted so far, equal on all ranks. The most: gradients are then never
-            scaled up before they are reduced, where float16 on the wire could not hold them.
+        per_sample: the largest weight of a sample so far, equal on all ranks. With the largest, gradients are never
+            scaled up before they are reduced, which float16 on the wire could not hold.
     """
 
     def __init__(self, loss: Any, world: World) -> None:
@@ -142,7 +142,7 @@ class LossWeights:
         return float(size) if self._sums else self.counted[index].weight * size / self.expected
 
     def learn(self, total: float | None) -> None:
-        """Take note of the sum that came with the gradients."""
+        """Learn from the sum that came with the gradients."""
         if total is not None:
             # In float32, and perhaps divided and multiplied by the number of ranks: counts are whole.
             total = float(round(total)) if self._loss.weight is None else total

@@ -62,7 +62,7 @@ class DistributedMixin(torch.optim.Optimizer):
         watchdog.step_done()
         return result
 
-    # torch times and hooks a class's step; this one only passes on to one that already is.
+    # torch times and hooks the step of each class; this one calls a step that already is.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -86,7 +86,7 @@ class DistributedMixin(torch.optim.Optimizer):
         return reduced
 
     def synchronize(self, *, weight: float | None = None, expected: float = 0.0) -> float | None:
-        """Reduce the gradients now, for example before clipping; then `step` under `skip_synchronize`.
+        """Reduce the gradients now, for example before clipping; then call `step` under `skip_synchronize`.
 
         With a `weight` on every rank, such as the number of labels that count, the gradients are multiplied by
         `expected` / (sum of weights), and the sum is returned: see `Reducer.synchronize`.

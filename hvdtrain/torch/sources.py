@@ -136,23 +136,18 @@ def _shard_sampler(loader: DataLoader[Any], *, world: World, seed: int) -> Shard
 def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
     """Return a DataLoader over the same dataset with the same workers and collation, in another order."""
     dataset = next((each.dataset for each in order.values() if isinstance(each, SeededBatches)), loader.dataset)
-    workers: dict[str, Any] = {}
-    if loader.num_workers:
-        workers = {
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-        }
     return DataLoader(
         dataset,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         num_workers=loader.num_workers,
         generator=loader.generator,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
         **order,
-        **workers,
     )
 
 

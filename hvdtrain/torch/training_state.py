@@ -17,10 +17,7 @@ def to_host(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _on_host(tensor: torch.Tensor) -> NDArray[Any]:
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
-    return tensor.cpu().numpy()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -33,7 +30,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
     """Return all that training changes; on the host as views of it, since a copy is as large as the model."""
-    arrays = {f"model.{name}": _on_host(tensor) for name, tensor in model.state_dict().items() if _is_tensor(tensor)}
+    arrays = {f"model.{name}": _on_host(tensor) for name, tensor in _tensors(model).items()}
     saved = optimizer.state_dict()
     scalars: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
@@ -61,12 +58,12 @@ def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
 
 
 def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
-    """Take on what `capture` returned.
+    """Restore what `capture` returned.
 
     Raises:
         ValueError: a tensor is missing, left over, or of another shape; named, and nothing has changed.
     """
-    current = {name: tensor for name, tensor in model.state_dict().items() if _is_tensor(tensor)}
+    current = _tensors(model)
     saved = {name[6:]: array for name, array in state.arrays.items() if name.startswith("model.")}
     for name in [*current, *saved]:
         here = tuple(current[name].shape) if name in current else "missing"
@@ -102,7 +99,7 @@ def random_states() -> dict[str, NDArray[Any]]:
 
 
 def set_random_states(held: dict[str, NDArray[Any]]) -> None:
-    """Take on what `random_states` returned, as far as it is there."""
+    """Restore what `random_states` returned, as far as it is there."""
     if "random.torch" in held:
         torch.set_rng_state(torch.from_numpy(held["random.torch"].copy()))
     if "random.cuda" in held and torch.cuda.is_initialized():
@@ -111,19 +108,21 @@ def set_random_states(held: dict[str, NDArray[Any]]) -> None:
 
 def rank_state(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
     """Return the random states, and the buffers, which ranks settle at an epoch's end."""
-    held = random_states()
-    for name, buffer in model.named_buffers():
-        held[f"{'mean' if buffer.is_floating_point() else 'max'}.buffer.{name}"] = to_host(buffer)
-    return held
+    return random_states() | {name: to_host(buffer) for name, buffer in _buffers(model).items()}
 
 
+@torch.no_grad()
 def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module) -> None:
-    """Take on what `rank_state` returned, as far as it is there."""
+    """Restore what `rank_state` returned, as far as it is there."""
     set_random_states(held)
-    buffers = {f"{'mean' if b.is_floating_point() else 'max'}.buffer.{name}": b for name, b in model.named_buffers()}
-    with torch.no_grad():
-        for name in buffers.keys() & held.keys():
-            buffers[name].copy_(torch.from_numpy(held[name].copy()))
+    for name, buffer in _buffers(model).items():
+        if name in held:
+            buffer.copy_(torch.from_numpy(held[name].copy()))
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's buffers under the names that `hvdtrain.distributed.rank_state` explains."""
+    return {f"{'mean' if b.is_floating_point() else 'max'}.buffer.{name}": b for name, b in model.named_buffers()}
 
 
 def _layout(optimizer: Any) -> list[Any]:
@@ -145,6 +144,6 @@ def _as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     return restored
 
 
-def _is_tensor(value: Any) -> bool:
-    # A module may keep anything in its state_dict through get_extra_state.
-    return isinstance(value, torch.Tensor)
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    # A module may put anything into its state_dict through get_extra_state.
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

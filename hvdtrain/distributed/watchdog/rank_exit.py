@@ -70,7 +70,7 @@ class RankExit:
         return f"rank {self.rank} (host {self.host})"
 
     def install(self) -> None:
-        """Take the hooks; whoever had them before is still called."""
+        """Set the hooks; previous hooks are still called."""
         hook, thread_hook = sys.excepthook, threading.excepthook
 
         def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

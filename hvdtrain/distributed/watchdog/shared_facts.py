@@ -106,7 +106,7 @@ def open_facts(rank: int, *, elastic: bool = False) -> SharedFacts:
 
 
 def _private_folder(job: list[str]) -> Path | None:
-    """Return a folder that this user's processes of one job share, and nobody else can write to; None without one."""
+    """Return a folder that this user's processes of one job share, and no other user can write to; None without one."""
     base = Path(tempfile.gettempdir()) / f"hvdtrain-{os.getuid()}"
     folder = base / hashlib.sha256("|".join(job).encode()).hexdigest()[:16]
     try:
@@ -132,7 +132,7 @@ def _sweep(folder: Path) -> None:
 
 
 def process_state(pid: int) -> str:
-    """Return in words what became of a process of this host; "" if it lives, or where that cannot be told."""
+    """Return in words how a process of this host ended or stopped; "" if it runs, or where that is unknown."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

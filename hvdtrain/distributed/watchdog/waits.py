@@ -88,7 +88,7 @@ def note_device(done: Callable[[], bool]) -> None:
 def _device_is_done() -> bool:
     try:
         return _device[1]()
-    except Exception:  # noqa: BLE001 - the device's own error, which the main thread will meet
+    except Exception:  # noqa: BLE001 - the device's own error, which the main thread will get
         return True
 
 
@@ -141,8 +141,8 @@ def find(*, besides: int | None = None) -> list[Wait]:
                 Wait((name, began), kind, thread, names) for name, names, began, ended in _counted() if began != ended
             ]
         elif kind is not None:
-            # Horovod never gives a handle's number twice. A frame is kept until the next look, so that no other can
-            # take its place and be mistaken for it.
+            # Horovod never gives a handle's number twice. A frame is held until the next check, so that no
+            # other can take its address and be mistaken for it.
             handle = frame.f_locals.get("handle") if code.co_name == "synchronize" else None
             waits.append(Wait((thread, handle if isinstance(handle, int) else frame), kind, thread))
     if not _device_is_done():

@@ -65,7 +65,7 @@ def test_ranks_try_to_meet_again_while_others_die():
         if errors:
             raise errors.pop()
 
-    elastic._meet(reset)
+    elastic._join_ranks(reset)
     assert len(tries) == 3
 
 
@@ -74,7 +74,7 @@ def test_ranks_that_never_meet_end_with_the_reason():
         raise ValueError("Horovod initialization failed. Please check log messages above")
 
     with pytest.raises(ValueError, match="initialization failed"):
-        elastic._meet(reset)
+        elastic._join_ranks(reset)
 
 
 def test_an_error_of_ones_own_is_no_reason_to_try_again():
@@ -85,7 +85,7 @@ def test_an_error_of_ones_own_is_no_reason_to_try_again():
         raise ValueError("HVDTRAIN_STALL_S must be a number")
 
     with pytest.raises(ValueError, match="HVDTRAIN_STALL_S"):
-        elastic._meet(reset)
+        elastic._join_ranks(reset)
     assert len(tries) == 1
 
 
@@ -96,7 +96,7 @@ def test_a_rank_whose_host_was_removed_ends_in_order(monkeypatch):
         raise ValueError("Horovod initialization failed")
 
     with pytest.raises(SystemExit) as ended:
-        elastic._meet(reset)
+        elastic._join_ranks(reset)
     assert ended.value.code == 0
 
 
