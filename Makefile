@@ -42,7 +42,7 @@ help: ## Say what there is
 
 setup: $(STAMP) ## Make .venv: pinned frameworks, hvdtrain, and Horovod built for them
 
-$(STAMP): pyproject.toml scripts/bootstrap.py hvdtrain/system/toolchain.py $(wildcard hvdtrain/horovod_build/*.py)
+$(STAMP): pyproject.toml scripts/bootstrap.py hvdtrain/system/toolchain.py $(wildcard hvdtrain/horovod_build/*.py hvdtrain/horovod_build/patches/*.patch)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python >= 3.10 is needed. $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	@$(PYTHON) -I scripts/bootstrap.py --venv $(VENV)
 	@touch $@
@@ -122,7 +122,7 @@ mpi5: $(STAMP) ## The package index's Open MPI 5 in an environment of its own: b
 	$(MPI5)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
 		"$$(sed -n 's/^mpi = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	export PATH="$(MPI5)/bin:$$PATH"; hvdtrain build && mpirun --version | grep 'Open MPI) 5' && \
-		python -m pytest tests/e2e/launch/test_run*.py tests/e2e/distributed/test_tuning.py tests/e2e/horovod_build/test_horovod_edits.py \
+		python -m pytest tests/e2e/launch/test_run*.py tests/e2e/distributed/test_tuning.py tests/e2e/horovod_build/test_horovod_changes.py \
 			tests/engines/test_mpirun.py tests/engines/test_hosts.py && \
 		python tests/ranks/run.py --np 2 --only torch
 

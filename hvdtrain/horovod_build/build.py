@@ -1,4 +1,4 @@
-"""`hvdtrain build`, step by step: look, fetch, edit, compile, install, prove."""
+"""`hvdtrain build`, step by step: look, fetch, patch, compile, install, prove."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build import cache, edits, frameworks, install, installed, native, owners, sdist
+from hvdtrain.horovod_build import cache, changes, frameworks, install, installed, native, owners, sdist
 from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.progress import Progress
@@ -72,8 +72,8 @@ def build(options: Options) -> Path | None:
     if options.dry_run:
         hit = cache.load(wheels, key) is not None and not options.rebuild
         progress.note(f"cache: {wheels / key} ({'there: nothing to compile' if hit else 'not there: would compile'})")
-        for edit in () if hit else edits.EDITS:
-            progress.note(f"edit {edit.path}: {edit.why}")
+        for patch in () if hit else changes.read_patches():
+            progress.note(f"patch {patch.name}: {patch.reason.splitlines()[0]}")
         return None
     with owners.alone(), cache.locked(wheels, key):
         entry = None if options.rebuild else cache.load(wheels, key)
@@ -168,9 +168,7 @@ def _compile(
     log = logs / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as scratch:
         tree = sdist.unpack(source, Path(scratch))
-        edits.apply(tree)
-        edits.add(tree)
-        edits.replace(tree)
+        changes.change(tree)
         env = native.environment(
             found, chosen, tools=tools, scratch=Path(scratch), record=record(found, key), jobs=jobs
         )
@@ -188,7 +186,7 @@ def record(found: Found, key: str) -> str:
     return json.dumps(
         {
             "key": key,
-            "edits": edits.fingerprint(),
+            "edits": changes.fingerprint(),
             "data_planes": ",".join(found.planes),
             "mpi": found.mpi.version if found.mpi else "",
             "cuda": found.cuda.version if found.gpu and found.cuda else "",

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build import edits, library_paths, owners, sdist
+from hvdtrain.horovod_build import changes, library_paths, owners, sdist
 from hvdtrain.horovod_build.errors import CacheError, LibraryPathError
 from hvdtrain.horovod_build.find import Found
 
@@ -105,7 +105,7 @@ def key_parts(found: Found, chosen: dict[str, str]) -> dict[str, str]:
     parts = {
         "horovod": sdist.VERSION,
         "sdist": sdist.SHA256,
-        "edits": edits.fingerprint(),
+        "edits": changes.fingerprint(),
         "record": _CARRIED,
         "tools": " ".join(sdist.BUILD_TOOLS),
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('EXT_SUFFIX')}",

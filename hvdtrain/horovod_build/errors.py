@@ -29,8 +29,8 @@ class SdistError(BuildError):
     """Horovod's sdist cannot be had, or is not the one that was checked."""
 
 
-class EditMismatchError(BuildError):
-    """An edit's old text is not in the sdist as expected."""
+class PatchError(BuildError):
+    """A patch, or a file of ours, does not fit the sdist."""
 
 
 class CompileError(BuildError):

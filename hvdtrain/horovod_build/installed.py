@@ -79,9 +79,9 @@ def built_for() -> dict[str, str]:
 
 def has_these_changes() -> bool:
     """Return whether the installed Horovod was built with the changes that this version of hvdtrain makes."""
-    from hvdtrain.horovod_build import edits
+    from hvdtrain.horovod_build import changes
 
-    return bool(record().get("edits") == edits.fingerprint())
+    return bool(record().get("edits") == changes.fingerprint())
 
 
 def has_other_changes() -> bool:

@@ -40,7 +40,7 @@ def sha256_of(path: Path) -> str:
 
 
 def check(path: Path) -> Path:
-    """Return `path` if it is the sdist that the edits were written for.
+    """Return `path` if it is the sdist that the patches were made for.
 
     Raises:
         SdistError: another file.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvdtrain.distributed import tuning
-from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.horovod_build.shared import proof
 from hvdtrain.launch import job_environment
 from hvdtrain.system import start_ranks
 from hvdtrain.system.process_tree import RUN_DIR

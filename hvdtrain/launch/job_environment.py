@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdtrain.distributed import launch_environment
 from hvdtrain.errors import UsageError
-from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks
+from hvdtrain.horovod_build.shared import start_checks
 from hvdtrain.launch import arguments, loopback, other_hosts
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import open_mpi, start_ranks

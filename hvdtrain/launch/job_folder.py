@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.errors import UsageError
-from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks
+from hvdtrain.horovod_build.shared import start_checks
 from hvdtrain.system import process_tree
 
 _PREFIX = "hvdtrain-run-"

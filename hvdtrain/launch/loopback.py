@@ -91,7 +91,7 @@ def listening(spec: LaunchSpec, environment: Mapping[str, str]) -> dict[str, str
         spec: its options may choose interfaces.
         environment: the variables that are there, which may too.
     """
-    from hvdtrain.horovod_build.added.horovod.runner.common.util import listen_on
+    from hvdtrain.horovod_build.shared import listen_on
 
     options = " ".join(spec.options)
     interfaces = listen_on.interfaces((), options, environment)
@@ -105,7 +105,7 @@ def _library() -> str:
 
 
 def _preload(before: str | None) -> str:
-    from hvdtrain.horovod_build.added.horovod.runner.common.util import loopback
+    from hvdtrain.horovod_build.shared import loopback
 
     try:
         return loopback.preload(_library(), before)

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hvdtrain.horovod_build import edits
+from hvdtrain.horovod_build import changes
 
-sys.path.insert(0, str(edits.ADDED / "horovod/runner/common/util"))
+sys.path.insert(0, str(changes.ROOT / "added/horovod/runner/common/util"))
 import proof
 
 KEY = "5b" * 32

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError, RankFailedError
-from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker
 from hvdtrain.integrations.ray.fixed import Follow, RayOutcome

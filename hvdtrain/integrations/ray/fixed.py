@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker, placement_group
 from hvdtrain.launch.exchange import Message

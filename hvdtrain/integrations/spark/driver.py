@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from hvdtrain.errors import PackageMissingError, UsageError
-from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.spark.job import slots
 from hvdtrain.integrations.spark.ranks import Ranks

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hvdtrain.errors import UsageError
-from hvdtrain.horovod_build.added.horovod.runner.common.util import proof
+from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.spark import wire
 from hvdtrain.launch import job_environment, job_folder

@@ -92,6 +92,9 @@ def test_the_wheel_is_typed_and_holds_the_package_alone(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     found = contents(wheel)
     assert "hvdtrain/py.typed" in found
+    changes = ROOT / "hvdtrain/horovod_build"
+    files = [path for folder in ("patches", "added", "replaced") for path in (changes / folder).rglob("*.*")]
+    assert {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"} <= found.keys()
     assert {name.split("/")[0].partition("-")[0] for name in found} == {"hvdtrain"}
     assert not [name for name in found if "__pycache__" in name or "/test" in name]
     (metadata,) = (text for name, text in found.items() if name.endswith("/METADATA"))

@@ -12,7 +12,8 @@ from hvdtrain.horovod_build import build as steps
 from hvdtrain.horovod_build import cache, native, probe, sdist
 from hvdtrain.horovod_build import install as installing
 from hvdtrain.horovod_build.build import Options, build
-from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
+from hvdtrain.horovod_build.changes import change
+from hvdtrain.horovod_build.errors import CompileError, PatchError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, Mpi
 from hvdtrain.horovod_build.frameworks import Framework
 
@@ -56,8 +57,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(sdist, "fetch_tools", lambda home: tmp_path / "tools")
     monkeypatch.setattr(sdist, "fetch", lambda home, tools: tmp_path / "sdist")
     monkeypatch.setattr(sdist, "unpack", unpack)
-    monkeypatch.setattr(steps.edits, "apply", lambda tree: None)
-    monkeypatch.setattr(steps.edits, "replace", lambda tree: None)
+    monkeypatch.setattr(steps.changes, "change", lambda tree: None)
     monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
     monkeypatch.setattr(installing, "install", lambda wheel, cache: done.installed.append(wheel))
     monkeypatch.setattr(installing, "remove", lambda cache: done.installed.append(None))
@@ -104,10 +104,25 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(
 ) -> None:
     assert build(Options(dry_run=True)) is None
     shown = capsys.readouterr().out
-    for said in ("torch 2.13.0+cpu", "Open MPI 4.1.4", "data planes: gloo, mpi", "would compile", "a note", "C++17"):
+    for said in (
+        "torch 2.13.0+cpu",
+        "Open MPI 4.1.4",
+        "data planes: gloo, mpi",
+        "would compile",
+        "a note",
+        "C++17",
+        "patch 02-gcc-13: Include",
+    ):
         assert said in shown
     assert (machine.compiled, machine.installed, machine.proved) == (0, [], [])
     assert not machine.cache.exists()
+
+
+def test_a_patch_that_does_not_apply_stops_the_build(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps.changes, "change", change)
+    with pytest.raises(PatchError, match=r"Patch 01-cxx-standard does not apply to CMakeLists\.txt"):
+        build(Options())
+    assert (machine.compiled, machine.installed, machine.proved) == (0, [], [])
 
 
 def test_a_failed_proof_is_an_error_that_names_framework_and_plane_after_all_were_tried(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.horovod_build import cache, edits, native
+from hvdtrain.horovod_build import cache, changes, native
 from hvdtrain.horovod_build.errors import CacheError
 from hvdtrain.horovod_build.find import Cuda, Found, Mpi, Nccl
 from hvdtrain.horovod_build.frameworks import Framework
@@ -51,11 +51,11 @@ def test_whatever_changes_the_wheel_changes_the_key(other: Found) -> None:
     assert key(other) != key()
 
 
-def test_flags_python_and_edits_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_python_and_patches_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {key(), key(CXXFLAGS="-g"), key(HOROVOD_BUILD_ARCH_FLAGS="-mavx2")}
     monkeypatch.setattr(cache.sysconfig, "get_config_var", lambda name: ".cpython-399-other.so")
     keys.add(key())
-    monkeypatch.setattr(edits, "fingerprint", lambda: "other")
+    monkeypatch.setattr(changes, "fingerprint", lambda: "other")
     keys.add(key())
     assert len(keys) == 5
 

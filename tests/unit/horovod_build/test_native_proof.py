@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.horovod_build import edits
+from hvdtrain.horovod_build import changes
 
-HEADER = edits.ADDED / "horovod/common/hvdtrain_proof.h"
+HEADER = changes.ROOT / "added/horovod/common/hvdtrain_proof.h"
 # Each line of the input is a question, its words in hex; each line of the output is the answer to one.
 PROGRAM = """
 #include "hvdtrain_proof.h"
@@ -72,7 +72,7 @@ int main() {
 }
 """
 COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-spec = importlib.util.spec_from_file_location("proof", edits.ADDED / "horovod/runner/common/util/proof.py")
+spec = importlib.util.spec_from_file_location("proof", changes.ROOT / "added/horovod/runner/common/util/proof.py")
 assert spec
 assert spec.loader
 proof = importlib.util.module_from_spec(spec)

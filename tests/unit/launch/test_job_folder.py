@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks
+from hvdtrain.horovod_build.shared import start_checks
 from hvdtrain.launch import job_folder
 from hvdtrain.system import process_tree
 
@@ -110,7 +110,7 @@ def test_a_signal_before_the_job_starts_leaves_no_folder(number: int, tmp_path: 
     code = (
         "import sys, time\n"
         "from hvdtrain.launch import job_folder\n"
-        "from hvdtrain.horovod_build.added.horovod.runner.common.util import start_checks\n"
+        "from hvdtrain.horovod_build.shared import start_checks\n"
         "start_checks.SHARED_MEMORY = sys.argv[1]\n"
         "with job_folder.removed_at_the_end():\n"
         "    print(job_folder.make(0)[0], flush=True)\n"

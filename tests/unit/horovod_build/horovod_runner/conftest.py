@@ -1,4 +1,4 @@
-"""Horovod's launcher as hvdtrain edits it: these tests are about the Horovod that is installed."""
+"""Horovod's launcher as hvdtrain changes it: these tests are about the Horovod that is installed."""
 
 from __future__ import annotations
 

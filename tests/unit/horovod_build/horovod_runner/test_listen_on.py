@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.horovod_build.added.horovod.runner.common.util import listen_on, loopback
+from hvdtrain.horovod_build.shared import listen_on, loopback
 
 HERE = ["localhost", "192.0.2.77"]
 LIBRARY = "/opt/horovod/libhvdtrain_listen.so"

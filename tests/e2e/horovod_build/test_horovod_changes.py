@@ -1,4 +1,4 @@
-"""What the edits of Horovod's source promise, on the Horovod that is installed."""
+"""What the changes of Horovod's source promise, on the Horovod that is installed."""
 
 from __future__ import annotations
 
