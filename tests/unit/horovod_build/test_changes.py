@@ -20,7 +20,7 @@ def source_of(root: Path, patches: list[Patch]) -> Path:
     for hunk in (hunk for patch in reversed(patches) for hunk in reversed(patch.hunks)):
         lines = files.setdefault(hunk.path, [None] * 3000)
         there = lines[hunk.first : hunk.first + len(hunk.new)]
-        assert all(line in (None, new) for line, new in zip(there, hunk.new, strict=True)), "an earlier patch's line is gone"
+        assert all(line in (None, new) for line, new in zip(there, hunk.new, strict=True)), "no patch changes it later"
         lines[hunk.first : hunk.first + len(hunk.new)] = hunk.old
     for path, lines in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)

@@ -170,6 +170,7 @@ def test_messages_in_the_index_of_the_troubleshooting_page_are_hvdtrains() -> No
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
+    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "hvdtrain/horovod_build/patches").iterdir()]
     for row in rows:
         for message in re.findall(r"`(.+?)`", row):
             for piece in filter(None, (part.strip() for part in message.split("..."))):
