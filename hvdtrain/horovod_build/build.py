@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build import cache, changes, frameworks, install, installed, native, owners, sdist
+from hvdtrain.horovod_build import cache, changes, frameworks, installed, native, owners, pip, sdist
 from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, find_all
+from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.horovod_build.progress import Progress
 
 _STEPS = 4
@@ -109,7 +110,7 @@ def _install_and_prove(
         progress.step("Installed already: this very wheel")
     else:
         progress.step("Installing the wheel")
-        install.install(entry.wheel, cache=home)
+        pip.install(entry.wheel, cache=home)
     if not options.prove:
         return
     progress.step("Proving it: an allreduce and a training step between two processes")
@@ -134,9 +135,9 @@ def _refusal(found: Found, problem: str) -> UntestedVersionError:
 def _take_back(before: cache.Entry | None, home: Path) -> str:
     """Install what was installed before, as far as the cache has it, and say so."""
     if before is None:
-        install.remove(cache=home)
+        pip.remove(cache=home)
         return "It was uninstalled again."
-    install.install(before.wheel, cache=home)
+    pip.install(before.wheel, cache=home)
     return "What was installed before is installed again."
 
 
@@ -206,11 +207,11 @@ def prove(found: Found, *, progress: Progress) -> None:
 
     failed: list[str] = []
 
-    def try_one(job: tuple[str, probe.Plane, int]) -> probe.Probe:
+    def try_one(job: tuple[str, Plane, int]) -> probe.Probe:
         framework, plane, ranks = job
         return probe.allreduce(framework, plane, ranks=ranks, timeout_s=_PROOF_TIMEOUT_S, step=plane != "nccl")
 
-    jobs: list[tuple[str, probe.Plane, int]] = []
+    jobs: list[tuple[str, Plane, int]] = []
     for framework in found.frameworks:
         for plane in found.planes:
             if plane != "nccl":

@@ -9,14 +9,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from hvdtrain.horovod_build.errors import MissingToolError
 from hvdtrain.horovod_build.frameworks import Framework, find_cxx_standard, find_frameworks, is_tested
-from hvdtrain.horovod_build.installed import package_folders
+from hvdtrain.horovod_build.installed import Plane, package_folders
 from hvdtrain.system import open_mpi, toolchain
-
-Plane = Literal["mpi", "gloo", "nccl"]
 
 # The oldest NVIDIA driver for programs of a CUDA major version.
 _OLDEST_DRIVERS = {"12": 525, "13": toolchain.OLDEST_DRIVER}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +10,10 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from hvdtrain.horovod_build.errors import NoFrameworkError, UntestedVersionError
-from hvdtrain.horovod_build.installed import package_folder
+from hvdtrain.horovod_build.installed import framework_pin, framework_version, package_folder
 
 # [first, last): releases that the tests ran on. Widen after a test run, not before.
 TESTED = {"torch": ("2.11", "2.16"), "tensorflow": ("2.21", "2.22")}
-
-_DISTRIBUTIONS = {
-    "torch": ("torch",),
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-cpu-aws", "tf-nightly"),
-}
 
 # The header that refuses an older C++ standard than its framework was written for.
 _ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
@@ -53,18 +47,13 @@ def find_torch() -> Framework | None:
 def find_tensorflow() -> Framework | None:
     """Ask the distribution that holds `tensorflow` for its version, and its build_info.py for CUDA."""
     folder = package_folder("tensorflow")
-    if folder is None:
+    version = framework_version("tensorflow")
+    if folder is None or version is None:
         return None
-    for distribution in _DISTRIBUTIONS["tensorflow"]:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        info = folder / "python" / "platform" / "build_info.py"
-        text = info.read_text(encoding="utf-8") if info.is_file() else ""
-        cuda = re.search(r"['\"]cuda_version['\"]\s*[:,]\s*['\"]([^'\"]+)", text)
-        return Framework("tensorflow", version, cuda.group(1) if cuda else "")
-    return None
+    info = folder / "python" / "platform" / "build_info.py"
+    text = info.read_text(encoding="utf-8") if info.is_file() else ""
+    cuda = re.search(r"['\"]cuda_version['\"]\s*[:,]\s*['\"]([^'\"]+)", text)
+    return Framework("tensorflow", version, cuda.group(1) if cuda else "")
 
 
 def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = False) -> tuple[Framework, ...]:
@@ -125,16 +114,6 @@ def _version(framework: Framework) -> Version | None:
         return None
 
 
-def _pinned(framework: Framework) -> str:
-    """Return what pip installs this very framework by: what torch calls 2.13.0+cu130 is 2.13.0 on PyPI."""
-    for name in _DISTRIBUTIONS[framework.name]:
-        try:
-            return f"{name}=={importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return f"{framework.name}=={framework.version}"
-
-
 def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
     """Return the C++ standard that the frameworks' headers ask for: 17, 20...; both are compiled with one.
 
@@ -145,9 +124,11 @@ def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
     for framework in frameworks:
         header = (package_folder(framework.name) or Path()) / "include" / _ASKS_FOR_A_STANDARD[framework.name]
         if not header.is_file():
+            # What torch calls 2.13.0+cu130 is 2.13.0 on PyPI.
+            pin = "==".join(framework_pin(framework.name) or (framework.name, framework.version))
             raise NoFrameworkError(
                 f"{framework.name} {framework.version} came without its C++ headers: {header} is missing. Install it "
-                f"whole: pip install --force-reinstall --no-deps {_pinned(framework)}"
+                f"whole: pip install --force-reinstall --no-deps {pin}"
             )
         # `#if __cplusplus < 202002L`, then `#error`: a standard's year and month.
         years = re.findall(r"__cplusplus\s*<\s*20(\d\d)\d\dL", header.read_text(encoding="utf-8", errors="replace"))

@@ -8,24 +8,34 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Plane = Literal["mpi", "gloo", "nccl"]  # what carries the bytes between ranks
 
 # Horovod's metadata.json calls PyTorch "pytorch"; TensorFlow comes as several distributions of one version.
 _METADATA_KEYS = {"torch": "pytorch", "tensorflow": "tensorflow"}
 _DISTRIBUTIONS = {
     "torch": ("torch",),
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm"),
-}
+    "tensorflow": (
+        "tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm", "tensorflow-cpu-aws", "tf-nightly",
+    ),
+}  # fmt: skip
+
+
+def framework_pin(framework: str) -> tuple[str, str] | None:
+    """Return the distribution of "torch" or "tensorflow" and its version; None where it is not installed."""
+    for distribution in _DISTRIBUTIONS[framework]:
+        try:
+            return distribution, importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def framework_version(framework: str) -> str | None:
     """Return the installed version of "torch" or "tensorflow"; None where it is not installed."""
-    for distribution in _DISTRIBUTIONS[framework]:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    found = framework_pin(framework)
+    return found[1] if found else None
 
 
 def package_folders(name: str) -> list[Path]:

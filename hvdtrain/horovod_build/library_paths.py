@@ -7,12 +7,28 @@ If the folder was in /tmp and is removed, any user can make it again.
 from __future__ import annotations
 
 import posixpath
+import struct
 import sys
 import zipfile
 from pathlib import Path
 
-from hvdtrain.horovod_build import elf, owners
+from hvdtrain.horovod_build import owners
 from hvdtrain.horovod_build.errors import LibraryPathError
+
+_MAGIC = b"\x7fELF"
+_LOAD, _DYNAMIC = 1, 2  # segments
+_NULL, _STRING_TABLE = 0, 5
+# Tags of the dynamic section whose value is a text.
+TAGS = {
+    1: "NEEDED",
+    15: "RPATH",
+    29: "RUNPATH",
+    0x6FFFFEFA: "CONFIG",
+    0x6FFFFEFB: "DEPAUDIT",
+    0x6FFFFEFC: "AUDIT",
+    0x7FFFFFFD: "AUXILIARY",
+    0x7FFFFFFF: "FILTER",
+}
 
 # From site-packages to the environment: lib/python3.11/site-packages.
 _TO_PREFIX = 3
@@ -29,15 +45,52 @@ def check(wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
                 with archive.open(name) as file:
-                    if file.read(len(elf.MAGIC)) != elf.MAGIC:
+                    if file.read(len(_MAGIC)) != _MAGIC:
                         continue
                 _check(name, archive.read(name), wheel)
     except zipfile.BadZipFile as problem:
         raise ValueError(f"{wheel} is not a wheel: {problem}") from None
 
 
+def dynamic(data: bytes) -> list[tuple[str, str]]:
+    """Return the texts of an ELF file's dynamic section, as (tag, text): ("RUNPATH", "$ORIGIN/../lib").
+
+    Raises:
+        ValueError: it is no ELF file of x86_64 or aarch64, for which alone there are build tools, or a damaged one.
+    """
+    if data[:6] != _MAGIC + b"\x02\x01":
+        raise ValueError("not an ELF file of 64 bits, little-endian")
+
+    def read(layout: str, offset: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"<{layout}", data, offset)
+
+    try:
+        (table,), (size, count) = read("Q", 32), read("HH", 54)
+        # Each: kind, flags, offset in the file, address, physical address, size in the file.
+        segments = [read("IIQQQQ", table + index * size) for index in range(count)]
+        entries: list[tuple[int, ...]] = []
+        for kind, _, offset, _, _, length in segments:
+            for at in range(offset, offset + length, 16) if kind == _DYNAMIC else ():
+                entry = read("QQ", at)
+                if entry[0] == _NULL:
+                    break
+                entries.append(entry)
+        texts = [(TAGS[tag], value) for tag, value in entries if tag in TAGS]
+        if not texts:
+            return []
+        (strings,) = (value for tag, value in entries if tag == _STRING_TABLE)
+        (start,) = (
+            offset + strings - address
+            for kind, _, offset, address, _, length in segments
+            if kind == _LOAD and address <= strings < address + length
+        )
+        return [(tag, data[start + value : data.index(b"\0", start + value)].decode()) for tag, value in texts]
+    except (struct.error, ValueError) as problem:
+        raise ValueError(f"a damaged ELF file: {problem}") from None
+
+
 def _check(name: str, data: bytes, wheel: Path) -> None:
-    for tag, text in elf.dynamic(data):
+    for tag, text in dynamic(data):
         if tag in ("RUNPATH", "RPATH"):
             problem = next((f"{each!r}, {why}" for each in text.split(":") if (why := _refused(each, name))), "")
         elif tag in ("NEEDED", "FILTER", "AUXILIARY"):

@@ -1,7 +1,9 @@
-"""The pip that fetches and installs: the environment's own, or one beside it where it has none, as uv's have none."""
+"""Install Horovod's wheel with pip: the environment's own, or one beside it where it has none, as uv's have none."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -13,11 +15,53 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hvdtrain.horovod_build import owners
-from hvdtrain.horovod_build.errors import MissingToolError
+from hvdtrain.horovod_build.errors import InstallError, MissingToolError
 
 # What uv fetches, where Python comes without a pip.
 PIP, PIP_HASHES = "pip==26.3", ("f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13",)
+# What Horovod imports at run time. Its own requirements are hvdtrain's too, so this is for environments where
+# hvdtrain came without them (pip install --no-deps).
+_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
 _OPTIONS = ("--disable-pip-version-check", "--no-input")
+
+
+def install(wheel: Path, *, cache: Path) -> None:
+    """Install `wheel` over whatever Horovod is there; the frameworks stay as they are.
+
+    Raises:
+        InstallError: pip failed.
+    """
+    missing = [name for name in _NEEDS if not _has(name)]
+    commands = [["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]]
+    if missing:
+        commands.append(["install", "--quiet", *missing])
+    for command in commands:
+        _run(command, cache=cache)
+    importlib.invalidate_caches()
+
+
+def remove(*, cache: Path) -> None:
+    """Uninstall Horovod.
+
+    Raises:
+        InstallError: pip failed.
+    """
+    _run(["uninstall", "--quiet", "--yes", "horovod"], cache=cache)
+    importlib.invalidate_caches()
+
+
+def _run(command: list[str], *, cache: Path) -> None:
+    done = subprocess.run([*pip_command(cache), *command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise InstallError(f"pip {' '.join(command)} failed: {last_lines(done.stderr)}")
+
+
+def _has(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def pip_command(cache: Path) -> list[str]:

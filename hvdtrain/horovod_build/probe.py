@@ -17,14 +17,13 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.system import process_tree
 from hvdtrain.system.start_ranks import horovodrun, rank_environment
-
-Plane = Literal["mpi", "gloo", "nccl"]
 
 _ANSWERS = "HVDTRAIN_PROBE_ANSWERS"
 _SIZE_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.horovod_build import cache, elf, installed, library_paths, owners, sdist
+from hvdtrain.horovod_build import cache, installed, library_paths, owners, sdist
 from hvdtrain.horovod_build.errors import CacheError, LibraryPathError
 
 LIBRARY = "horovod/torch/mpi_lib_v2.so"
@@ -122,10 +122,10 @@ def test_what_is_read_of_a_library_is_what_readelf_reads() -> None:
             for line in text.splitlines()
             if any(f"({tag})" in line for tag in ("NEEDED", "RUNPATH", "RPATH"))
         ]
-        assert elf.dynamic(library.read_bytes()) == expected
+        assert library_paths.dynamic(library.read_bytes()) == expected
         for number in (64, 200):
             with pytest.raises(ValueError, match="ELF"):
-                elf.dynamic(library.read_bytes()[:number])
+                library_paths.dynamic(library.read_bytes()[:number])
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hvdtrain.horovod_build import probe
+from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.system import private_files, redact
 from hvdtrain.tools.doctor.facts import Facts, gather
 from hvdtrain.tools.doctor.rules import Verdict, judge, judge_probes
@@ -73,7 +74,7 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
     return 0 if works else 1
 
 
-def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, probe.Plane, int]]:
+def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, Plane, int]]:
     """Return (framework, data plane, ranks) of each allreduce worth trying.
 
     A framework that Horovod was not built for, and MPI that horovodrun cannot drive, have a verdict already: a
@@ -81,7 +82,7 @@ def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, probe.
     """
     named = {verdict.name for verdict in verdicts}
     mpi_broken = named & {"other-open-mpi", "not-open-mpi", "no-mpirun"}
-    planned: list[tuple[str, probe.Plane, int]] = []
+    planned: list[tuple[str, Plane, int]] = []
     for framework in facts.frameworks:
         if not facts.serves(framework):
             continue

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.horovod_build import build as steps
-from hvdtrain.horovod_build import cache, native, probe, sdist
-from hvdtrain.horovod_build import install as installing
+from hvdtrain.horovod_build import cache, native, pip, probe, sdist
 from hvdtrain.horovod_build.build import Options, build
 from hvdtrain.horovod_build.changes import change
 from hvdtrain.horovod_build.errors import CompileError, PatchError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, Mpi
 from hvdtrain.horovod_build.frameworks import Framework
+from hvdtrain.horovod_build.installed import Plane
 
 FOUND = Found(
     (Framework("torch", "2.13.0+cpu"), Framework("tensorflow", "2.21.0")),
@@ -46,7 +46,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         folder.joinpath("source").mkdir()
         return folder / "source"
 
-    def allreduce(framework: str, plane: probe.Plane, *, ranks: int, timeout_s: float, step: bool) -> probe.Probe:
+    def allreduce(framework: str, plane: Plane, *, ranks: int, timeout_s: float, step: bool) -> probe.Probe:
         assert step == (plane != "nccl")
         done.proved.append((framework, plane, ranks))
         error = "no answer within 90 s" if (framework, plane) in done.broken else ""
@@ -59,8 +59,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(sdist, "unpack", unpack)
     monkeypatch.setattr(steps.changes, "change", lambda tree: None)
     monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
-    monkeypatch.setattr(installing, "install", lambda wheel, cache: done.installed.append(wheel))
-    monkeypatch.setattr(installing, "remove", lambda cache: done.installed.append(None))
+    monkeypatch.setattr(pip, "install", lambda wheel, cache: done.installed.append(wheel))
+    monkeypatch.setattr(pip, "remove", lambda cache: done.installed.append(None))
     monkeypatch.setattr(steps.installed, "mark_as_proven", lambda: setattr(done, "proven", done.proven + 1))
     monkeypatch.setattr(steps.installed, "record", lambda: done.record)
     monkeypatch.setattr(probe, "allreduce", allreduce)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -153,10 +154,10 @@ def test_a_framework_without_headers_is_told_with_the_command_that_brings_them(
 ) -> None:
     def version(name: str) -> str:
         if name not in installed:
-            raise frameworks.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(frameworks.importlib.metadata, "version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
     monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path / name)
     with pytest.raises(NoFrameworkError) as info:
         frameworks.find_cxx_standard((framework,))
@@ -185,5 +186,5 @@ def test_a_tensorflow_for_gpus_is_known_by_its_build_info(
     (tmp_path / "python" / "platform").mkdir(parents=True)
     (tmp_path / "python" / "platform" / "build_info.py").write_text(f"build_info = {build_info}\n")
     monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path)
-    monkeypatch.setattr(frameworks.importlib.metadata, "version", lambda name: "2.21.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.21.0")
     assert frameworks.find_tensorflow() == Framework("tensorflow", "2.21.0", cuda)
