@@ -61,22 +61,19 @@ class Probe:
         """True if every rank got the right sum."""
         return not self.error
 
+    def __str__(self) -> str:
+        """Return the outcome in a few words."""
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        if not self.ok:
+            return f"FAILED after {self.start_s:.1f} s, {ranks}"
+        return f"{self.allreduce_ms:.2f} ms for 1 MiB, {ranks} on {self.device}, {self.start_s:.1f} s in all"
+
 
 def command(framework: str, plane: Plane, *, ranks: int, python: Path, step: bool = False) -> list[str]:
     """Return the command line that starts the ranks; it also stands in error messages."""
     option = {"mpi": ["--mpi"], "gloo": ["--gloo"], "nccl": []}[plane]
-    line = [
-        *horovodrun(python),
-        "-np",
-        str(ranks),
-        *option,
-        str(python),
-        "-m",
-        "hvdtrain.horovod_build.probe",
-        framework,
-        plane,
-    ]
-    return [*line, "step"] if step else line
+    line = [*horovodrun(python), "-np", str(ranks), *option, str(python), "-m", "hvdtrain.horovod_build.probe"]
+    return [*line, framework, plane, *(["step"] if step else [])]
 
 
 def allreduce(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -44,12 +43,10 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
     probes = []
     for planned in plan_probes(facts, verdicts) if allreduce else ():
         if report:
-            print(
-                f"hvdtrain doctor: trying an allreduce of {planned[0]} over {planned[1]}", file=sys.stderr, flush=True
-            )
+            print(f"hvdtrain doctor: trying an allreduce of {planned[0]} over {planned[1]}", file=sys.stderr)
         probes.append(probe.allreduce(planned[0], planned[1], ranks=planned[2], timeout_s=_PROBE_LIMIT_S))
         if as_text:
-            _print_row(console, *_probe_row(probes[-1]))
+            _print_row(console, f"allreduce {planned[0]}", f"{planned[1]}: {probes[-1]}")
     verdicts = sorted(verdicts + judge_probes(probes), key=lambda verdict: verdict.level != "error")
     works = not any(verdict.level == "error" for verdict in verdicts)
     if as_json:
@@ -96,23 +93,15 @@ def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, Plane,
     return planned
 
 
-def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def _rows(facts: Facts) -> dict[str, str]:
     names = {"python": "Python", "tensorflow": "TensorFlow", "horovod": "Horovod", "nccl": "NCCL", "keras": "Keras"}
-    for name, version in facts.versions.items():
-        cuda = facts.cuda.get(name)
-        build = "" if cuda is None else f" (CUDA {cuda})" if cuda else " (CPU)"
-        yield names.get(name, name), version + build
-    built = ", ".join(f"{name} {version}" for name, version in facts.horovod_for.items())
-    yield "Horovod built for", built or "nothing"
-    yield "data planes", ", ".join(facts.horovod_planes) or "none"
-    yield "MPI", facts.mpi or "none"
-    yield "GPUs", "; ".join(facts.gpus) or "none"
-    if facts.gpu_driver:
-        yield "GPU driver", facts.gpu_driver
-    yield "network interfaces", ", ".join(f"{name} {address}" for name, address in facts.interfaces.items()) or "none"
-    yield "CPU cores", f"{facts.cpu_allowed} of {facts.cpu_cores} usable"
-    shm = facts.shared_memory_mib
-    yield "shared memory", "none" if shm is None else f"{shm} MiB"
+    hardware = facts.hardware()
+    interfaces = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items()) or "none"
+    rows = {names.get(name, name): version for name, version in facts.builds().items()} | facts.build_of_horovod()
+    rows |= {name: hardware.pop(name) for name in ("GPUs", "GPU driver")}
+    if not facts.gpu_driver:
+        del rows["GPU driver"]
+    return rows | {"network interfaces": interfaces} | hardware
 
 
 def _print_row(console: Console, name: str, value: str) -> None:
@@ -120,26 +109,14 @@ def _print_row(console: Console, name: str, value: str) -> None:
 
 
 def _print_facts(console: Console, facts: Facts) -> None:
-    if not console.is_terminal:
-        for name, value in _rows(facts):
-            _print_row(console, name, value)
-        return
     table = Table("what", "found", title="hvdtrain doctor", title_justify="left")
-    for name, value in _rows(facts):
-        table.add_row(name, escape(value))
-    console.print(table)
-
-
-def _probe_row(result: probe.Probe) -> tuple[str, str]:
-    name = f"allreduce {result.framework}"
-    if not result.ok:
-        return name, f"{result.plane}: FAILED after {result.start_s:.1f} s"
-    where = f" on {result.device}" if result.device != "cpu" else ""
-    ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}"
-    return (
-        name,
-        f"{result.plane}: {result.allreduce_ms:.2f} ms for 1 MiB, {ranks}{where}, {result.start_s:.1f} s in all",
-    )
+    for name, value in _rows(facts).items():
+        if console.is_terminal:
+            table.add_row(name, escape(value))
+        else:
+            _print_row(console, name, value)
+    if console.is_terminal:
+        console.print(table)
 
 
 def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -> None:

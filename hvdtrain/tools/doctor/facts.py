@@ -22,47 +22,26 @@ from hvdtrain.system import open_mpi
 
 @dataclass(frozen=True)
 class Facts:
-    """One machine and one environment, as found.
+    """One machine and one environment, as found."""
 
-    Attributes:
-        versions: of Python, hvdtrain, horovod, torch, tensorflow, keras, jax and NCCL; only what is installed.
-        cuda: CUDA version each framework was built for; "" for a CPU build.
-        horovod_for: framework versions that the installed Horovod was built for.
-        horovod_planes: what Horovod's libraries were linked with: "gloo", "mpi", "nccl".
-        horovod_by_hvdtrain: True if `hvdtrain build` made this Horovod.
-        horovod_has_other_changes: True if that was another version of it, which changed Horovod otherwise.
-        horovod_proven: True if `hvdtrain build` proved it in this environment.
-        mpi: first line of `mpirun --version`, "" without an mpirun.
-        horovod_mpi: version of the Open MPI that Horovod was built with, "" where nobody says.
-        horovod_cuda: CUDA version with which it takes tensors on GPUs, "" where it does not, or nobody says.
-        gpus: one line a GPU: name and memory; none where CUDA_VISIBLE_DEVICES hides them all.
-        gpu_driver: NVIDIA driver version, "" without one.
-        interfaces: {name: IPv4 address} of the network interfaces that are up.
-        cpu_cores: logical cores of the machine.
-        cpu_allowed: cores that this process may use.
-        shared_memory_mib: size of /dev/shm, None where there is none.
-        keras_backend: the backend that KERAS_BACKEND or Keras's default names.
-        torch_distributed: True if the environment would let torch.distributed start by itself.
-    """
-
-    versions: dict[str, str]
-    cuda: dict[str, str] = field(default_factory=dict)
-    horovod_for: dict[str, str] = field(default_factory=dict)
-    horovod_planes: tuple[str, ...] = ()
-    horovod_by_hvdtrain: bool = True
-    horovod_has_other_changes: bool = False
-    horovod_proven: bool = False
-    mpi: str = ""
-    horovod_mpi: str = ""
-    horovod_cuda: str = ""
-    gpus: tuple[str, ...] = ()
-    gpu_driver: str = ""
-    interfaces: dict[str, str] = field(default_factory=dict)
-    cpu_cores: int = 1
-    cpu_allowed: int = 1
-    shared_memory_mib: int | None = None
-    keras_backend: str = "tensorflow"
-    torch_distributed: bool = False
+    versions: dict[str, str]  # of what is installed: Python, hvdtrain, horovod, torch, tensorflow, keras, jax, NCCL
+    cuda: dict[str, str] = field(default_factory=dict)  # that each framework was built for; "" for a CPU build
+    horovod_for: dict[str, str] = field(default_factory=dict)  # framework versions that Horovod was built for
+    horovod_planes: tuple[str, ...] = ()  # that its libraries were linked with: "gloo", "mpi", "nccl"
+    horovod_by_hvdtrain: bool = True  # `hvdtrain build` made it
+    horovod_has_other_changes: bool = False  # with another version of hvdtrain, which changed Horovod otherwise
+    horovod_proven: bool = False  # `hvdtrain build` proved it in this environment
+    mpi: str = ""  # first line of `mpirun --version`, "" without an mpirun
+    horovod_mpi: str = ""  # version of the Open MPI that Horovod was built with, "" where it is not recorded
+    horovod_cuda: str = ""  # CUDA version with which it takes tensors on GPUs, "" where it does not, or is not recorded
+    gpus: tuple[str, ...] = ()  # name and memory of each; none where CUDA_VISIBLE_DEVICES hides them all
+    gpu_driver: str = ""  # NVIDIA driver version, "" without one
+    interfaces: dict[str, str] = field(default_factory=dict)  # {name: IPv4 address} of those that are up
+    cpu_cores: int = 1  # logical cores of the machine
+    cpu_allowed: int = 1  # cores that this process may use
+    shared_memory_mib: int | None = None  # size of /dev/shm, None where there is none
+    keras_backend: str = "tensorflow"  # that KERAS_BACKEND or Keras's default names
+    torch_distributed: bool = False  # the environment would let torch.distributed start by itself
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -75,6 +54,30 @@ class Facts:
         version = open_mpi.version_in(self.mpi)
         return tuple(map(int, re.findall(r"\d+", version)[:3])) or None
 
+    def builds(self) -> dict[str, str]:
+        """Return versions, those of frameworks with what they were built for: "2.13.0 (CUDA 13.0)"."""
+        kinds = {name: f" (CUDA {cuda})" if cuda else " (CPU)" for name, cuda in self.cuda.items()}
+        return {name: version + kinds.get(name, "") for name, version in self.versions.items()}
+
+    def hardware(self) -> dict[str, str]:
+        """Return what the machine has, in words."""
+        shm = self.shared_memory_mib
+        return {
+            "GPUs": "; ".join(self.gpus) or "none",
+            "GPU driver": self.gpu_driver or "none",
+            "CPU cores": f"{self.cpu_allowed} of {self.cpu_cores} usable",
+            "shared memory": "none" if shm is None else f"{shm} MiB",
+        }
+
+    def build_of_horovod(self) -> dict[str, str]:
+        """Return what the installed Horovod was built with, in words."""
+        return {
+            "Horovod built for": ", ".join(f"{name} {version}" for name, version in self.horovod_for.items())
+            or "nothing",
+            "data planes": ", ".join(self.horovod_planes) or "none",
+            "MPI": self.mpi or "none",
+        }
+
     def serves(self, framework: str) -> bool:
         """True if the installed Horovod was built for exactly the installed version of `framework`."""
         return framework in self.versions and self.horovod_for.get(framework) == self.versions[framework]
@@ -83,16 +86,13 @@ class Facts:
 def gather() -> Facts:
     """Look at everything once."""
     frameworks = [found for found in (find_torch(), find_tensorflow()) if found]
-    versions = {"python": platform.python_version(), "hvdtrain": __version__}
-    versions |= {name: version for name in ("horovod",) if (version := _distribution(name))}
+    versions = {"python": platform.python_version(), "hvdtrain": __version__, "horovod": _distribution("horovod")}
     versions |= {framework.name: framework.version for framework in frameworks}
-    versions |= {name: version for name in ("keras", "jax") if (version := _distribution(name))}
-    if nccl := _nccl_version():
-        versions["nccl"] = nccl
+    versions |= {"keras": _distribution("keras"), "jax": _distribution("jax"), "nccl": _nccl_version()}
     gpus, driver = _gpus()
     shm = Path("/dev/shm")
     return Facts(
-        versions=versions,
+        versions={name: version for name, version in versions.items() if version},
         cuda={framework.name: framework.cuda for framework in frameworks},
         horovod_for=installed.built_for(),
         horovod_planes=_horovod_planes(),
@@ -113,11 +113,11 @@ def gather() -> Facts:
     )
 
 
-def _distribution(name: str) -> str | None:
+def _distribution(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return ""
 
 
 def _first_line(text: str | None) -> str:
@@ -138,12 +138,9 @@ def _horovod_planes() -> tuple[str, ...]:
     return tuple(plane for plane, mark in marks.items() if mark in content)
 
 
-def _nccl_version() -> str | None:
-    for major in ("13", "12", "11"):
-        if version := _distribution(f"nvidia-nccl-cu{major}"):
-            return version
-    found = find.find_nccl()
-    return found.version if found else None
+def _nccl_version() -> str:
+    wheels = (_distribution(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
+    return next(filter(None, wheels), "") or ((found := find.find_nccl()) and found.version) or ""
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:

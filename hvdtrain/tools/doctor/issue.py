@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import ipaddress
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -46,15 +47,14 @@ def markdown(facts: Facts, probes: Sequence[Probe], verdicts: Sequence[Verdict])
     lines = ["### hvdtrain doctor --report", ""]
     lines += ["User, host, home folder, network addresses and secrets are left out. Read it before you send it.", ""]
     lines += _findings(verdicts, scrub)
-    lines += _table("Versions", _versions(facts), lambda text: text)
     record = {f"record: {name}": str(value) for name, value in installed.record().items() if value}
-    lines += _table("Build of Horovod", {**_built(facts), **record}.items(), scrub)
+    by_hvdtrain = {"by hvdtrain build": "yes" if facts.horovod_by_hvdtrain else "no"}
+    lines += _table("Versions", _versions(facts), str)
+    lines += _table("Build of Horovod", facts.build_of_horovod() | by_hvdtrain | record, scrub)
     lines += _table("Machine", _machine(facts), scrub)
-    lines += _table(
-        "Live allreduce", ((f"{each.framework} over {each.plane}", _outcome(each)) for each in probes), scrub
-    )
-    lines += _table("Network interfaces", _interfaces(facts), scrub)
-    lines += _table("Environment", variables(log_filter.without_ours(os.environ)).items(), scrub)
+    lines += _table("Live allreduce", {f"{each.framework} over {each.plane}": str(each) for each in probes}, scrub)
+    lines += _table("Network interfaces", dict(_interfaces(facts)), scrub)
+    lines += _table("Environment", variables(log_filter.without_ours(os.environ)), scrub)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -75,44 +75,32 @@ def _findings(verdicts: Sequence[Verdict], scrub: Callable[[str], str]) -> list[
     return lines
 
 
-def _table(title: str, rows: Iterable[tuple[str, str]], scrub: Callable[[str], str]) -> list[str]:
-    cells = [(name, scrub(str(value)).replace("|", "\\|").replace("\n", " ")) for name, value in rows]
-    if not cells:
-        return [f"#### {title}", "", "none", ""]
-    return [f"#### {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells), ""]
+def _table(title: str, rows: Mapping[str, str], scrub: Callable[[str], str]) -> list[str]:
+    cells = [(name, scrub(value).replace("|", "\\|").replace("\n", " ")) for name, value in rows.items()]
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)] if cells else ["none"]
+    return [f"#### {title}", "", *table, ""]
 
 
-def _versions(facts: Facts) -> Iterator[tuple[str, str]]:
-    for name, version in facts.versions.items():
-        cuda = facts.cuda.get(name)
-        yield name, version + ("" if cuda is None else f" (CUDA {cuda})" if cuda else " (CPU)")
+def _versions(facts: Facts) -> dict[str, str]:
+    found = facts.builds()
     for name in _PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
-def _built(facts: Facts) -> dict[str, str]:
+def _machine(facts: Facts) -> dict[str, str]:
+    in_container = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
     return {
-        "for": ", ".join(f"{name} {version}" for name, version in facts.horovod_for.items()) or "nothing",
-        "data planes": ", ".join(facts.horovod_planes) or "none",
-        "by hvdtrain build": "yes" if facts.horovod_by_hvdtrain else "no",
-        "MPI found": facts.mpi or "none",
+        "system": f"{_distribution()}, Linux {platform.release().partition('-')[0]}, {platform.machine()}",
+        "C library": " ".join(platform.libc_ver()) or "unknown",
+        "Python": f"{platform.python_implementation()}, {'a' if sys.prefix != sys.base_prefix else 'no'} venv",
+        "container": "yes" if in_container else "not seen",
+        "CPU": _cpu(),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        **facts.hardware(),
+        "Keras backend": facts.keras_backend,
     }
-
-
-def _machine(facts: Facts) -> Iterator[tuple[str, str]]:
-    yield "system", f"{_distribution()}, Linux {platform.release().partition('-')[0]}, {platform.machine()}"
-    yield "C library", " ".join(platform.libc_ver()) or "unknown"
-    yield "Python", f"{platform.python_implementation()}, {'a' if sys.prefix != sys.base_prefix else 'no'} venv"
-    yield "container", "yes" if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() else "not seen"
-    yield "CPU", f"{_cpu()}, {facts.cpu_allowed} of {facts.cpu_cores} cores usable"
-    yield "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    yield "shared memory", "none" if facts.shared_memory_mib is None else f"{facts.shared_memory_mib} MiB"
-    yield "GPUs", "; ".join(facts.gpus) or "none"
-    yield "GPU driver", facts.gpu_driver or "none"
-    yield "Keras backend", facts.keras_backend
 
 
 def _distribution() -> str:
@@ -128,13 +116,6 @@ def _cpu() -> str:
     except OSError:
         return "unknown"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _outcome(probe: Probe) -> str:
-    ranks = f"{probe.ranks} rank{'s' if probe.ranks > 1 else ''}"
-    if not probe.ok:
-        return f"FAILED after {probe.start_s:.1f} s, {ranks}"
-    return f"{probe.allreduce_ms:.2f} ms for 1 MiB, {ranks} on {probe.device}, {probe.start_s:.1f} s in all"
 
 
 def _interfaces(facts: Facts) -> Iterator[tuple[str, str]]:

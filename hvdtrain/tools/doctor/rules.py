@@ -29,19 +29,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rule:
-    """A known bad state.
+    """A known bad state."""
 
-    Attributes:
-        name: short and stable, for scripts that read the JSON.
-        level: "error" where training would not work.
-        reason: returns why the rule applies to these facts, "" where it does not.
-        cure: the next command to type.
-    """
-
-    name: str
+    name: str  # short and stable, for scripts that read the JSON
     level: Level
-    reason: Callable[[Facts], str]
-    cure: str
+    reason: Callable[[Facts], str]  # why the rule applies to these facts, "" where it does not
+    cure: str  # the next command to type
 
 
 def _no_framework(facts: Facts) -> str:
