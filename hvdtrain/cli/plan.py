@@ -102,31 +102,30 @@ def plan(
     """
     from hvdtrain.tools.plan.report import Plan, as_json, show
 
-    step_given: dict[str, Any] = {
-        "compute_s": step,
-        "gradient_bytes": gradients,
-        "samples": batch_size,
-        "backward_share": backward_share,
-        "spread_s": spread,
-    }
-    cluster_given: dict[str, Any] = {
-        "link_bytes_per_s": link,
-        "link_efficiency": link_efficiency,
-        "ranks_per_host": ranks_per_host,
-        "intra_bytes_per_s": intra,
-        "latency_s": latency,
-        "intra_latency_s": intra_latency,
-        "overhead_s": overhead,
-        "bucket_bytes": bucket,
-        "overlap": overlap,
-        "algorithm": Algorithm(algorithm),
-    }
+    from_file: dict[str, float] = {}
+
+    def known(**given: Any) -> dict[str, Any]:
+        """Return what was given, else what the file says; the dataclasses know the rest."""
+        values = {name: from_file.get(name) if value is None else value for name, value in given.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
     try:
         if measured is not None:
             from_file = read_measured(measured)
-            _complete(step_given, from_file)
-            _complete(cluster_given, from_file)
-        the_step, the_cluster = _step(step_given), _cluster(cluster_given, max_ranks=max_ranks)
+        of_step = known(
+            compute_s=step, gradient_bytes=gradients, samples=batch_size, backward_share=backward_share, spread_s=spread
+        )
+        options = {"compute_s": "--step", "gradient_bytes": "--gradients", "samples": "--batch-size"}
+        if missing := [option for name, option in options.items() if name not in of_step]:
+            them = "it" if len(missing) == 1 else "them"
+            raise ValueError(f"{', '.join(missing)} missing: give {them}, or a --measured file")
+        the_step = Step(**of_step)
+        the_cluster = Cluster(
+            **known(link_bytes_per_s=link, link_efficiency=link_efficiency, ranks_per_host=ranks_per_host),
+            **known(intra_bytes_per_s=intra, latency_s=latency, intra_latency_s=intra_latency, overhead_s=overhead),
+            **known(bucket_bytes=bucket, overlap=overlap, algorithm=Algorithm(algorithm)),
+        )
+        _require_speeds(the_cluster, max_ranks)
         result = Plan(
             step=the_step,
             cluster=the_cluster,
@@ -158,32 +157,9 @@ def rank_counts(largest: int) -> list[int]:
     return counts if counts[-1] == largest else [*counts, largest]
 
 
-def _complete(given: dict[str, Any], from_file: dict[str, float]) -> None:
-    """Fill in from the file what the command line left open."""
-    for name, value in given.items():
-        if value is None:
-            given[name] = from_file.get(name)
-
-
-def _step(given: dict[str, Any]) -> Step:
-    options = {"compute_s": "--step", "gradient_bytes": "--gradients", "samples": "--batch-size"}
-    missing = [option for name, option in options.items() if given[name] is None]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'}, or a --measured file"
-        )
-    return Step(**_without_none(given))
-
-
-def _cluster(given: dict[str, Any], *, max_ranks: int) -> Cluster:
-    cluster = Cluster(**_without_none(given))
+def _require_speeds(cluster: Cluster, max_ranks: int) -> None:
+    """Raise ValueError, which names the option, where the speed of a connection that the ranks need is missing."""
     if cluster.link_bytes_per_s is None and max_ranks > cluster.ranks_per_host:
         raise ValueError("--link missing: give the speed between hosts, or a --max-ranks that --ranks-per-host covers")
     if cluster.intra_bytes_per_s is None and cluster.ranks_per_host > 1:
         raise ValueError("--intra missing: several ranks share a host, so give the speed between them")
-    return cluster
-
-
-def _without_none(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what was given; the dataclasses know the rest."""
-    return {name: value for name, value in given.items() if value is not None}

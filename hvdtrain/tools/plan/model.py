@@ -26,10 +26,14 @@ Statistical Estimates and Transformed Beta-Variables, 1958: the approximation of
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+Bounds = Literal["above 0 and finite", "0 or above, and finite", "above 0 and at most 1", "from 0 to 1"]
 
 
 class Algorithm(str, Enum):
@@ -64,11 +68,11 @@ class Step:
     spread_s: float = 0.0
 
     def __post_init__(self) -> None:
-        require_positive("the step's time (seconds)", self.compute_s)
-        require_positive("the gradients' size (bytes)", self.gradient_bytes)
-        require_positive("a rank's samples in a step", self.samples)
-        require_share("backward's share of the step", self.backward_share)
-        require_not_negative("the step's spread (seconds)", self.spread_s)
+        require("the step's time (seconds)", self.compute_s, "above 0 and finite")
+        require("the gradients' size (bytes)", self.gradient_bytes, "above 0 and finite")
+        require("a rank's samples in a step", self.samples, "above 0 and finite")
+        require("backward's share of the step", self.backward_share, "above 0 and at most 1")
+        require("the step's spread (seconds)", self.spread_s, "0 or above, and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +111,16 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.link_bytes_per_s is not None:
-            require_positive("the link's speed (bytes per second)", self.link_bytes_per_s)
+            require("the link's speed (bytes per second)", self.link_bytes_per_s, "above 0 and finite")
         if self.intra_bytes_per_s is not None:
-            require_positive("the speed within a host (bytes per second)", self.intra_bytes_per_s)
-        require_positive("ranks per host", self.ranks_per_host)
-        require_share("the link's efficiency", self.link_efficiency)
-        require_positive("the bucket's size (bytes)", self.bucket_bytes)
+            require("the speed within a host (bytes per second)", self.intra_bytes_per_s, "above 0 and finite")
+        require("ranks per host", self.ranks_per_host, "above 0 and finite")
+        require("the link's efficiency", self.link_efficiency, "above 0 and at most 1")
+        require("the bucket's size (bytes)", self.bucket_bytes, "above 0 and finite")
         for name, value in (("latency", self.latency_s), ("latency within a host", self.intra_latency_s)):
-            require_not_negative(f"the {name} (seconds)", value)
-        require_not_negative("the overhead of an allreduce (seconds)", self.overhead_s)
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap must be from 0 to 1. Received: {self.overlap}")
+            require(f"the {name} (seconds)", value, "0 or above, and finite")
+        require("the overhead of an allreduce (seconds)", self.overhead_s, "0 or above, and finite")
+        require("overlap", self.overlap, "from 0 to 1")
 
     def hosts(self, ranks: int) -> int:
         """Return how many hosts so many ranks fill."""
@@ -168,8 +171,7 @@ class Forecast:
         return self.ranks * self.run_s(samples) / 3600
 
 
-@dataclass(frozen=True)
-class _Cost:
+class _Cost(NamedTuple):
     """One allreduce: seconds that depend on its bytes, and seconds that do not."""
 
     bandwidth_s: float
@@ -252,13 +254,9 @@ def _exposed(allreduce_s: float, buckets: int, *, backward_s: float) -> float:
 
 def _allreduce(cluster: Cluster, size_bytes: float, ranks: int) -> _Cost:
     """Return the cost of one allreduce over at least two ranks."""
-    if cluster.algorithm is Algorithm.auto:
-        return min((_travel(cluster, size_bytes, ranks, way) for way in (Algorithm.ring, Algorithm.tree)), key=_total)
-    return _travel(cluster, size_bytes, ranks, cluster.algorithm)
-
-
-def _total(cost: _Cost) -> float:
-    return cost.total_s
+    auto = cluster.algorithm is Algorithm.auto
+    ways = (Algorithm.ring, Algorithm.tree) if auto else (cluster.algorithm,)
+    return min((_travel(cluster, size_bytes, ranks, way) for way in ways), key=lambda cost: cost.total_s)
 
 
 def _travel(cluster: Cluster, size_bytes: float, ranks: int, algorithm: Algorithm) -> _Cost:
@@ -294,27 +292,14 @@ def _seconds_per_byte(cluster: Cluster, *, hosts: int, local: int) -> tuple[floa
     return within, between
 
 
-def require_positive(name: str, value: float) -> None:
-    """Raise ValueError unless value is above 0 and finite."""
-    if not (value > 0 and _is_finite(value)):
-        raise ValueError(f"{name} must be above 0 and finite. Received: {value}")
-
-
-def require_not_negative(name: str, value: float) -> None:
-    """Raise ValueError unless value is 0 or above, and finite."""
-    if not (value >= 0 and _is_finite(value)):
-        raise ValueError(f"{name} must be 0 or above, and finite. Received: {value}")
-
-
-def require_share(name: str, value: float) -> None:
-    """Raise ValueError unless value is above 0 and at most 1."""
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1. Received: {value}")
-
-
-def _is_finite(value: float) -> bool:
-    """Return whether the arithmetic can hold value: an integer may be too large for it."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+def require(name: str, value: float, bounds: Bounds) -> None:
+    """Raise ValueError unless value is within bounds; where they say finite, the arithmetic must be able to hold it."""
+    # An integer may be larger than every finite float; NaN is within no bounds.
+    within = {
+        "above 0 and finite": 0 < value <= sys.float_info.max,
+        "0 or above, and finite": 0 <= value <= sys.float_info.max,
+        "above 0 and at most 1": 0 < value <= 1,
+        "from 0 to 1": 0 <= value <= 1,
+    }
+    if not within[bounds]:
+        raise ValueError(f"{name} must be {bounds}. Received: {value}")

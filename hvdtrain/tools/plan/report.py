@@ -11,16 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hvdtrain.tools.plan.model import (
-    Cluster,
-    Forecast,
-    Step,
-    marginal_efficiency,
-    pays_up_to,
-    require_not_negative,
-    require_positive,
-    require_share,
-)
+from hvdtrain.tools.plan.model import Cluster, Forecast, Step, marginal_efficiency, pays_up_to, require
 from hvdtrain.tools.quantities import format_size, format_time, three_digits
 
 
@@ -45,10 +36,10 @@ class Plan:
     worth: float = 0.5
 
     def __post_init__(self) -> None:
-        require_positive("the samples of the run", self.run_samples)
-        require_share("what an added rank must be worth", self.worth)
+        require("the samples of the run", self.run_samples, "above 0 and finite")
+        require("what an added rank must be worth", self.worth, "above 0 and at most 1")
         if self.price is not None:
-            require_not_negative("the price of a rank for an hour", self.price)
+            require("the price of a rank for an hour", self.price, "0 or above, and finite")
 
     def cost(self, forecast: Forecast) -> float:
         """Return the run's cost, or its rank-hours where no price was given."""
@@ -66,16 +57,10 @@ class Plan:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as one JSON object: what was asked, the table's rows, and where adding ranks stops paying."""
+    fields = ("ranks", "hosts", "sync_s", "exposed_s", "waiting_s", "step_s", "efficiency", "samples_per_s")
     rows = [
         {
-            "ranks": f.ranks,
-            "hosts": f.hosts,
-            "sync_s": f.sync_s,
-            "exposed_s": f.exposed_s,
-            "waiting_s": f.waiting_s,
-            "step_s": f.step_s,
-            "efficiency": f.efficiency,
-            "samples_per_s": f.samples_per_s,
+            **{name: getattr(f, name) for name in fields},
             "added_rank_brings": gain,
             "run_s": f.run_s(plan.run_samples),
             "rank_hours": f.rank_hours(plan.run_samples),
