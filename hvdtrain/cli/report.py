@@ -61,9 +61,9 @@ def report(
 
 def _report(folders: list[Path], *, out: Path | None, measured: Path | None, link: str | None, as_json: bool) -> Path:
     """Read, print and write what was asked for; return where the page is."""
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
-    from hvdtrain.tools.report.numbers import summarize
+    from hvdtrain.tools.report.numbers import ratios, summarize
     from hvdtrain.tools.report.reading import ReportError, read_run
 
     if not folders:
@@ -80,11 +80,13 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
         check_page(path)
     summaries = [summarize(run) for run in found]
     if measured is not None:
-        floor_s = _floor(summaries[0], measured, link)
-        summaries = [replace(summaries[0], allreduce_floor_s=floor_s)]
+        summaries = [replace(summaries[0], allreduce_floor_s=_floor(summaries[0], measured, link))]
     if as_json:
-        shown = [summary.as_json() for summary in summaries]
-        print(json_format.dumps(shown[0] if len(shown) == 1 else _pair(summaries), indent=2, allow_nan=False))
+        shown = [asdict(summary) for summary in summaries]
+        if len(shown) == 2:
+            over = {name: b / a for name, a, b, _ in ratios(*summaries) if a}
+            shown = [{"a": shown[0], "b": shown[1], "b_over_a": over}]
+        print(json_format.dumps(shown[0], indent=2, allow_nan=False))
     if out is not None or not as_json:
         from hvdtrain.tools.report.page import page
         from hvdtrain.tools.report.plots import draw
@@ -94,16 +96,9 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
     return path
 
 
-def _pair(summaries: list[Summary]) -> dict[str, object]:
-    from hvdtrain.tools.report.numbers import ratios
-
-    rows = {name: other / mine for name, mine, other, _ in ratios(*summaries) if mine}
-    return {"a": summaries[0].as_json(), "b": summaries[1].as_json(), "b_over_a": rows}
-
-
 def _floor(summary: Summary, measured: Path, link: str | None) -> float:
     """Return the allreduce floor of a run from what bench measured; nothing is guessed where that is not enough."""
-    from hvdtrain.tools.report.numbers import floor_of
+    from hvdtrain.tools.bench.floor import floor_s
     from hvdtrain.tools.report.reading import ReportError
 
     known = read_measured(measured)
@@ -122,4 +117,4 @@ def _floor(summary: Summary, measured: Path, link: str | None) -> float:
         raise ReportError("the floor needs the speed between ranks. Give the link's between hosts: --link 25Gb/s")
     if not speed > 0:
         raise ReportError(f"the speed between ranks must be above zero. Received: {speed} bytes a second")
-    return floor_of(summary, gradient_bytes=known["gradient_bytes"], bytes_per_s=speed)
+    return floor_s(known["gradient_bytes"], ranks=summary.ranks or 1, bytes_per_s=speed)

@@ -4,80 +4,57 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.telemetry.interval import PARTS, WORDS
-from hvdtrain.tools.report.reading import KEPT, Floats, Intervals, Run
+from hvdtrain.telemetry.interval import PARTS, WORDS, lower_median
+from hvdtrain.tools.report.reading import RECORDED, Floats, Intervals, Run
 
-# What History keeps besides metrics.
+# What History has besides metrics.
 SPEEDS = ("samples_per_s", "seconds")
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that others wait for.
-
-    Attributes:
-        rank: which.
-        host: its host's name, "" where the run does not tell.
-        own_s: seconds that a step takes it by itself: data, compute and callbacks; the mean over steps, so that a while
-            in which it was slow counts by what the others waited.
-        median_own_s: the same of the median rank, the lower one of two.
-        above_median: own_s / median_own_s - 1.
-        cause: "data", "compute" or "other": at which of them it loses most against the median rank.
-    """
+    """The rank that others wait for."""
 
     rank: int
-    host: str
+    host: str  # its host's name, "" where the run does not tell
+    # Seconds that a step takes it by itself: data, compute and callbacks; the mean over steps, so that a while in which
+    # it was slow counts by what the others waited.
     own_s: float
-    median_own_s: float
-    above_median: float
-    cause: str
+    median_own_s: float  # the same of the median rank, the lower one of two
+    above_median: float  # own_s / median_own_s - 1
+    cause: str  # "data", "compute" or "other": at which of them it loses most against the median rank
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. None is what the files do not tell.
-
-    Attributes:
-        starts: how often the run began.
-        seconds: from the first step that was kept to the end, without what lies between starts.
-        metrics: of the last epoch; of the last interval, where no epoch has ended.
-        settled: whether times are of more than the first step, which also compiles and connects.
-        samples_per_s: over all ranks; the median over intervals, of epochs where only the first interval was kept.
-        step_s: seconds of a step, the mean over ranks; the median over intervals.
-        parts_s: the same of "compute", "data", "reduction" and "other".
-        allreduce_floor_s: what reducing the gradients takes at least, where a measurement was given.
-    """
+    """A run in numbers. None is what the files do not tell."""
 
     name: str
     ranks: int | None
     hosts: int | None
-    starts: int
-    seconds: float | None
+    starts: int  # how often the run began
+    seconds: float | None  # from the first step in the files to the end, without what lies between starts
     epochs: int
     global_step: int
-    metrics: dict[str, float]
-    settled: bool
-    samples_per_s: float | None
-    step_s: float | None
-    parts_s: dict[str, float]
+    metrics: dict[str, float]  # of the last epoch; of the last interval, where no epoch has ended
+    settled: bool  # times are of more than the first step, which also compiles and connects
+    samples_per_s: float | None  # over all ranks; median of intervals, of epochs where there is only the first interval
+    step_s: float | None  # seconds of a step, the mean over ranks; median of intervals
+    parts_s: dict[str, float]  # the same of "compute", "data", "reduction" and "other"
     slowest: Slowest | None
-    allreduce_floor_s: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it for programs."""
-        return asdict(self)
+    allreduce_floor_s: float | None = None  # what reducing the gradients takes at least, where a measurement was given
 
 
 def summarize(run: Run) -> Summary:
     """Return a run's numbers; a start's first interval, whose step compiles and connects, counts only in need."""
     intervals, settled = run.intervals, settled_intervals(run.intervals)
-    times = {part: intervals.rank_s[part][settled] for part in KEPT}
+    times = {part: intervals.rank_s[part][settled] for part in RECORDED}
     is_settled = bool(not_first(intervals).any())
     hosts = run.environment.get("hosts")
     known = [str(host) for host in hosts] if isinstance(hosts, list) else []
@@ -122,13 +99,12 @@ def own_time(times: dict[str, Floats]) -> Floats:
 def relative_own_time(times: dict[str, Floats]) -> Floats:
     """Return each rank's own time over the median rank's in that interval; shape (n, ranks)."""
     own = own_time(times)
-    middle = np.full(len(own), np.nan)
+    if not own.size:
+        return own
     count = np.isfinite(own).sum(axis=1)
-    filled = np.flatnonzero(count)
     # NaN sorts last. The lower one of two: of two ranks, the faster is the measure.
-    middle[filled] = np.sort(own[filled], axis=1)[np.arange(len(filled)), (count[filled] - 1) // 2]
-    middle[middle == 0] = np.nan
-    ratio: Floats = own / middle[:, np.newaxis]
+    middle = np.take_along_axis(np.sort(own, axis=1), np.maximum(count - 1, 0)[:, np.newaxis] // 2, axis=1)
+    ratio: Floats = own / np.where(middle == 0, np.nan, middle)
     return ratio
 
 
@@ -145,13 +121,6 @@ def thin(values: Floats, most: int) -> Floats:
     padded = np.full((-(-len(values) // stride) * stride, *values.shape[1:]), np.nan)
     padded[: len(values)] = values
     return _mean(padded.reshape(-1, stride, *values.shape[1:]), axis=1)
-
-
-def floor_of(summary: Summary, *, gradient_bytes: float, bytes_per_s: float) -> float:
-    """Return the seconds that reducing so many bytes takes at least on the run's ranks."""
-    from hvdtrain.tools.bench.floor import floor_s
-
-    return floor_s(gradient_bytes, ranks=summary.ranks or 1, bytes_per_s=bytes_per_s)
 
 
 def flat(value: Any, name: str = "") -> dict[str, str]:
@@ -210,16 +179,16 @@ def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Sl
         hosts: the ranks' hosts, as far as known.
         steps: how many steps each interval stands for, shape (n,).
     """
-    own = _mean_over_steps(own_time(times), steps)
+    own = _mean(own_time(times), axis=0, weights=np.maximum(steps, 1.0))
     there = np.flatnonzero(np.isfinite(own))
     if len(there) < 2:
         return None
     rank = int(there[own[there].argmax()])
-    middle = _lower_median(own[there])
+    middle = lower_median(own[there])
     lost = {}
     for part in WORDS:
-        each = np.nan_to_num(_mean_over_steps(times[part], steps))
-        lost[part] = float(each[rank]) - _lower_median(each[there])
+        each = np.nan_to_num(_mean(times[part], axis=0, weights=np.maximum(steps, 1.0)))
+        lost[part] = float(each[rank]) - lower_median(each[there])
     return Slowest(
         rank=rank,
         host=hosts[rank] if rank < len(hosts) else "",
@@ -230,26 +199,12 @@ def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Sl
     )
 
 
-def _mean_over_steps(values: Floats, steps: Floats) -> Floats:
-    """Return each rank's mean, shape (ranks,); an interval counts by its steps. NaN where a rank was never there."""
-    weights = np.where(np.isfinite(values), np.maximum(steps, 1.0)[:, np.newaxis], 0.0)
-    total = (np.nan_to_num(values) * weights).sum(axis=0)
-    found: Floats = np.where(weights.sum(axis=0) > 0, total / np.maximum(weights.sum(axis=0), 1e-300), np.nan)
-    return found
-
-
-def _lower_median(values: Floats) -> float:
-    return float(np.sort(values)[(len(values) - 1) // 2])
-
-
 def _median(values: Floats) -> float | None:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else None
 
 
-def _mean(values: Floats, *, axis: int) -> Floats:
-    """Return the mean of what is finite; unlike NumPy's, without a warning where nothing is."""
-    finite = np.isfinite(values)
-    total, count = np.where(finite, values, 0.0).sum(axis=axis), finite.sum(axis=axis)
-    found: Floats = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+def _mean(values: Floats, *, axis: int, weights: Floats | None = None) -> Floats:
+    """Return the mean of what is finite; unlike np.nanmean, without a warning where nothing is."""
+    found: Floats = np.ma.filled(np.ma.average(np.ma.masked_invalid(values), axis=axis, weights=weights), np.nan)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,17 +44,12 @@ _STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture with what stands around it.
-
-    Attributes:
-        legend: (colour, what it is) of each line.
-        note: what to know to read it.
-    """
+    """A picture with what stands around it."""
 
     title: str
     svg: str
-    legend: list[tuple[str, str]]
-    note: str = ""
+    legend: list[tuple[str, str]]  # of each line its colour, and what it is
+    note: str = ""  # what to know to read it
 
 
 def draw(runs: Sequence[Run], *, floor_s: float | None = None) -> list[Plot]:
@@ -67,11 +62,23 @@ def draw(runs: Sequence[Run], *, floor_s: float | None = None) -> list[Plot]:
     with style.context(["default", _STYLE]):
         # A first step that compiles takes a hundred times as long as others: beside it, nothing else would be seen.
         timed = [replace(run, intervals=run.intervals.only(not_first(run.intervals))) for run in runs]
-        plots = [*_metrics(runs), _learning_rate(runs), _throughput(timed)]
+        note = _thinned(timed)
+        plots = [
+            *_metrics(runs),
+            _curves("Learning rate", "", runs, lambda run: run.intervals.learning_rate, dashed=True),
+            _curves(
+                "Throughput, all ranks",
+                "samples/s",
+                timed,
+                lambda run: run.intervals.samples_per_s,
+                epochs="samples_per_s",
+                note=note,
+            ),
+        ]
         if len(runs) == 1:
             plots += [_own_times(timed[0]), _split(timed[0], floor_s), _heat_map(timed[0])]
         else:
-            plots += [_step_times(timed)]
+            plots += [_curves("Step time, mean of the ranks", "ms", timed, _step_ms, note=note)]
         return [plot for plot in plots if plot is not None]
 
 
@@ -102,49 +109,37 @@ def _metric(runs: Sequence[Run], name: str) -> Plot | None:
     return _plot(name, figure, legend, _thinned(runs)) if legend else None
 
 
-def _learning_rate(runs: Sequence[Run]) -> Plot | None:
-    figure, axis = _axes()
-    drawn = [
-        _line(
-            axis,
-            run.intervals.step,
-            run.intervals.learning_rate,
-            color=RUN_COLOURS[index],
-            linestyle="-" if index == 0 else "--",
-        )
-        for index, run in enumerate(runs)
-    ]
-    _from_zero(axis)
-    return _plot("Learning rate", figure, _whose(runs), "") if any(drawn) else None
-
-
-def _throughput(runs: Sequence[Run]) -> Plot | None:
-    figure, axis = _axes("samples/s")
-    drawn, epochs = [], False
+def _curves(
+    title: str,
+    unit: str,
+    runs: Sequence[Run],
+    values: Callable[[Run], Floats],
+    *,
+    epochs: str = "",
+    dashed: bool = False,
+    note: str = "",
+) -> Plot | None:
+    """Draw a line for each run, and circles for what History has of its epochs under the name `epochs`."""
+    figure, axis = _axes(unit)
+    drawn, circles = False, False
     for index, run in enumerate(runs):
-        drawn.append(_line(axis, run.intervals.step, run.intervals.samples_per_s, color=RUN_COLOURS[index]))
-        each = run.epochs.metrics.get("samples_per_s")
-        epochs |= _line(axis, run.epochs.step, each, color=RUN_COLOURS[index], marker="o", markersize=4, linestyle=":")
+        color = RUN_COLOURS[index]
+        drawn |= _line(axis, run.intervals.step, values(run), color=color, linestyle="--" if dashed and index else "-")
+        each = run.epochs.metrics.get(epochs)
+        circles |= _line(axis, run.epochs.step, each, color=color, marker="o", markersize=4, linestyle=":")
     _from_zero(axis)
-    note = "Circles: epochs as a whole. " * epochs + _thinned(runs)
-    return _plot("Throughput, all ranks", figure, _whose(runs), note.strip()) if any(drawn) or epochs else None
+    note = "Circles: epochs as a whole. " * circles + note
+    return _plot(title, figure, _whose(runs), note.strip()) if drawn or circles else None
 
 
-def _step_times(runs: Sequence[Run]) -> Plot | None:
-    figure, axis = _axes("ms")
-    drawn = [
-        _line(axis, run.intervals.step, 1e3 * mean_over_ranks(run.intervals.rank_s["step"]), color=RUN_COLOURS[index])
-        for index, run in enumerate(runs)
-    ]
-    _from_zero(axis)
-    return _plot("Step time, mean of the ranks", figure, _whose(runs), _thinned(runs)) if any(drawn) else None
+def _step_ms(run: Run) -> Floats:
+    return 1e3 * mean_over_ranks(run.intervals.rank_s["step"])
 
 
 def _own_times(run: Run) -> Plot | None:
     figure, axis = _axes("ms")
     step, own = run.intervals.step, 1e3 * own_time(run.intervals.rank_s)
-    whole = 1e3 * mean_over_ranks(run.intervals.rank_s["step"])
-    if not _line(axis, step, whole, color=GREY, linestyle=":"):
+    if not _line(axis, step, _step_ms(run), color=GREY, linestyle=":"):
         return None
     legend = [(GREY, "a whole step, waiting included (dotted)")]
     ranks = own.shape[1]
@@ -210,24 +205,13 @@ def _heat_map(run: Run) -> Plot | None:
     beyond = " or more" if float(np.nanmax(cells)) > most else ""
     left = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else 1)], x])
     rows = np.minimum(np.arange(cells.shape[1] + 1) * height, ranks) - 0.5
-    mesh = axis.pcolormesh(
-        left,
-        rows,
-        np.ma.masked_invalid(cells.T),
-        cmap="RdBu_r",
-        norm=Normalize(-most, most),
-        rasterized=True,
-    )
+    shown, norm = np.ma.masked_invalid(cells.T), Normalize(-most, most)
+    mesh = axis.pcolormesh(left, rows, shown, cmap="RdBu_r", norm=norm, rasterized=True)
     axis.grid(visible=False)
     axis.set_ylabel("rank")
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(9, ranks)))
     axis.set_ylim(ranks - 0.5, -0.5)
-    bar = figure.colorbar(
-        mesh,
-        ax=axis,
-        pad=0.02,
-        aspect=12,
-    )
+    bar = figure.colorbar(mesh, ax=axis, pad=0.02, aspect=12)
     bar.set_ticks([-most, 0, most], labels=[f"-{most:.0f} %", "0 %", f"+{most:.0f} %{beyond}"])
     bar.outline.set_visible(False)
     note = "A rank's own time for a step, against the median rank's of that time: red is slow, blue is fast."
@@ -282,14 +266,9 @@ def _plot(title: str, figure: Figure, legend: list[tuple[str, str]], note: str) 
     """Return the figure as SVG that can stand in HTML: no prolog, no metadata, no ids that another has too."""
     buffer = io.StringIO()
     # The salt keeps one picture's clip paths from being taken for another's, and the same run's page the same.
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with mpl.rc_context({"svg.hashsalt": ascii(title)}):
-        figure.savefig(
-            buffer,
-            format="svg",
-            dpi=120,
-            transparent=True,
-            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
-        )
+        figure.savefig(buffer, format="svg", dpi=120, transparent=True, metadata=metadata)
     svg = buffer.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)

@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system import redact
 from hvdtrain.telemetry.interval import PARTS
 
-KEPT = ("step", *PARTS)
+RECORDED = ("step", *PARTS)
 Floats = NDArray[np.float64]
 
 
@@ -28,30 +28,20 @@ class ReportError(UsageError):
 
 @dataclass(frozen=True)
 class Series:
-    """Metrics along a run; what is missing is NaN.
+    """Metrics along a run; what is missing is NaN."""
 
-    Attributes:
-        step: the global step, rising; shape (n,).
-        metrics: of each name the values, shape (n,).
-    """
-
-    step: Floats
-    metrics: dict[str, Floats]
+    step: Floats  # the global step, rising; shape (n,)
+    metrics: dict[str, Floats]  # of each name the values, shape (n,)
 
 
 @dataclass(frozen=True)
 class Intervals(Series):
-    """About a second of training each.
-
-    Attributes:
-        start: which start of the run it belongs to, from 0.
-        rank_s: seconds a step by part, see `KEPT`; shape (n, ranks). NaN where a rank was not there.
-    """
+    """About a second of training each."""
 
     samples_per_s: Floats
     learning_rate: Floats
-    start: NDArray[np.int64]
-    rank_s: dict[str, Floats]
+    start: NDArray[np.int64]  # which start of the run it belongs to, from 0
+    rank_s: dict[str, Floats]  # seconds a step by part of `RECORDED`, shape (n, ranks); NaN where a rank was not there
 
     @property
     def ranks(self) -> int:
@@ -72,27 +62,20 @@ class Intervals(Series):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder holds.
-
-    Attributes:
-        epochs: one entry an epoch, metrics as History has them.
-        starts: how often it began, as far as the files tell: steps that were taken again tell it.
-        seconds: that its starts took together, None where the files do not tell.
-        notes: what could not be read, in words.
-    """
+    """What a run's folder holds."""
 
     folder: Path
     config: dict[str, Any]
     environment: dict[str, Any]
     intervals: Intervals
-    epochs: Series
-    starts: int
-    seconds: float | None = None
-    notes: list[str] = field(default_factory=list)
+    epochs: Series  # one entry an epoch, metrics as History has them
+    starts: int  # how often it began, as far as the files show: by steps that were taken again
+    seconds: float | None = None  # that its starts took together, None where the files do not say
+    notes: list[str] = field(default_factory=list)  # what could not be read, in words
 
     @property
     def name(self) -> str:
-        """The folder's."""
+        """The folder's name."""
         return self.folder.resolve().name
 
 
@@ -117,13 +100,14 @@ def read_run(folder: Path) -> Run:
     if unreadable:
         what = "1 line" if unreadable == 1 else f"{unreadable:,} lines"
         notes.append(f"{what} of {METRICS} could not be read (cut off by a kill, or not a run's) and left out.")
+    epochs = [line for _, line in kept if line["kind"] == "epoch"]
     config, environment = (_document(folder / name, notes) for name in (CONFIG, ENVIRONMENT))
     return Run(
         folder=folder,
         config=config,
         environment=environment,
         intervals=_intervals([(start, line) for start, line in kept if line["kind"] == "interval"]),
-        epochs=_series([line for _, line in kept if line["kind"] == "epoch"]),
+        epochs=Series(_column(epochs, "global_step"), _metrics(epochs)),
         starts=starts,
         seconds=_seconds(kept),
         notes=notes,
@@ -192,17 +176,9 @@ def _runs(folder: Path) -> list[Path]:
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the lines that a run wrote, and how many others there are."""
-    found, unreadable = [], 0
     with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            if not text.strip():
-                continue
-            line = _line(text)
-            if line is None:
-                unreadable += 1
-            else:
-                found.append(line)
-    return found, unreadable
+        lines = [_line(text) for text in file if text.strip()]
+    return [line for line in lines if line is not None], lines.count(None)
 
 
 def _line(text: str) -> dict[str, Any] | None:
@@ -233,9 +209,9 @@ def _rank_s(value: Any) -> NDArray[np.float32]:
     """Return an array of shape (parts, ranks); no ranks where times are missing or of unequal numbers of ranks."""
     if isinstance(value, dict) and "other" not in value and isinstance(value.get("step"), list):
         value = {**value, "other": [0.0] * len(value["step"])}  # a run of a version without this part
-    rows: list[Any] = [value.get(part) for part in KEPT] if isinstance(value, dict) else []
+    rows: list[Any] = [value.get(part) for part in RECORDED] if isinstance(value, dict) else []
     if not rows or not all(isinstance(row, list) and len(row) == len(rows[0]) for row in rows):
-        return np.empty((len(KEPT), 0), np.float32)
+        return np.empty((len(RECORDED), 0), np.float32)
     return np.array([[number(each) for each in row] for row in rows], np.float32)
 
 
@@ -256,10 +232,6 @@ def _column(lines: Sequence[dict[str, Any]], name: str) -> Floats:
     return np.array([number(line.get(name)) for line in lines], np.float64)
 
 
-def _series(lines: Sequence[dict[str, Any]]) -> Series:
-    return Series(_column(lines, "global_step"), _metrics(lines))
-
-
 def _metrics(lines: Sequence[dict[str, Any]]) -> dict[str, Floats]:
     rows = [line["metrics"] if isinstance(line.get("metrics"), dict) else {} for line in lines]
     names = dict.fromkeys(name for row in rows for name in row)  # in the order in which they come up
@@ -269,7 +241,7 @@ def _metrics(lines: Sequence[dict[str, Any]]) -> dict[str, Floats]:
 def _intervals(numbered: Sequence[tuple[int, dict[str, Any]]]) -> Intervals:
     lines = [line for _, line in numbered]
     ranks = max((line["rank_s"].shape[1] for line in lines), default=0)
-    times = np.full((len(KEPT), len(lines), ranks), np.nan)
+    times = np.full((len(RECORDED), len(lines), ranks), np.nan)
     for index, line in enumerate(lines):
         times[:, index, : line["rank_s"].shape[1]] = line["rank_s"]
     return Intervals(
@@ -278,5 +250,5 @@ def _intervals(numbered: Sequence[tuple[int, dict[str, Any]]]) -> Intervals:
         samples_per_s=_column(lines, "samples_per_s"),
         learning_rate=_column(lines, "learning_rate"),
         start=np.array([start for start, _ in numbered], np.int64),
-        rank_s=dict(zip(KEPT, times, strict=True)),
+        rank_s=dict(zip(RECORDED, times, strict=True)),
     )
