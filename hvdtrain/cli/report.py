@@ -60,7 +60,7 @@ def report(
 
 
 def _report(folders: list[Path], *, out: Path | None, measured: Path | None, link: str | None, as_json: bool) -> Path:
-    """Read, print and write what was asked for; return where the page is."""
+    """Read the runs, print and write the report; return the path of the page."""
     from dataclasses import asdict, replace
 
     from hvdtrain.tools.report.numbers import ratios, summarize

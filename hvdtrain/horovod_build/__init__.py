@@ -1,6 +1,6 @@
 """Build Horovod for the frameworks that are installed, install it, and prove it with a live allreduce.
 
-`build` holds the steps, `find` what they look for, `changes` what they change, `cache` what they keep.
+`build` has the steps; `find` finds what is installed, `changes` changes Horovod's source, `cache` stores wheels.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def build(options: Options) -> Path | None:
 def _install_and_prove(
     entry: cache.Entry, found: Found, *, key: str, home: Path, options: Options, progress: Progress
 ) -> None:
-    """Install the wheel and prove it; where that fails for an untested version, bring back what was there."""
+    """Install the wheel and prove it; if that fails for an untested version, restore what was installed before."""
     before = str(installed.record().get("key", ""))
     if before == key and not options.rebuild:
         progress.step("Installed already: this very wheel")
@@ -176,7 +176,7 @@ def _compile(
         wheel = native.run(tree, env=env, log=log, progress=progress)
         seconds = time.monotonic() - started
         entry = cache.store(home / "wheels", key, wheel, parts=parts, seconds=seconds)
-    # Kept only for failures: a finished build's log is a megabyte that nobody asks for.
+    # The log is needed only after a failure: it is a megabyte.
     log.unlink()
     progress.note(f"done in {progress.elapsed()}")
     return entry

@@ -126,7 +126,7 @@ def key_of(parts: dict[str, str]) -> str:
 
 @contextmanager
 def locked(folder: Path, key: str) -> Iterator[None]:
-    """Hold the key's lock: if two builds make one wheel at once, the second waits and then finds it in the cache."""
+    """Hold the key's lock: of two builds of the same wheel, the second waits and finds it in the cache."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{key}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

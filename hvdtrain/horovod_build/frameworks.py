@@ -1,4 +1,4 @@
-"""Which frameworks are installed, whether the tests ran on them, and which C++ they ask for; imports none of them."""
+"""Which frameworks are installed, whether the tests ran on them, and which C++ they need; imports none of them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _version(framework: Framework) -> Version | None:
 
 
 def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
-    """Return the C++ standard that the frameworks' headers ask for: 17, 20...; both are compiled with one.
+    """Return the C++ standard that the frameworks' headers need: 17, 20...; both are compiled with one.
 
     Raises:
         NoFrameworkError: a framework came without its headers.

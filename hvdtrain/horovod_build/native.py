@@ -1,4 +1,4 @@
-"""Compile the edited source into a wheel, with progress in percent and the whole output in a log."""
+"""Compile the patched source into a wheel, with progress in percent and the whole output in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PERCENT = re.compile(r"^\[\s*(\d+)%\]")
 _ERROR = re.compile(
     r"(\berror: |^CMake Error|undefined reference|No space left on device|\bKilled\b|^\w*Error: |^c\+\+: fatal|\*\*\* )"
 )
-# x86 extensions that Horovod's half-precision code is written for; the compiler is told to use those this CPU has.
+# x86 extensions that Horovod's half-precision code is written for; the compiler uses those that this CPU has.
 _ARCH_FLAGS = ("f16c", "avx", "fma")
 
 
@@ -35,10 +35,10 @@ def arch_flags() -> str:
     return " ".join(f"-m{flag}" for flag in _ARCH_FLAGS if flag in present)
 
 
-def cuda_architectures(found: Found, asked: str | None) -> str:
-    """Return "80,90": what was asked for, else the GPUs that are here, else data-centre GPUs since A100."""
-    if asked:
-        return asked.replace(".", "")
+def cuda_architectures(found: Found, requested: str | None) -> str:
+    """Return "80,90": the requested ones, else those of the GPUs that are here, else data-centre GPUs since A100."""
+    if requested:
+        return requested.replace(".", "")
     here = sorted({int(gpu.replace(".", "")) for gpu in found.gpus})
     return ",".join(map(str, here)) if here else "80,90"
 
@@ -73,7 +73,7 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
 def runpath(found: Found) -> list[str]:
     """Return where Horovod's libraries look for others: MPI's folder and NCCL's, in any environment that has them.
 
-    CMake's own list is switched off by an edit: it names this environment and the build's folder in /tmp, and whoever
+    A patch switches off CMake's own list: it names this environment and the build's folder in /tmp, and whoever
     can write that folder later could have its library loaded. The frameworks load their libraries before Horovod.
 
     Raises:
@@ -112,7 +112,7 @@ def environment(
     """Return the whole environment of the build: the user's, without stray HOROVOD_ variables, and `chosen`."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") and k != "PYTHONDONTWRITEBYTECODE"}
     env.update(chosen)
-    # An empty value would make Horovod's CMake ask the compiler instead.
+    # With an empty value Horovod's CMake would use the compiler's default.
     if not env["HOROVOD_BUILD_ARCH_FLAGS"]:
         del env["HOROVOD_BUILD_ARCH_FLAGS"]
     env["HVDTRAIN_BUILD_RECORD"] = record
@@ -122,7 +122,7 @@ def environment(
     env["PATH"] = open_mpi.search_path()
     env["MAKEFLAGS"] = f"-j{jobs}"
     env["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    # The build is its own temporary folder's business: user site packages and CUDA devices are not.
+    # A compile needs no GPU.
     env["CUDA_VISIBLE_DEVICES"] = ""
     if found.gpu and found.cuda and found.nccl:
         links = link_folder(found.cuda, found.nccl, scratch)
@@ -138,7 +138,7 @@ def environment(
 
 
 def link_folder(cuda: Cuda, nccl: Nccl, scratch: Path) -> Path:
-    """Return a folder with the names without a version that the linker asks for and pip's wheels do not have."""
+    """Return a folder with names without a version, which the linker needs and pip's wheels do not have."""
     folder = scratch / "links"
     folder.mkdir(parents=True, exist_ok=True)
     runtime = sorted((cuda.home / "lib").glob("libcudart.so.*"))

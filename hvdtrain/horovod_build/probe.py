@@ -38,7 +38,7 @@ class Probe:
 
     Attributes:
         framework: "torch" or "tensorflow".
-        plane: the data plane asked for.
+        plane: the requested data plane.
         ranks: how many were started.
         error: "" if every rank got the right sum, and the right weights, else what was printed last.
         start_s: from the launch to the end, seconds.
@@ -96,7 +96,7 @@ def allreduce(
         step: also take a training step, in host memory, and compare its weights with one process's.
 
     Returns:
-        A Probe; failures are told in its `error`, not raised.
+        A Probe; a failure is in its `error`, and not raised.
     """
     environment = rank_environment(
         {
@@ -105,7 +105,7 @@ def allreduce(
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         },
-        without=("HOROVOD_",),  # a data plane that the user prefers is not the one asked for here
+        without=("HOROVOD_",),  # a data plane that the user prefers is not the requested one
     )
     line = command(framework, plane, ranks=ranks, python=python or Path(sys.executable), step=step)
     started = time.monotonic()
@@ -114,7 +114,7 @@ def allreduce(
         error, output = _run(line, environment, timeout_s, Path(folder) / "output")
         answers = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     seconds = time.monotonic() - started
-    # A rank's own words say more than the launcher's exit status, which follows from them.
+    # A rank's own error says more than the launcher's exit status.
     said = next((answer["error"] for answer in answers if answer["error"]), "")
     if said:
         return Probe(framework, plane, ranks, said, seconds, command=tuple(line))
@@ -129,7 +129,7 @@ def allreduce(
 
 def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Path) -> tuple[str, str]:
     """Run `line` in a session of its own and return (error, output)."""
-    # To a file, not a pipe: a grandchild that survives its parent would keep a pipe open.
+    # To a file, not a pipe: a grandchild that outlives its parent would hold a pipe open.
     with log.open("wb") as stream:
         try:
             process = subprocess.Popen(
@@ -157,7 +157,7 @@ def _make_tensor(framework: str, values: np.ndarray[Any, Any], device: str) -> A
 
 
 def rank_main(framework: str, plane: str, *, step: bool = False) -> int:
-    """Be one rank: sum arrays, and write down for the parent how it went."""
+    """Run as one rank: sum arrays, and write the outcome into a file for the parent."""
     rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
     answer: dict[str, Any] = {"error": "", "allreduce_ms": None, "device": "cpu"}
     try:

@@ -18,7 +18,7 @@ FILE_NAME = f"horovod-{VERSION}.tar.gz"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 # The newest releases that can still build Horovod: setuptools 80 dropped what its setup.py calls, CMake 4 what its
-# CMakeLists.txt ask for. The hashes are of wheels for any Python; CMake's for x86_64 and aarch64.
+# CMakeLists.txt need. The hashes are of wheels for any Python; CMake's for x86_64 and aarch64.
 BUILD_TOOLS = ("setuptools==79.0.1", "cmake==3.31.10", "packaging==26.3")
 _TOOL_HASHES = {
     "setuptools": ("e147c0549f27767ba362f9da434eab9c5dc0045d5304feb602a0af001089fc51",),
@@ -60,7 +60,7 @@ def tool_requirements() -> str:
 
 
 def tools_folder(cache: Path) -> Path:
-    """Return where the build tools are kept: another folder for other files."""
+    """Return the folder of the build tools: another folder for other files."""
     digest = hashlib.sha256(tool_requirements().encode()).hexdigest()[:12]
     return cache / "build-tools" / f"cp{sys.version_info[0]}{sys.version_info[1]}-{digest}"
 
@@ -102,24 +102,17 @@ def fetch(cache: Path, *, tools: Path) -> Path:
         SdistError: it cannot be downloaded, or is not the expected file.
     """
     folder = cache / "sdists"
-    kept = folder / FILE_NAME
-    if kept.is_file():
-        return check(kept)
+    cached = folder / FILE_NAME
+    if cached.is_file():
+        return check(cached)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
         requirements = Path(partial) / "requirements.txt"
         requirements.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
-        command = [
-            *pip_command(cache),
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-binary",
-            "horovod",
-            "--no-build-isolation",
-        ]
+        command = [*pip_command(cache), "download", "--quiet", "--no-deps", "--no-binary", "horovod"]
+        command += ["--no-build-isolation"]
         command += ["--require-hashes", "--requirement", str(requirements), "--dest", partial]
-        # pip asks setup.py for the metadata, which needs setuptools: ours, since there is no build isolation.
+        # pip runs setup.py for the metadata, which needs setuptools: ours, because there is no build isolation.
         environment = {**os.environ, "PYTHONPATH": str(tools)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         fetched = Path(partial) / FILE_NAME
@@ -130,13 +123,13 @@ def fetch(cache: Path, *, tools: Path) -> Path:
                 f"pip could not download Horovod {VERSION}'s source: {last_lines(done.stderr)}. Without a network, "
                 f"bring {FILE_NAME} from elsewhere and pass it with --sdist."
             )
-        os.replace(check(fetched), kept)
-    return kept
+        os.replace(check(fetched), cached)
+    return cached
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
     """Unpack the checked sdist into `folder` and return the source's root."""
     with tarfile.open(check(sdist)) as archive:
-        # The hash above vouches for the content; the filter also silences Python 3.12's question about it.
+        # The hash was checked; Python 3.12 warns where no filter is named.
         archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # type: ignore[arg-type]
     return folder / f"horovod-{VERSION}"

@@ -1,4 +1,4 @@
-"""What is on this machine that distributed training depends on. Reads files and asks programs; imports no framework."""
+"""What is on this machine that distributed training depends on. Reads files and runs programs; imports no framework."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _horovod_planes() -> tuple[str, ...]:
     libraries = sorted(folder.glob("*/mpi_lib*.so")) if folder else []
     if not libraries:
         return ()
-    # One build made all of them: the first tells.
+    # One build made all of them: one is enough.
     content = libraries[0].read_bytes()
     marks = {"gloo": b"GlooContext", "mpi": b"libmpi.so", "nccl": b"ncclAllReduce"}
     return tuple(plane for plane, mark in marks.items() if mark in content)

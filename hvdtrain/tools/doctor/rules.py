@@ -1,4 +1,4 @@
-"""What keeps training from working, or slows it, as data: when it applies, why, and the one command that cures it."""
+"""What prevents training or slows it, as data: when it applies, why, and the one command that fixes it."""
 
 from __future__ import annotations
 

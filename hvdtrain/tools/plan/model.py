@@ -228,9 +228,9 @@ def marginal_efficiency(fewer: Forecast, more: Forecast) -> float:
 def pays_up_to(forecasts: Sequence[Forecast], *, worth: float = 0.5) -> Forecast:
     """Return the forecast at which adding ranks stops paying.
 
-    From there, no larger number of ranks brings `worth` of a lone rank's work for each rank added. Counting from the
-    last number that paid, not from the neighbour, keeps the one step onto the slower link between hosts from hiding
-    that many hosts may pay again.
+    From there, no larger number of ranks brings `worth` of a lone rank's work for each rank added. It counts from the
+    last number that paid, not from the neighbour: where the second host is added, a rank brings little, but many hosts
+    may pay again.
 
     Args:
         forecasts: in rising order of ranks, beginning with one rank.

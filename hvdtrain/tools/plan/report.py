@@ -17,7 +17,7 @@ from hvdtrain.tools.quantities import format_size, format_time, three_digits
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was asked, and the forecast for each number of ranks, in rising order from one rank.
+    """The options, and the forecast for each number of ranks, in rising order from one rank.
 
     Attributes:
         run_samples: samples of the whole run, whose time and cost are shown.
@@ -56,7 +56,7 @@ class Plan:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as one JSON object: what was asked, the table's rows, and where adding ranks stops paying."""
+    """Return the plan as one JSON object: the options, the table's rows, and where adding ranks stops paying."""
     fields = ("ranks", "hosts", "sync_s", "exposed_s", "waiting_s", "step_s", "efficiency", "samples_per_s")
     rows = [
         {

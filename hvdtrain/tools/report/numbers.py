@@ -22,7 +22,7 @@ class Slowest:
     """The rank that others wait for."""
 
     rank: int
-    host: str  # its host's name, "" where the run does not tell
+    host: str  # its host's name, "" where the run does not say
     # Seconds that a step takes it by itself: data, compute and callbacks; the mean over steps, so that a while in which
     # it was slow counts by what the others waited.
     own_s: float
@@ -33,7 +33,7 @@ class Slowest:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. None is what the files do not tell."""
+    """A run in numbers. None is what the files do not contain."""
 
     name: str
     ranks: int | None

@@ -1,4 +1,4 @@
-"""The page: HTML of one file, that asks for nothing from elsewhere, and in which all text from files is escaped."""
+"""The page: one HTML file that loads nothing from elsewhere; all text from files is escaped."""
 
 from __future__ import annotations
 

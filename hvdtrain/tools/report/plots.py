@@ -265,7 +265,7 @@ def _thinned(runs: Sequence[Run]) -> str:
 def _plot(title: str, figure: Figure, legend: list[tuple[str, str]], note: str) -> Plot:
     """Return the figure as SVG that can stand in HTML: no prolog, no metadata, no ids that another has too."""
     buffer = io.StringIO()
-    # The salt keeps one picture's clip paths from being taken for another's, and the same run's page the same.
+    # With the salt each picture has clip paths of its own, and the same run gives the same page.
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with mpl.rc_context({"svg.hashsalt": ascii(title)}):
         figure.savefig(buffer, format="svg", dpi=120, transparent=True, metadata=metadata)

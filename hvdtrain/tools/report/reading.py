@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class ReportError(UsageError):
-    """What was asked to be reported is no run."""
+    """A folder is no run's, or the options do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -95,21 +95,21 @@ def read_run(folder: Path) -> Run:
         raise ReportError(
             f"{path} has no whole line that a run wrote. Name the folder of a run: hvdtrain report runs/NAME"
         )
-    kept, starts = last_word(lines)
+    counted, starts = last_word(lines)
     notes = []
     if unreadable:
         what = "1 line" if unreadable == 1 else f"{unreadable:,} lines"
         notes.append(f"{what} of {METRICS} could not be read (cut off by a kill, or not a run's) and left out.")
-    epochs = [line for _, line in kept if line["kind"] == "epoch"]
+    epochs = [line for _, line in counted if line["kind"] == "epoch"]
     config, environment = (_document(folder / name, notes) for name in (CONFIG, ENVIRONMENT))
     return Run(
         folder=folder,
         config=config,
         environment=environment,
-        intervals=_intervals([(start, line) for start, line in kept if line["kind"] == "interval"]),
+        intervals=_intervals([(start, line) for start, line in counted if line["kind"] == "interval"]),
         epochs=Series(_column(epochs, "global_step"), _metrics(epochs)),
         starts=starts,
-        seconds=_seconds(kept),
+        seconds=_seconds(counted),
         notes=notes,
     )
 
@@ -120,21 +120,21 @@ def last_word(lines: Iterable[dict[str, Any]]) -> tuple[list[tuple[int, dict[str
     A run that was killed resumes from a checkpoint and repeats some steps. If the global step decreases, the earlier
     lines of those steps do not count.
     """
-    kept: list[tuple[int, dict[str, Any]]] = []
+    counted: list[tuple[int, dict[str, Any]]] = []
     start = 0
     for line in lines:
         step, kind = line["global_step"], line["kind"]
-        if kept and (step < kept[-1][1]["global_step"] or _same(kept, step, kind)):
+        if counted and (step < counted[-1][1]["global_step"] or _same(counted, step, kind)):
             start += 1
-            while kept and kept[-1][1]["global_step"] >= step:
-                kept.pop()
-        kept.append((start, line))
-    return kept, start + 1
+            while counted and counted[-1][1]["global_step"] >= step:
+                counted.pop()
+        counted.append((start, line))
+    return counted, start + 1
 
 
-def _same(kept: Sequence[tuple[int, dict[str, Any]]], step: float, kind: str) -> bool:
-    """Return whether the end of `kept` has this very step already."""
-    for _, line in reversed(kept):
+def _same(counted: Sequence[tuple[int, dict[str, Any]]], step: float, kind: str) -> bool:
+    """Return whether the end of `counted` has this very step already."""
+    for _, line in reversed(counted):
         if line["global_step"] != step:
             return False
         if line["kind"] == kind:
@@ -196,9 +196,9 @@ def _line(text: str) -> dict[str, Any] | None:
     return line
 
 
-def _seconds(kept: Iterable[tuple[int, dict[str, Any]]]) -> float | None:
+def _seconds(counted: Iterable[tuple[int, dict[str, Any]]]) -> float | None:
     times: dict[int, list[float]] = {}
-    for start, line in kept:
+    for start, line in counted:
         at = number(line.get("time"))
         if math.isfinite(at):
             times.setdefault(start, []).append(at)
@@ -224,7 +224,7 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         notes.append(f"{path.name} holds no JSON object.")
         return {}
-    shown: dict[str, Any] = redact.document(value)  # an older version may have kept secrets
+    shown: dict[str, Any] = redact.document(value)  # an older version may have written secrets
     return shown
 
 
