@@ -1,4 +1,4 @@
-"""What a callback sees of its run."""
+"""The run, as callbacks see it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hvdtrain.distributed.world import World
 
 @dataclass(frozen=True)
 class RunId:
-    """Which run this is; every rank has it, because rank 0 may die first.
+    """The identity of a run. Every rank has it, because rank 0 may die first.
 
     Attributes:
         id: unique among runs.
-        name: for people: HVDTRAIN_RUN_NAME, or the script's name and the time.
-        resumed: whether an earlier start may have logged under this id.
+        name: a name for people: HVDTRAIN_RUN_NAME, or script and time.
+        resumed: whether an earlier attempt may have logged under this id.
     """
 
     id: str
@@ -38,15 +38,15 @@ class CheckpointOptions:
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """What all ranks must have alike, because saving takes all of them."""
+        """The options that must be equal on all ranks, because saving is a collective."""
         return {"every_epochs": self.every_epochs, "every_steps": self.every_steps, "best": self.best}
 
     def is_due(self, global_step: int) -> bool:
-        """Return whether one is due after this step."""
+        """Return whether a checkpoint is due after this step."""
         return self.every_steps is not None and global_step % self.every_steps == 0
 
     def is_due_after(self, epoch: int, logs: Mapping[str, float]) -> bool:
-        """Return whether one is due after this epoch.
+        """Return whether a checkpoint is due after this epoch.
 
         Raises:
             ValueError: the epoch has no metric `best`.
@@ -68,31 +68,31 @@ class RunContext(Protocol):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the Trainer and `fit` were given, as JSON."""
+        """The arguments of the Trainer and of `fit`, as JSON."""
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps taken since training began, those before a resumed checkpoint included."""
+        """Optimizer steps since training began; those before a checkpoint count."""
 
     @property
     def history(self) -> Mapping[str, list[float]]:
-        """What has been recorded so far."""
+        """The metrics of each epoch so far."""
 
     @property
     def run(self) -> RunId | None:
-        """Which run this is; None before the first."""
+        """The run's identity; None before the first `fit`."""
 
     def stop(self) -> None:
-        """End the run after this epoch, on every rank; one rank's call is enough."""
+        """End the run after this epoch, on every rank. One rank's call is enough."""
 
     def state(self, *, copy: bool = True) -> State:
-        """Return weights and optimizer state; without a copy, as arrays that the next step may change."""
+        """Return weights and optimizer state. With copy=False, the next step may change the arrays."""
 
     def load_state(self, state: State) -> None:
-        """Load what `state` returned; to be called with the same on every rank."""
+        """Restore what `state` returned. Call it with the same state on every rank."""
 
     def repair(self) -> None:
-        """Give every rank the root's weights and optimizer state; a collective call."""
+        """Broadcast the root's weights and optimizer state. A collective."""
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
-        """Save the present state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
+        """Save the current state. A collective. See `hvdtrain.callbacks.Checkpoint.save`."""
