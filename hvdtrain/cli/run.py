@@ -23,7 +23,7 @@ class RunCommand(Command):
     """Reads its own options and passes every other one to the launcher, as it was written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the command line apart, and read our options alone."""
+        """Split the command line, and read our own options."""
         from hvdtrain.launch import arguments, config_file
 
         read = functools.lru_cache(config_file.read)  # once: it may be a pipe
@@ -37,7 +37,7 @@ class RunCommand(Command):
         return super().parse_args(ctx, parts.ours)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Say what may stand where."""
+        """Return the parts of the usage line."""
         return ["-np N", "[OPTIONS]", "[ANY OPTION OF horovodrun]", "[python] train.py [ARGS]..."]
 
 

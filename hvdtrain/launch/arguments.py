@@ -1,4 +1,4 @@
-"""Take a command line apart: what is `hvdtrain run`'s own, what is the launcher's, and the program."""
+"""Split a command line into `hvdtrain run`'s own options, the launcher's, and the program."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _MPIRUN_VALUES = {
 }
 
 _MOST_DIGITS = 9  # of a count: Python refuses to read some thousands of them
-# Those that say on which cores ranks run.
+# Options that choose the cores of ranks.
 _MPIRUN_PLACES = frozenset(
     _each("bind-to map-by rf rankfile cpu-list cpu-set slot-list cpus-per-proc cpus-per-rank npersocket ppr", values=1)
 )
@@ -81,14 +81,10 @@ class Split:
 
 
 def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] = lambda file: None) -> Split:
-    """Take `arguments` apart. The program begins with the first word that is no option and no option's value.
+    """Split the words after `hvdtrain run`. The program begins with the first that is no option and no option's value.
 
-    Args:
-        arguments: what was typed after `hvdtrain run`.
-        launcher_in: returns which launcher a --config file names.
-
-    Raises:
-        UsageError: an option that does not exist, or without its value.
+    `launcher_in` returns which launcher a --config file names. An option that does not exist, or has no value, is a
+    UsageError.
     """
     problem: UsageError | None = None
     other: Split | None = None
@@ -111,11 +107,7 @@ def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] 
 
 
 def options(arguments: Sequence[str], launcher: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option's name with its words, then "" with those of the program.
-
-    Raises:
-        UsageError: an option that does not exist, or without its value.
-    """
+    """Yield each option's name with its words, then "" with those of the program."""
     i = 0
     while i < len(arguments):
         word = arguments[i]
@@ -157,15 +149,15 @@ def value(options: Sequence[str], *names: str) -> str | None:
 
 
 def places_ranks(options: Sequence[str]) -> bool:
-    """Return whether mpirun's `options` say on which cores ranks run."""
+    """Return whether mpirun's `options` choose the cores of ranks."""
     names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
     return bool(names & _MPIRUN_PLACES) or any("binding_policy" in word for word in options)
 
 
 def marks(launcher: str, options: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the option with which mpirun marks each line with its rank, as horovodrun has it.
+    """Return the option with which mpirun marks each line with its rank, as horovodrun does.
 
-    Without marks nobody can tell ranks' lines apart that come in pieces.
+    Without marks, lines that come in pieces belong to no known rank.
     """
     names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
     unwanted = environment.get("OMPI_MCA_orte_tag_output") == "0" or names & {"tag-output", "output", "xml"}
@@ -202,11 +194,7 @@ def is_seconds(text: str) -> bool:
 
 
 def program(words: Sequence[str]) -> list[str]:
-    """Return what every rank runs: `words`, with this interpreter before a script.
-
-    Raises:
-        UsageError: there is no such program or script.
-    """
+    """Return what every rank runs: `words`, with this interpreter before a script; it must exist."""
     if not words:
         raise UsageError("say what to run: hvdtrain run -np 2 train.py")
     first = words[0]
@@ -240,11 +228,7 @@ def _script(name: str) -> str:
 
 
 def hosts(passed: Sequence[str]) -> dict[str, int]:
-    """Return {host: slots} as -H or --hostfile names them; {} where they do not.
-
-    Raises:
-        UsageError: the list or the file does not parse.
-    """
+    """Return {host: slots} as -H or --hostfile names them; {} without these."""
     listed = value(passed, "-H", "--hosts", "-host", "--host")
     file = value(passed, "-hostfile", "--hostfile", "-machinefile", "--machinefile")
     found: dict[str, int] = {}
@@ -280,7 +264,7 @@ def check_ranks(
     name: str = "-np ",
     insist: str = "-H localhost:{}",
 ) -> str:
-    """Refuse more ranks than there is room for; return "", or what to say of ranks that share cores.
+    """Raise a UsageError for more ranks than slots or cores; return a note on ranks that share cores, or "".
 
     Args:
         ranks: number of ranks.

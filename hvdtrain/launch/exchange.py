@@ -42,11 +42,7 @@ class Message:
 
     @classmethod
     def receive(cls, connection: Connection) -> Message:
-        """Read one.
-
-        Raises:
-            EOFError, OSError: the other side has ended.
-        """
+        """Read one; an EOFError or OSError shows that the other side has ended."""
         return cls(json.loads(connection.recv_bytes()), connection.recv_bytes())
 
 
@@ -70,11 +66,7 @@ def reply(key: bytes, mine: bytes, answer: bytes) -> bytes:
 
 
 def prove_caller(connection: Connection, key: bytes) -> None:
-    """Let a rank prove itself, and prove this caller to it.
-
-    Raises:
-        AuthenticationError, EOFError, OSError: it has not.
-    """
+    """Let a rank prove itself, and prove this caller to it; an AuthenticationError, EOFError or OSError if it fails."""
     mine = challenge()
     connection.send_bytes(mine)
     connection.send_bytes(reply(key, mine, connection.recv_bytes(ANSWER_BYTES)))

@@ -69,11 +69,7 @@ def run(
 
 
 def make_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Message:
-    """Return what `hvdtrain.launch.rank.load` loads.
-
-    Raises:
-        TypeError: something cannot be pickled.
-    """
+    """Return what `hvdtrain.launch.rank.load` loads; raise a TypeError where something cannot be pickled."""
     cached = linecache.cache.items()  # a notebook's cells have no file
     cells = {name: list(entry[2]) for name, entry in cached if len(entry) == 4 and entry[1] is None}
     return Message(
@@ -95,11 +91,7 @@ def show_lines(lines: Sequence[Line], *, output: str) -> None:
 
 
 def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int, output: str = "all") -> None:
-    """Raise unless `fn` can be called with `args` on `np` ranks, as far as can be told from here.
-
-    Raises:
-        TypeError, ValueError: see above.
-    """
+    """Raise a TypeError or a ValueError unless `fn` can be called with `args` on `np` ranks."""
     if not callable(fn):
         raise TypeError(f"fn must be a function. Received: {fn!r}")
     if not isinstance(args, (tuple, list)):  # (x) is no tuple, and a text has letters
@@ -138,11 +130,7 @@ def _run_job(spec: LaunchSpec, task: Message, name: str, show: Callable[[Sequenc
 def _check(
     fn: Callable[..., Any], args: Sequence[Any], np: int, output: str, options: Sequence[str]
 ) -> tuple[LaunchSpec, str]:
-    """Check what can be checked before anything is started.
-
-    Returns:
-        What to launch, and what to say of ranks that share cores.
-    """
+    """Check what can be checked before the start; return what to launch, and a note on ranks that share cores."""
     check_call(fn, args, np, output)
     job_environment.check_place("hvdtrain.run")
     parts = arguments.split([*options, "fn"])

@@ -1,4 +1,4 @@
-"""What surrounds a job: where it may be started from, and the environment that it gets."""
+"""Where a job may be started, and the environment of its launcher and ranks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,21 @@ from hvdtrain.system.settings import RUN_ID, RUN_NAME
 
 
 def as_new_run(environment: Mapping[str, str], name: str, token: str) -> dict[str, str]:
-    """Return the environment of ranks of a run that begins now.
+    """Return the environment of ranks of a run that begins now: with its id, and a name unless the user chose one.
 
-    All starts of a job have it, so they are one run: `hvdtrain.callbacks.RunFolder` keeps them in one folder, and
-    loggers know them by one id.
+    Restarts of a job have both too, so they are one run: they share a run folder, and an id in loggers.
 
     Args:
-        environment: theirs so far; a name that the user chose is kept.
+        environment: theirs so far.
         name: what is run.
-        token: tells it from others of this second.
+        token: makes the name unique within a second.
     """
     named = {RUN_NAME: f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{token}"}
     return {**named, **environment, RUN_ID: uuid.uuid4().hex}
 
 
 def check_place(who: str = "it") -> None:
-    """Raise where no ranks can be started.
-
-    Args:
-        who: was asked to, for messages.
-
-    Raises:
-        UsageError: this process is a rank itself, or there is no Horovod.
-    """
+    """Raise a UsageError where `who` can start no ranks: in a rank, or without Horovod."""
     found = launch_environment.detect()
     if found and found.size and found.size > 1 and found.name != "Slurm":
         raise UsageError(f"{who} starts the ranks itself, and {found} has started this one. Run it by itself")
@@ -49,11 +41,7 @@ def check_place(who: str = "it") -> None:
 
 
 def check_host(spec: LaunchSpec) -> None:
-    """Raise where this host cannot start the ranks.
-
-    Raises:
-        UsageError: too few open files are allowed, or /dev/shm has no room for horovodrun's semaphores.
-    """
+    """Raise a UsageError where too few open files are allowed, or /dev/shm has no room for horovodrun's semaphores."""
     try:
         start_checks.check_open_files(spec.ranks if spec.is_here else 2)
         if not spec.is_mpirun:
@@ -63,13 +51,7 @@ def check_host(spec: LaunchSpec) -> None:
 
 
 def environment(run_dir: Path, spec: LaunchSpec, *, name: str) -> dict[str, str]:
-    """Return the environment of a launcher and its ranks.
-
-    Args:
-        run_dir: the job's private folder.
-        spec: what is launched.
-        name: of what is run, for the folder of the training.
-    """
+    """Return the environment of a launcher and its ranks; `name` is that of what is run, for the run's folder."""
     found = as_new_run(start_ranks.rank_environment({}), name, run_dir.name[-4:])
     # A rank that failed has failed the others too: none of them has anything to wait for.
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")

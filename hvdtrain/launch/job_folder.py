@@ -34,11 +34,8 @@ def make(ranks: int) -> tuple[Path, str]:
         ranks: how many share memory through Open MPI; 0 with Gloo.
 
     Returns:
-        The folder and a message. The folder is in /dev/shm if there is room for ranks' shared memory, since Open MPI's
-        segments are in it too; else in $TMPDIR. The message says why it is not in /dev/shm; "" if it is.
-
-    Raises:
-        UsageError: the folder cannot be made there.
+        The folder, and a message if it is not in /dev/shm, else "". It is there if there is room for ranks' shared
+        memory, since Open MPI's segments are in it too; else in $TMPDIR.
     """
     shared = Path(start_checks.SHARED_MEMORY)
     free, wanted = start_checks.free_bytes(), _BYTES + _BYTES_A_RANK * ranks if ranks else _FACTS_BYTES

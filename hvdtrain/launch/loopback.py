@@ -17,11 +17,7 @@ _DISCOVERY_LIMIT_S = 60.0
 
 
 def discovered_hosts(script: str) -> list[str]:
-    """Return the hosts that a host discovery script names now.
-
-    Raises:
-        UsageError: the script fails, takes too long, or prints no host.
-    """
+    """Return the hosts that a host discovery script prints now; raise a UsageError if it does not print any."""
     try:
         done = subprocess.run(script, shell=True, capture_output=True, text=True, timeout=_DISCOVERY_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -49,13 +45,7 @@ def elastic_flags(options: Sequence[str]) -> list[str]:
 def settings(run_dir: Path, spec: LaunchSpec, environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a job of one host, without those that the user has set in `environment` or as options.
 
-    Args:
-        run_dir: the job's private folder.
-        spec: what is launched. A horovodrun that hvdtrain builds keeps to loopback by itself.
-        environment: the launcher's variables.
-
-    Raises:
-        UsageError: mpirun cannot be kept on loopback.
+    hvdtrain's horovodrun keeps to loopback by itself. Where mpirun cannot be kept on it, raise a UsageError.
     """
     given = " ".join(spec.options)
     # A process that is killed leaves its files behind: they belong in a folder that is removed.
@@ -85,11 +75,9 @@ def _horovodrun_preloads(spec: LaunchSpec) -> bool:
 
 
 def listening(spec: LaunchSpec, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which mpirun, its daemons and ranks on several hosts listen at chosen interfaces alone.
+    """Return variables with which mpirun, its daemons and ranks on several hosts listen only at chosen interfaces.
 
-    Args:
-        spec: its options may choose interfaces.
-        environment: the variables that are there, which may too.
+    The options or `environment` may choose them.
     """
     from hvdtrain.horovod_build.shared import listen_on
 

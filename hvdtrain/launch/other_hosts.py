@@ -35,12 +35,7 @@ _ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "3"}  # seconds
 
 @dataclass(frozen=True)
 class SshRoute:
-    """How other hosts are reached.
-
-    Attributes:
-        hosts: their names.
-        ssh: the command line as the launcher has it, without the host.
-    """
+    """How other hosts are reached: by the launcher's own ssh command line, without the host."""
 
     hosts: tuple[str, ...]
     ssh: tuple[str, ...]

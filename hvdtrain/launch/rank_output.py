@@ -1,4 +1,4 @@
-"""Take what a launcher prints apart into whole lines, each with the rank that printed it."""
+"""Split a launcher's output into whole lines, each with the rank that printed it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from hvdtrain.system import open_mpi
 
-# What stands before each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo, and before that
-# the time, "Sat Nov 21 20:05:27 2026" (Open MPI 5: in brackets), where it was asked for.
+# What precedes each piece of a rank's output: "[1,0]<stdout>:" over MPI, "[0]<stdout>:" over Gloo, and before that
+# the time, "Sat Nov 21 20:05:27 2026" (Open MPI 5: in brackets), where an option requests it.
 _TIME = re.compile(rb"\[?[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}\]?")
 _TAG = rb"\[(?:\d+,)?\d+\]<(?:stdout|stderr)>:?"
 _MARK, _TIMED_MARK = re.compile(rb"(" + _TAG + rb")"), re.compile(rb"(" + _TIME.pattern + _TAG + rb")")
@@ -21,7 +21,7 @@ Line = tuple[int | None, str]
 
 
 class _Pieces:
-    """Puts together what ranks wrote into the same lines: pairs of a mark, empty for the launcher's own, and a line."""
+    """Joins the pieces of ranks' lines; gives pairs of a mark, empty for the launcher's own, and a line."""
 
     def __init__(self) -> None:
         self.begun: dict[bytes, bytes] = {}
@@ -51,7 +51,7 @@ class _Pieces:
         return self._mark.split(raw) if self._mark else [raw]
 
     def _join(self, marked: list[bytes]) -> bytes:
-        """Keep pieces for their ranks; return the line of the last one, which is complete."""
+        """Store pieces for their ranks; return the line of the last one, which is complete."""
         for mark, text in zip(marked[::2], marked[1::2], strict=True):
             tag = _tag(mark)
             own = text[1:] if b"," in tag and text.startswith(b" ") and open_mpi.spaces_marks() else text
@@ -65,14 +65,10 @@ def _tag(mark: bytes) -> bytes:
 
 
 class OutputLines:
-    """One stream of a launcher's output, as it comes in pieces.
-
-    Attributes:
-        tails: rank -> its last lines; None stands for the launcher itself.
-    """
+    """One stream of a launcher's output, as it comes in pieces."""
 
     def __init__(self) -> None:
-        self.tails: dict[int | None, deque[str]] = {}
+        self.tails: dict[int | None, deque[str]] = {}  # rank -> its last lines; None: the launcher
         self._pieces = _Pieces()
 
     def feed(self, data: bytes) -> list[Line]:
@@ -96,7 +92,7 @@ class Whole:
 
     def __init__(self) -> None:
         self._pieces = _Pieces()
-        self._since: dict[bytes | None, float] = {}  # when a line was begun; None: one that is not taken apart yet
+        self._since: dict[bytes | None, float] = {}  # when a line was begun; None: one that is not split yet
 
     def feed(self, data: bytes, *, now: float) -> list[bytes]:
         """Return the lines that `data` completes, without their end."""
@@ -107,7 +103,7 @@ class Whole:
         return min(self._since.values(), default=None)
 
     def late(self, *, now: float, limit_s: float) -> list[bytes]:
-        """Return as lines what has waited so long for its other half: it may be a progress bar."""
+        """Return as lines what has waited so long for its end: it may be a progress bar."""
         waited = {mark for mark, since in self._since.items() if now - since >= limit_s}
         found = [(mark, self._pieces.begun.pop(mark)) for mark in waited if mark is not None]
         if None in waited:

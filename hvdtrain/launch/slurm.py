@@ -18,9 +18,6 @@ def hosts(environment: Mapping[str, str]) -> dict[str, int]:
     """Return {host: tasks} of a Slurm job's nodes; {} elsewhere, and where this host is the only one of them.
 
     A single host needs no list: all ranks are started on it.
-
-    Raises:
-        UsageError: Slurm does not name the nodes.
     """
     count = environment.get(_NODE_COUNT, "")
     nodes = environment.get(_NODES, "")

@@ -25,11 +25,9 @@ _LIMIT_S = 10
 
 
 def settings(given: Iterable[str]) -> dict[str, str]:
-    """Return what keeps Open MPI off this host's bridges.
+    """Return variables that keep Open MPI off this host's bridges; none where the user has chosen interfaces.
 
-    Args:
-        given: names of variables that are set: where interfaces were chosen, by them or in Open MPI's files, that
-            stands.
+    `given` has the names of variables that are set; Open MPI's files may choose too.
     """
     if any(name.startswith(_CHOICE) for name in given):
         return {}
