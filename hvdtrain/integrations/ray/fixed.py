@@ -23,7 +23,7 @@ from hvdtrain.system.settings import EXIT_STOPPED
 # second argument returns.
 Follow = Callable[[Callable[[], bool], Callable[[], Sequence[Worker]]], None]
 
-_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot go on
+_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
 _CAUSE_S = 10.0  # for the answer of the rank that failed, if a peer answered first
 
 
