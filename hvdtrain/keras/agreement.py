@@ -19,11 +19,6 @@ from hvdtrain.keras import host_collectives
 Described = list[Any]  # [path, shape, dtype]
 
 
-def describe(variables: Sequence[Any]) -> list[Described]:
-    """Return path, shape and dtype of each variable."""
-    return [[path(v), [int(n) for n in v.shape], str(keras.backend.standardize_dtype(v.dtype))] for v in variables]
-
-
 def path(variable: Any) -> str:
     """Return a variable's path, or its name where it is not Keras's own."""
     return str(getattr(variable, "path", getattr(variable, "name", "variable")))
@@ -49,9 +44,8 @@ def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: A
     Raises:
         DesyncError: on every rank, naming the first variable that differs.
     """
-    mine = describe(variables)
-    normal = [[without_counters(p), shape, dtype] for p, shape, dtype in mine]
-    digest = hashlib.sha256(json.dumps(normal).encode()).digest()
+    mine = [[path(v), [int(n) for n in v.shape], str(keras.backend.standardize_dtype(v.dtype))] for v in variables]
+    digest = hashlib.sha256(json.dumps([_normal(each) for each in mine]).encode()).digest()
     row = np.frombuffer(digest + int(offer).to_bytes(8, "little"), np.uint8).reshape(1, -1)
     rows = host_collectives.call("allgather", row, name="hvdtrain.agree", process_set=process_set)
     if (rows[:, :32] == rows[0, :32]).all():
@@ -68,8 +62,12 @@ def _gather(described: list[Described], process_set: Any | None) -> list[list[De
     return [json.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(sizes)[:-1])]
 
 
+def _normal(described: Described) -> Described:
+    return [without_counters(described[0]), *described[1:]]
+
+
 def _difference(ranks: list[list[Described]], what: str) -> str:
-    found = first_difference(ranks, lambda entry: [without_counters(entry[0]), *entry[1:]])
+    found = first_difference(ranks, _normal)
     where = f"(seen from rank {world.current().rank}). Build the same model on every rank."
     if found is None:
         return f"Ranks hold different {what} {where}"
@@ -80,5 +78,5 @@ def _difference(ranks: list[list[Described]], what: str) -> str:
     )
 
 
-def _text(entry: Described | None) -> str:
-    return "absent" if entry is None else f"{entry[0]} of shape {tuple(entry[1])}, {entry[2]}"
+def _text(described: Described | None) -> str:
+    return "absent" if described is None else f"{described[0]} of shape {tuple(described[1])}, {described[2]}"

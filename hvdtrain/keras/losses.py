@@ -16,8 +16,6 @@ from hvdtrain.distributed.world import World
 
 log = logging.getLogger("hvdtrain")
 
-_OVER_SAMPLES = ("sum_over_batch_size", "mean")
-
 
 def is_sum(model: keras.Model, *, split: bool) -> bool:
     """Return whether a compiled model's loss is a sum over samples (True) or a mean (False).
@@ -41,7 +39,7 @@ def is_sum(model: keras.Model, *, split: bool) -> bool:
             f'reduction="sum" in {sum(sums)} of {len(sums)} losses. Give all the same reduction, and '
             "loss_weights to balance them."
         )
-    if any(sums) and _regularized(model):
+    if any(sums) and any(getattr(v, "regularizer", None) is not None for v in model.trainable_variables):
         raise ValueError(
             'A loss with reduction="sum" adds up over ranks and batches, and a regularizer must not. Received: a model '
             'with regularizers. Use reduction="sum_over_batch_size", or the optimizer\'s weight_decay.'
@@ -58,15 +56,11 @@ def _check(loss: Any) -> None:
             f"Received: ignore_class={loss.ignore_class} in {name}. Leave it out and give those samples a "
             'sample_weight of 0, or use reduction="sum".'
         )
-    if reduction not in (*_OVER_SAMPLES, "sum"):
+    if reduction not in ("sum_over_batch_size", "mean", "sum"):
         raise ValueError(
             f'A loss must have reduction="sum_over_batch_size" or "sum" when a step is split over ranks or batches. '
             f"Received: reduction={reduction!r} in {name}"
         )
-
-
-def _regularized(model: keras.Model) -> bool:
-    return any(getattr(variable, "regularizer", None) is not None for variable in model.trainable_variables)
 
 
 def warn_of_masks(model: keras.Model, *, world: World) -> None:

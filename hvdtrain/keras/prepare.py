@@ -104,9 +104,6 @@ class PreparedData(keras.utils.PyDataset):
         """Return this rank's (inputs, targets, sample_weight) of one step."""
         batch = self._source.batch(epoch, step, shuffle=True)
         weight = batch.local_count * self._world.size / batch.global_count
-        given = (
-            np.ones(num_rows(batch.inputs), np.float32)
-            if batch.sample_weight is None
-            else np.asarray(batch.sample_weight)
-        )
+        given = batch.sample_weight
+        given = np.ones(num_rows(batch.inputs), np.float32) if given is None else np.asarray(given)
         return tree_map(np.asarray, batch.inputs), tree_map(np.asarray, batch.targets), given * np.float32(weight)

@@ -40,15 +40,8 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
         )
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
-        order = sharding.shard(
-            len(data),
-            rank=world.rank,
-            size=world.size,
-            epoch=epoch,
-            seed=seed,
-            shuffle=shuffle,
-            start=after.batches,
-        )
+        where = {"rank": world.rank, "size": world.size, "epoch": epoch, "seed": seed}
+        order = sharding.shard(len(data), **where, shuffle=shuffle, start=after.batches)
         return (data[int(index)] for index in order)
 
     def filler(_: int) -> Any:

@@ -113,21 +113,12 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a `DistributedOptimizer` that does not reduce the gradients of some layers.
+    """Return a `DistributedOptimizer` that does not reduce the gradients of `local_layers`.
 
-    Args:
-        optimizer: as in `DistributedOptimizer`, like the arguments up to `process_set`.
-        name: see there.
-        device_dense: see there.
-        device_sparse: see there.
-        compression: see there.
-        sparse_as_dense: see there.
-        gradient_predivide_factor: see there.
-        op: see there.
-        groups: see there.
-        process_set: see there.
-        local_layers: a built keras layer or several, whose variables each rank trains on its own.
-        scale_local_gradients: divide their gradients by the number of ranks, as averages of the others are.
+    Each rank trains the variables of these layers on its own. The other arguments are those of `DistributedOptimizer`.
+
+    Raises:
+        ValueError: `local_layers` is neither a keras layer nor a list of them; or see `DistributedOptimizer`.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
     if not all(isinstance(layer, keras.layers.Layer) for layer in layers):

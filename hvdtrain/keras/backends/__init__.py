@@ -2,7 +2,8 @@
 
 Every module here has the same functions, on lists of that backend's tensors:
 
-    reduce_gradients(gradients, names, variables, how)   the same gradients on every rank
+    reduce_gradients(gradients, names, variables, how)   the same gradients on every rank; names and number are equal
+                                                         on all of them, also in a graph that is traced again
     true_on_all_ranks(flag, name, how)                   a boolean scalar
     new_batch_weight()                                   a BatchWeight: `set`, `read`, `multiply`
     on_update_step(optimizer, function, gradients)       function(gradients), but only where weights change

@@ -102,14 +102,7 @@ def true_on_all_ranks(flag: Tensor, name: str, how: GradientReduction) -> Tensor
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
-    """Return `gradients` reduced over ranks.
-
-    Args:
-        gradients: one array a variable.
-        names: one name a gradient, equal on all ranks.
-        variables: what the gradients belong to.
-        how: the options.
-    """
+    """Return `gradients` reduced over ranks."""
     wires = [how.to_wire(g) for g in gradients]
     shapes = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in wires]
     buckets = how.buckets(variables) or small_together([w.size * w.dtype.itemsize for w in wires])

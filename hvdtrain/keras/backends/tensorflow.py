@@ -124,14 +124,7 @@ def true_on_all_ranks(flag: Tensor, name: str, how: GradientReduction) -> Tensor
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> Any:
-    """Return `gradients` reduced over ranks: tensors as tensors, IndexedSlices as IndexedSlices.
-
-    Args:
-        gradients: one tensor or IndexedSlices a variable.
-        names: one name a gradient, equal on all ranks and across retraces.
-        variables: what the gradients belong to.
-        how: the options.
-    """
+    """Return `gradients` reduced over ranks: tensors as tensors, IndexedSlices as IndexedSlices."""
     refuse_compiler()
     reduced = [tf.convert_to_tensor(g) if how.sparse_as_dense else g for g in gradients]
     dense = [i for i, g in enumerate(reduced) if not isinstance(g, tf.IndexedSlices)]

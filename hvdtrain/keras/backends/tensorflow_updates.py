@@ -20,7 +20,7 @@ Tensor = Any
 def fused_update(
     optimizer: Any, step: Callable[..., None], gradient: Tensor, variable: Any, learning_rate: Any
 ) -> bool:
-    """Update `variable` and its slots in one pass over them, if TensorFlow has an operation for it.
+    """Update `variable` and its slots in one pass, if TensorFlow has an operation for the rule of `step`.
 
     Args:
         optimizer: a built Keras optimizer.
@@ -30,7 +30,7 @@ def fused_update(
         learning_rate: scalar.
 
     Returns:
-        False if nothing was done, and `step` is to be called.
+        Whether `variable` was updated; if not, nothing has changed.
     """
     rule = _RULES.get(getattr(step, "__func__", step))
     target = _plain(variable)

@@ -118,14 +118,7 @@ def true_on_all_ranks(flag: Any, name: str, how: GradientReduction) -> Tensor:
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
-    """Return `gradients` reduced over ranks, those that are a variable's own `.grad` in place.
-
-    Args:
-        gradients: one tensor a variable.
-        names: one name a gradient, equal on all ranks.
-        variables: what the gradients belong to.
-        how: the options.
-    """
+    """Return `gradients` reduced over ranks, those that are a variable's own `.grad` in place."""
     refuse_compiler()
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
