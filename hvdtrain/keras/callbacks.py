@@ -1,4 +1,4 @@
-"""Keras callbacks for training on several ranks: equal starts, averaged metrics, learning rates that grow slowly."""
+"""Keras callbacks for training on several ranks: broadcast at the start, averaged metrics, learning rate warmup."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replace every metric in an epoch's logs by its mean over ranks, for the callbacks that follow and for History.
+    """Replace every metric in an epoch's logs by its mean over ranks, for later callbacks and for History.
 
-    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint or TensorBoard. A metric that only some ranks
-    have is averaged over those.
+    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint or TensorBoard. If only some ranks have a metric, it
+    is averaged over these.
 
     Args:
         device: TensorFlow device; numbers travel through the host, so it must be empty.
@@ -100,12 +100,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         start_epoch: first epoch that is adjusted, counted from 0.
         end_epoch: first epoch that no longer is; None for all.
         staircase: adjust at the first batch of every epoch; False: at every batch, with a fractional epoch.
-        momentum_correction: where the rate changes, scale momentum buffers, which hold it, by new / old rate
+        momentum_correction: when the rate changes, multiply momentum buffers, which contain the rate, by new / old rate
             (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
-        steps_per_epoch: batches an epoch; found out where Keras knows it.
+        steps_per_epoch: batches an epoch; read from Keras if left out.
 
     Raises:
-        ValueError: `initial_lr` is None; or steps_per_epoch is needed and cannot be found out.
+        ValueError: `initial_lr` is None; or steps_per_epoch is needed and Keras does not know it.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.current_epoch = 0
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Find out the number of steps, where it is needed."""
+        """Read the number of steps from Keras, if it is needed."""
         if self.staircase or self.steps_per_epoch:
             return
         steps = (self.params or {}).get("steps")
@@ -152,7 +152,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Adjust the learning rate, inside of its epochs."""
+        """Adjust the learning rate, from `start_epoch` to `end_epoch`."""
         if self.current_epoch < self.start_epoch or (self.end_epoch or math.inf) <= self.current_epoch:
             return
         if not self.staircase:
@@ -177,7 +177,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         optimizer.learning_rate = new
         if self.momentum_correction and old > 0:
-            # Keras compiles `momentum` into the step, so it is the buffers that are scaled, once, with equal effect.
+            # Keras compiles `momentum` into the step; to scale the buffers once has the same effect.
             for buffer in _momentum_buffers(getattr(optimizer, "inner_optimizer", optimizer)):
                 buffer.assign(buffer * (new / old))
 
@@ -189,9 +189,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: learning rate after the warmup, already scaled for all ranks.
-        warmup_epochs: epochs that it takes.
+        warmup_epochs: length of the warmup.
         momentum_correction: see `LearningRateScheduleCallback`.
-        steps_per_epoch: batches an epoch; found out where Keras knows it.
+        steps_per_epoch: batches an epoch; read from Keras if left out.
         verbose: 1 prints a line on rank 0 when the warmup ends.
     """
 
@@ -221,7 +221,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Add the learning rate to the logs, and say when the warmup is over."""
+        """Add the learning rate to the logs, and print a line when the warmup ends."""
         super().on_epoch_end(epoch, logs)
         if epoch == (self.end_epoch or 0) - 1 and self.verbose > 0 and world.current().is_root:
             print(f"\nEpoch {epoch + 1}: learning rate warmup ended at {self._learning_rate():g}.")
