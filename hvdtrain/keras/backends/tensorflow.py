@@ -217,11 +217,7 @@ def _size(how: GradientReduction) -> Tensor:
 
 
 def _reduce_bf16(tensors: list[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
-    """Return `tensors` reduced with bfloat16 on the wire and float32 in the sum.
-
-    Horovod cannot add up bfloat16, but it can move bytes. Each rank receives its shard from all ranks, sums it in
-    float32, and sends the rounded sum to all: 4 bytes a number in all, and bitwise equal results by construction.
-    """
+    """Return `tensors` with bfloat16 on the wire and float32 in the sum, as `hvdtrain.torch.bf16` does it."""
     common = _common(how)
     size = how.size()
     flat = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], axis=0)

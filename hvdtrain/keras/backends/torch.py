@@ -122,7 +122,13 @@ def reduce_gradients(
     refuse_compiler()
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
-        return _reduce_bf16(gradients, names[0], how)
+        from hvdtrain.torch import bf16  # not at the top: a Keras process without ranks needs nothing of hvdtrain.torch
+
+        process_set = how.process_set or hvd.global_process_set
+        reduced: list[Tensor] = bf16.Exchange(
+            gradients, name=names[0], process_set=process_set, postscale=how.sum_factor
+        ).wait()
+        return reduced
     wires = [how.to_wire(g).contiguous() for g in gradients]
     common: dict[str, Any] = {"op": how.op, **how.scales, **how.options}
     groups = how.buckets(variables)
@@ -156,23 +162,3 @@ def reduce_gradients(
         behind.record()
         watchdog.note_device(behind.query)
     return outputs
-
-
-def _reduce_bf16(tensors: Sequence[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
-    """Return `tensors` reduced with bfloat16 on the wire and float32 in the sum.
-
-    Horovod cannot add up bfloat16, but it can move bytes. Each rank receives its shard from all ranks, sums it in
-    float32, and sends the rounded sum to all: 4 bytes a number in all, and bitwise equal results by construction.
-    """
-    hvd: Any = basics.running()
-    size = how.size()
-    flat = torch.cat([t.reshape(-1).to(torch.bfloat16) for t in tensors])
-    total = flat.numel()
-    flat = torch.nn.functional.pad(flat, (0, -total % size))
-    received = hvd.alltoall(flat.view(torch.uint8), name=f"{name}.bf16_shards", **how.options)
-    shards = received.view(torch.bfloat16).to(torch.float32).reshape(size, -1)  # (ranks, shard)
-    shard = shards.sum(dim=0) * how.sum_factor
-    bits = shard.to(torch.bfloat16).view(torch.uint8)
-    gathered = hvd.allgather(bits, name=f"{name}.bf16_sums", **how.options).view(torch.bfloat16)[:total]
-    parts = gathered.split([t.numel() for t in tensors])
-    return [p.reshape(t.shape).to(t.dtype) for p, t in zip(parts, tensors, strict=True)]
