@@ -1,4 +1,4 @@
-"""tf.data.Datasets and keras PyDatasets, shared out over ranks batch by batch."""
+"""tf.data.Datasets and keras PyDatasets, divided over ranks batch by batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
         return (data[int(index)] for index in order)
 
     def filler(_: int) -> Any:
-        before = rank_state.random_states()  # data may be changed at random as it is read
+        before = rank_state.random_states()  # reading an item may draw random numbers, to augment it
         item = data[0]
         rank_state.set_random_states(before)
         return item
@@ -62,10 +62,10 @@ def _tf_dataset(data: Any, world: World) -> Source:
         raise ValueError(
             "data never ends. Received: an infinite tf.data.Dataset. Bound it with .take(batches an epoch)."
         )
-    orders = itertools.count()  # how many the data's own shuffle has drawn
+    orders = itertools.count()  # counts what the data's shuffle has drawn
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
-        # It draws one order per iterator: a run that resumes in epoch 3 must draw the fourth.
+        # The data's shuffle draws one order per iterator: a run that resumes in epoch 3 must draw the fourth.
         for _ in range(next(orders), epoch):
             next(orders)
             iter(data)
@@ -93,7 +93,7 @@ def _zeros(data: Any, rows: int) -> Any:
 
 
 def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
-    """Return the seeds that the data's order hangs on, tf.random.set_seed's among them; equal on all ranks, or else.
+    """Return the seeds that determine the data's order, tf.random.set_seed's among them; for the ranks to compare.
 
     Raises:
         ValueError: the order differs from rank to rank: samples would be seen twice or never.

@@ -66,7 +66,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def refuse_compiler() -> None:
-    """Raise where XLA compiles: it knows none of Horovod's operations.
+    """Raise where XLA compiles: it has none of Horovod's operations.
 
     Raises:
         RuntimeError: the step is being compiled by XLA.
@@ -188,7 +188,7 @@ def _allreduce(tensor: Tensor, name: str, how: GradientReduction, op: int | None
 
 
 def _flat_allreduce(tensors: list[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
-    """Reduce `tensors` as one: a copy each, and one round of messages instead of one each."""
+    """Reduce `tensors` as one: this copies each, and saves all rounds of messages but one."""
     flat = _allreduce(tf.concat([tf.reshape(t, [-1]) for t in tensors], axis=0), f"{name}.and_{len(tensors) - 1}", how)
     parts = tf.split(flat, [t.shape.num_elements() for t in tensors])
     return [tf.reshape(part, t.shape) for part, t in zip(parts, tensors, strict=True)]
