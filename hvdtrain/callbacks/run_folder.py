@@ -11,19 +11,16 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.context import RunContext
-from hvdtrain.callbacks.records import Facts, Records
+from hvdtrain.callbacks.records import Facts, RecordingCallback
 from hvdtrain.system import private_files, redact
 from hvdtrain.system.settings import RUN_NAME
-from hvdtrain.telemetry.interval import Interval
 
 log = logging.getLogger("hvdtrain")
 
@@ -43,7 +40,7 @@ _OF_THE_LAUNCH = re.compile(
 _runs_here = itertools.count(1)  # of a job with a name
 
 
-class RunFolder(Callback):
+class RunFolder(RecordingCallback):
     """Write a folder for this run: config.json, environment.json, and metrics.jsonl, a line at a time.
 
     metrics.jsonl holds one JSON object a line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
@@ -71,10 +68,8 @@ class RunFolder(Callback):
         every_s: float = 5.0,
         options: dict[str, Any] | None = None,
     ) -> None:
-        json.dumps(options)
+        super().__init__(every_s, options)
         self.folder = None if folder is None else Path(folder)
-        self._records = Records(every_s)
-        self._options = options or {}
         self._file: IO[str] | None = None
 
     def on_fit_begin(self, trainer: RunContext) -> None:
@@ -90,14 +85,6 @@ class RunFolder(Callback):
         except OSError as problem:
             log.warning("this run is not recorded in %s: %s", self.folder or "a run folder", problem)
 
-    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
-        """Record an interval, if it is time."""
-        self._lines(self._records.of_interval(interval))
-
-    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Record the epoch's metrics, and its last interval: an epoch may be shorter than an interval."""
-        self._lines(self._records.of_epoch(trainer, epoch, logs))
-
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
@@ -107,17 +94,17 @@ class RunFolder(Callback):
             except OSError as problem:
                 log.warning("the last records in %s may be missing: %s", self.folder, problem)
 
-    def _lines(self, records: Sequence[Facts]) -> None:
-        for facts in records:
-            if self._file is None:
-                return
-            try:
-                # One write and a flush: a reader finds complete lines, during the run and after a kill.
-                self._file.write(json.dumps(redact.strings(plain(facts))) + "\n")
-                self._file.flush()
-            except OSError as problem:
-                log.warning("this run is not recorded any longer in %s: %s", self.folder, problem)
-                self._file = None
+    def record(self, facts: Facts) -> None:
+        """Append a line to metrics.jsonl."""
+        if self._file is None:
+            return
+        try:
+            # One write and a flush: a reader finds complete lines, during the run and after a kill.
+            self._file.write(json.dumps(redact.strings(plain(facts))) + "\n")
+            self._file.flush()
+        except OSError as problem:
+            log.warning("this run is not recorded any longer in %s: %s", self.folder, problem)
+            self._file = None
 
 
 def make_folder() -> Path:

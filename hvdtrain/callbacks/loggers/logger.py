@@ -7,21 +7,19 @@ import importlib.util
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.context import RunContext
 from hvdtrain.callbacks.loggers.background import Background, give_up
-from hvdtrain.callbacks.records import Facts, Records
+from hvdtrain.callbacks.records import Facts, RecordingCallback
 from hvdtrain.callbacks.run_folder import describe_environment, plain
 from hvdtrain.errors import PackageMissingError
 from hvdtrain.system import redact
-from hvdtrain.telemetry.interval import Interval
 
 CLOSE_LIMIT_S = 10.0  # of the 30 s that a rank has after a stop request
 
@@ -123,7 +121,7 @@ class Sink(Protocol):
         """Close what `open` opened, if anything; `finished` says whether the run reached its end."""
 
 
-class Logger(Callback):
+class Logger(RecordingCallback):
     """Log a run to a sink, on rank 0, in the background, with the moments and names of metrics.jsonl.
 
     If a sink fails, because of a full disk or a lost server, a warning says so and its log ends; training continues. A
@@ -153,10 +151,8 @@ class Logger(Callback):
     ) -> None:
         if package is not None:
             package.require(type(self).__name__)
-        json.dumps(options)
+        super().__init__(every_s, options)
         self._sink = sink
-        self._records = Records(every_s)
-        self._options = options or {}
         self._given_name = name
         self._package = package
         self._finished = self._begun = False
@@ -201,14 +197,6 @@ class Logger(Callback):
             self._begun = True
             give_up(type(self).__name__, problem)
 
-    def on_interval(self, trainer: RunContext, interval: Interval) -> None:
-        """Log an interval, if it is time."""
-        self._log(self._records.of_interval(interval))
-
-    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Log the epoch, and its last interval."""
-        self._log(self._records.of_epoch(trainer, epoch, logs))
-
     def on_fit_end(self, trainer: RunContext) -> None:
         """Know that the run has come to its end."""
         self._finished = True
@@ -219,10 +207,10 @@ class Logger(Callback):
             background, self._background = self._background, None
             background.close(well=self._finished, limit_s=CLOSE_LIMIT_S)
 
-    def _log(self, records: Sequence[Facts]) -> None:
-        for facts in records:
-            if self._background is not None:
-                self._background.submit(partial(self._sink.write, _record(facts)))
+    def record(self, facts: Facts) -> None:
+        """Write to the sink, in the background."""
+        if self._background is not None:
+            self._background.submit(partial(self._sink.write, _record(facts)))
 
 
 def _record(facts: Facts) -> Record:
