@@ -208,7 +208,7 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
         except (ImportError, OSError, RuntimeError) as error:
             problem = f"horovod.{framework} does not import: {error}"
     if alone:
-        log.warning("%s Running as one process without Horovod; `hvdtrain build` mends it.", problem)
+        log.warning("%s Running as one process without Horovod; `hvdtrain build` fixes this.", problem)
         return None
     raise HorovodMismatchError(f"{problem} {found} started this process. Run `hvdtrain build` in this environment.")
 

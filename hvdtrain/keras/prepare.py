@@ -18,7 +18,7 @@ from hvdtrain.keras.variables import broadcast_model
 def prepare(
     model: keras.Model, optimizer: Any, data: tuple[Any, ...], *, batch_size: int, world: World
 ) -> tuple[Any, ...]:
-    """See `hvdtrain.prepare`; use the result in `model.compile` and `model.fit`, or in a loop of your own.
+    """See `hvdtrain.prepare`; use the result in `model.compile` and `model.fit`, or in a custom loop.
 
     The model must be built, so that its weights can be made equal.
     """

@@ -1,4 +1,4 @@
-"""horovod.torch's names with its defects mended: `import hvdtrain.torch as hvd`.
+"""horovod.torch's names without its defects: `import hvdtrain.torch as hvd`.
 
 Works without Horovod too, as one process.
 """
