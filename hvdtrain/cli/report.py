@@ -98,7 +98,7 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
 
 def _floor(summary: Summary, measured: Path, link: str | None) -> float:
     """Return the allreduce floor of a run from what bench measured; nothing is guessed where that is not enough."""
-    from hvdtrain.tools.bench.floor import floor_s
+    from hvdtrain.tools.bench.sweep import floor_s
     from hvdtrain.tools.report.reading import ReportError
 
     known = read_measured(measured)

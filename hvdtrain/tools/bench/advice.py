@@ -12,53 +12,29 @@ _FAST_LINK_BYTES_PER_S = 100e9 / 8
 
 @dataclass(frozen=True)
 class Facts:
-    """What was measured; zero or empty where it was not.
-
-    Attributes:
-        ranks: of the run.
-        hosts: they are on.
-        local_ranks: on the slowest rank's host.
-        cores: usable there.
-        threads: of one rank's framework; 0 if unknown.
-        device: "cpu" or "cuda:0".
-        data_plane: "mpi", "gloo" or "".
-        mpi_built: True if Horovod has MPI built in.
-        reduced: True if the optimizer reduces gradients.
-        wire: "none", "fp16" or "bf16": what gradients are compressed to.
-        framework: "torch" or "keras/<backend>".
-        noise: quartile distance over median of that step.
-        communication: exposed, share of the step.
-        data: wait, share of the step.
-        data_s: the same, in seconds.
-        slowest: the rank that takes longest by itself.
-        lag: by how much longer than the fastest, share of the step.
-        gradient_bytes: a step.
-        alpha_s: the sweep's latency.
-        beta_s_per_byte: the sweep's time a byte.
-        link_bytes_per_s: as --link says.
-    """
+    """What was measured, of the slowest rank; zero or empty where it was not. Shares are of a step."""
 
     ranks: int = 1
     hosts: int = 1
     local_ranks: int = 1
     cores: int = 1
     threads: int = 0
-    device: str = "cpu"
-    data_plane: str = ""
+    device: str = "cpu"  # or "cuda:0"
+    data_plane: str = ""  # "mpi", "gloo"
     mpi_built: bool = False
-    reduced: bool = True
-    wire: str = "none"
-    framework: str = "torch"
-    noise: float = 0.0
-    communication: float = 0.0
-    data: float = 0.0
+    reduced: bool = True  # whether the optimizer reduces gradients
+    wire: str = "none"  # "fp16", "bf16": what gradients are compressed to
+    framework: str = "torch"  # or "keras/<backend>"
+    noise: float = 0.0  # quartile distance over median
+    communication: float = 0.0  # exposed, share
+    data: float = 0.0  # wait, share
     data_s: float = 0.0
-    slowest: int = 0
-    lag: float = 0.0
+    slowest: int = 0  # the rank that takes longest by itself
+    lag: float = 0.0  # by how much longer than the fastest, share
     gradient_bytes: int = 0
-    alpha_s: float = 0.0
+    alpha_s: float = 0.0  # the sweep's latency
     beta_s_per_byte: float = 0.0
-    link_bytes_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0  # as --link says
 
 
 def not_reduced(facts: Facts) -> str:

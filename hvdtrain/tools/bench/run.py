@@ -22,9 +22,9 @@ from hvdtrain.system import scratch
 from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import RankReport
 from hvdtrain.tools.bench import advice, report, sweep, worker
-from hvdtrain.tools.bench.floor import floor_s, parse_link
 from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, Hosts, Outcome, parse_hosts, run_ranks
 from hvdtrain.tools.bench.steps import Steps, collect, from_script
+from hvdtrain.tools.quantities import parse_rate
 
 __all__ = ["BenchError", "Options", "run"]
 
@@ -36,21 +36,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THRE
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says.
-
-    Attributes:
-        ranks: how many to start.
-        hosts: as for horovodrun -H; None for this host.
-        framework: "torch", "keras", or None for the first that is installed. Not for scripts.
-        max_bytes: the sweep's largest message; None for the default.
-        link: speed between hosts, "25Gb/s"; None on one host.
-        quick: small sizes, a small model, few steps.
-        steps: measured steps; None for the default (30; with a script, 100), 0 with a script until its end.
-        timeout_s: limit of the whole.
-        script: the user's own; None for the sweep and the standard model.
-        arguments: of the script.
-        as_json: print one JSON object.
-    """
+    """What the command line says; see `hvdtrain bench --help`."""
 
     ranks: int = 2
     hosts: str | None = None
@@ -100,6 +86,21 @@ def _check(options: Options) -> None:
             raise BenchUsageError("--framework, --max-bytes and --quick are for the standard model, not for --script")
         if not options.script.is_file():
             raise BenchUsageError(f"--script must be a file. There is none at {options.script}")
+
+
+def parse_link(text: str) -> float:
+    """Return the bytes a second of a link such as "25Gb/s" (bits) or "3GB/s" (bytes).
+
+    Raises:
+        BenchUsageError: it does not parse, or is not above zero and finite.
+    """
+    try:
+        rate = parse_rate(text)
+    except ValueError as problem:
+        raise BenchUsageError(f"--link: {problem}") from None
+    if not 0 < rate < math.inf:
+        raise BenchUsageError(f"--link must be above zero and finite. Received: --link {text}")
+    return rate
 
 
 def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.Result:
@@ -193,27 +194,19 @@ def _told(outcome: Outcome, timeout_s: float) -> dict[str, Any]:
 def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.Fit | None) -> advice.Facts:
     """Return what the rules judge: the slowest rank's step, whose exposed communication is communication alone."""
     slowest, size = steps.slowest, len(steps.ranks)
-    facts, step = slowest.facts, slowest.summary.step_s
-    whole = step.median or 1.0
+    step, whole = slowest.summary.step_s, slowest.summary.step_s.median or 1.0
+    names = {field.name for field in dataclasses.fields(advice.Facts)}
     return advice.Facts(
+        **{name: value for name, value in slowest.facts.items() if name in names},
         ranks=size,
         hosts=max(len(hosts.names), 1),
-        local_ranks=facts.get("local_size", size),
-        cores=facts.get("cores", 1),
-        threads=facts.get("threads", 0),
-        device=facts.get("device", "cpu"),
-        data_plane=facts.get("data_plane", ""),
-        mpi_built=facts.get("mpi_built", False),
-        reduced=facts.get("reduced", True),
-        wire=facts.get("wire", "none"),
-        framework=facts.get("framework", "torch"),
+        local_ranks=slowest.facts.get("local_size", size),
         noise=(step.high - step.low) / whole,
         communication=slowest.summary.communication_s / whole,
         data=slowest.summary.data_s / whole,
         data_s=slowest.summary.data_s,
         slowest=slowest.rank,
         lag=(slowest.own_s - steps.fastest.own_s) / whole,
-        gradient_bytes=facts.get("gradient_bytes", 0),
         alpha_s=fit.alpha_s if fit else 0.0,
         beta_s_per_byte=fit.beta_s_per_byte if fit else 0.0,
         link_bytes_per_s=link or 0.0,
@@ -225,7 +218,7 @@ def with_floor(point: sweep.Point, *, ranks: int, link: float | None, on_memory:
     speed = link or (point.copy_bytes_per_s.median if on_memory else None)
     if speed is None:
         return point
-    return dataclasses.replace(point, floor_s=floor_s(point.num_bytes, ranks=ranks, bytes_per_s=speed))
+    return dataclasses.replace(point, floor_s=sweep.floor_s(point.num_bytes, ranks=ranks, bytes_per_s=speed))
 
 
 def floor_notes(points: Sequence[sweep.Point], link: float | None, hosts: Hosts) -> list[str]:

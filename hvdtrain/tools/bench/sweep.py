@@ -1,4 +1,4 @@
-"""Allreduce by size: what is measured, and the line through it."""
+"""Allreduce by size: what is measured, how fast it could be at best, and the line through it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.telemetry.step_times import Spread
-from hvdtrain.tools.bench.floor import moved_bytes
 from hvdtrain.tools.bench.launch import BenchUsageError
 
 ELEMENT_BYTES = 4  # float32
 FACTOR = 4
 WARMUP = 3
+# Below this, a copy's time is the call's.
+MIN_COPY_BYTES = 64 << 10
+_MIN_COPIES = 10
+# Long beside the moment in which ranks leave a barrier, so that they do copy at once.
+_COPY_S = 0.03
+
+
+def moved_bytes(num_bytes: float, ranks: int) -> float:
+    """Return 2(N-1)/N * bytes: what each rank must send, and receive, in any allreduce over N ranks."""
+    return 2 * (ranks - 1) / ranks * num_bytes
+
+
+def floor_s(num_bytes: float, *, ranks: int, bytes_per_s: float) -> float:
+    """Return the seconds that an allreduce of `num_bytes` takes at least."""
+    return moved_bytes(num_bytes, ranks) / bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -133,3 +149,25 @@ def fit(points: Sequence[Point]) -> Fit | None:
         alpha, beta = a / aa, 0.0
     worst = max(abs(alpha * x + beta * y - 1) for x, y in rows)
     return Fit(alpha, beta, worst)
+
+
+def copy_bandwidth(
+    barrier: Callable[[], None], *, num_bytes: int, clock: Callable[[], float] = time.perf_counter
+) -> Spread:
+    """Measure memory bandwidth: bytes copied a second by this rank, one thread, while all ranks copy at once.
+
+    Args:
+        barrier: returns once every rank has called it.
+        num_bytes: size of one copy. As large as the message that it is compared with: caches serve both alike.
+        clock: seconds.
+    """
+    num_bytes = max(num_bytes, MIN_COPY_BYTES)
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    rates: list[float] = []
+    barrier()
+    first = clock()
+    while len(rates) < _MIN_COPIES or clock() - first < _COPY_S:
+        began = clock()
+        np.copyto(target, source)
+        rates.append(num_bytes / (clock() - began))
+    return Spread.of(rates[1:])  # the first one finds its pages

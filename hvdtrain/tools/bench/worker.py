@@ -18,30 +18,21 @@ import numpy as np
 from hvdtrain.distributed import frameworks
 from hvdtrain.distributed.world import World, init
 from hvdtrain.telemetry.step_times import WARMUP_STEPS, RankReport, Spread, StepTimes, rank_report
-from hvdtrain.tools.bench import floor, sweep
+from hvdtrain.tools.bench import sweep
 
 MARK = "HVDTRAIN_BENCH:"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        framework: "torch" or "keras".
-        max_bytes: the sweep's largest message.
-        budget_s: about how long each size is measured.
-        steps: measured steps of the standard model.
-        hidden: width of its two hidden layers.
-        batch_size: samples a rank takes in a step.
-    """
-
-    framework: str
-    max_bytes: int = 64 << 20
-    budget_s: float = 1.0
-    steps: int = 30
-    hidden: int = 4096
-    batch_size: int = 64
+    framework: str  # "torch" or "keras"
+    max_bytes: int = 64 << 20  # the sweep's largest message
+    budget_s: float = 1.0  # about how long each size is measured
+    steps: int = 30  # of the standard model
+    hidden: int = 4096  # width of its two hidden layers
+    batch_size: int = 64  # samples a rank takes in a step
 
 
 INPUTS, CLASSES = 784, 10
@@ -62,7 +53,7 @@ def main(text: str) -> int:
 
 
 def _copy_bandwidth(num_bytes: int, world: World) -> Spread:
-    mine = floor.copy_bandwidth(world.barrier, num_bytes=num_bytes)
+    mine = sweep.copy_bandwidth(world.barrier, num_bytes=num_bytes)
     mean = world.allreduce(np.array(dataclasses.astuple(mine)), "mean", name="memory")
     return Spread(*(float(value) for value in mean))
 

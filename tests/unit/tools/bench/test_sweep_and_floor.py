@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.telemetry.step_times import Spread
-from hvdtrain.tools.bench import floor, sweep
+from hvdtrain.tools.bench import run, sweep
 from hvdtrain.tools.bench.launch import BenchError
 from hvdtrain.tools.bench.run import with_floor
 from hvdtrain.tools.bench.sweep import Point
@@ -25,8 +25,8 @@ def point(num_bytes: int, seconds: float) -> Point:
 
 @pytest.mark.parametrize(("ranks", "moved"), [(1, 0), (2, 1000), (4, 1500), (1000, 1998)])
 def test_each_rank_moves_twice_the_bytes_that_it_does_not_keep(ranks: int, moved: float) -> None:
-    assert floor.moved_bytes(1000, ranks) == pytest.approx(moved)
-    assert floor.floor_s(1000, ranks=ranks, bytes_per_s=500) == pytest.approx(moved / 500)
+    assert sweep.moved_bytes(1000, ranks) == pytest.approx(moved)
+    assert sweep.floor_s(1000, ranks=ranks, bytes_per_s=500) == pytest.approx(moved / 500)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_each_rank_moves_twice_the_bytes_that_it_does_not_keep(ranks: int, moved
     ],
 )
 def test_link_speeds_are_read_in_bits_and_bytes(text: str, bytes_per_s: float) -> None:
-    assert floor.parse_link(text) == pytest.approx(bytes_per_s)
+    assert run.parse_link(text) == pytest.approx(bytes_per_s)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_link_speeds_are_read_in_bits_and_bytes(text: str, bytes_per_s: float) -
 )
 def test_a_link_that_is_no_speed_is_refused(text: str) -> None:
     with pytest.raises(BenchError, match=r"^--link"):
-        floor.parse_link(text)
+        run.parse_link(text)
 
 
 def test_copy_bandwidth_is_bytes_over_time_without_the_first_copy() -> None:
     ticks = itertools.chain([0.0, 0.0, 100.0], itertools.count(200.0, 0.5))
     calls: list[int] = []
-    found = floor.copy_bandwidth(lambda: calls.append(1), num_bytes=100_000, clock=lambda: next(ticks))
+    found = sweep.copy_bandwidth(lambda: calls.append(1), num_bytes=100_000, clock=lambda: next(ticks))
     assert found == exactly(200_000.0)
     assert calls == [1]
 
