@@ -18,7 +18,7 @@ Max = 4
 Product = 5
 
 
-def name() -> world.Framework:
+def _framework() -> world.Framework:
     """Return which Horovod library serves Keras's backend: "torch" or "tensorflow"."""
     chosen = launch_environment.engine_for("keras")
     if chosen is None:
@@ -28,7 +28,7 @@ def name() -> world.Framework:
 
 def engine() -> ModuleType | None:
     """Return `horovod.torch` or `horovod.tensorflow`; None in one process without Horovod."""
-    return world.load_engine(name())
+    return world.load_engine(_framework())
 
 
 def running() -> ModuleType | None:
@@ -53,7 +53,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     if not args and not kwargs:
         world.init("keras")
         return
-    world.use(world.make(name(), *args, on_jax=launch_environment.runs_on_jax("keras"), **kwargs))
+    world.use(world.make(_framework(), *args, on_jax=launch_environment.runs_on_jax("keras"), **kwargs))
 
 
 def shutdown() -> None:

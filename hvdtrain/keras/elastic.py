@@ -44,7 +44,7 @@ class KerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore what was saved last."""
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
         super().restore()
@@ -54,7 +54,7 @@ class KerasState(ObjectState):
         sync_from_jax(self.model)
         part = distributed_part(self.optimizer)
         if part is not None and part._hvd_how.active():
-            part.agree_on_model()  # a new rank must learn the names under which gradients travel
+            part.agree_on_model()  # new ranks need the names under which gradients travel
             self.model.train_function = None
         broadcast_model(self.model, self.optimizer)
         self._save_values()
