@@ -72,7 +72,7 @@ types: $(STAMP) ## mypy
 	mypy $(NEW_NUMPY)
 
 unit: $(STAMP) ## Tests of one process
-	python -m pytest tests/unit
+	python -m pytest -n logical --maxprocesses 8 --dist loadfile tests/unit
 
 ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to prove
 	python tests/ranks/run.py

@@ -215,7 +215,7 @@ DEFECTS = (
     Defect(
         "NaN policy: a step that is skipped leaves its samples in the metrics",
         "hvdtrain/torch/adapter.py",
-        "self._guard.go_back()",
+        "self._before.restore()",
         "pass",
         TRAINER,
     ),
