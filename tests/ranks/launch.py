@@ -22,7 +22,7 @@ ROOT = HERE.parent.parent
 TOKEN = "HVDTRAIN_RANKS_TOKEN"  # marks every process of one launch, also those that left its process group
 POLL_S = 0.05
 FAILURE_GRACE_S = 3.0  # the time that other ranks get to report the same failure
-EXIT_LIMIT_S = 30.0
+EXIT_LIMIT_S = 90.0  # a busy machine takes most of it to end a process that has compiled a lot
 TAIL_LINES = 60
 
 
