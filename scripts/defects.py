@@ -237,7 +237,7 @@ DEFECTS = (
     Defect(
         "heartbeat: a request to stop stays on its rank",
         "hvdtrain/telemetry/heartbeat.py",
-        "vector[0] = asked",
+        "vector[0] = stop",
         "vector[0] = 0.0",
         ranks("trainer-torch", "test_stop"),
     ),
