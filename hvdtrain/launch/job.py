@@ -1,4 +1,4 @@
-"""One start of a job: its launcher, a guard that outlives this process, and what both have printed."""
+"""One attempt of a job: its launcher, and a guard that outlives this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO
 
 from hvdtrain.launch.exit_cause import Listener
 from hvdtrain.launch.other_hosts import SshRoute
-from hvdtrain.launch.rank_output import Whole, without_mark
+from hvdtrain.launch.rank_output import MarkedLines, without_mark
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import log_filter, open_mpi, process_tree
 
@@ -98,7 +98,7 @@ class Guard:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below: a rank whose launcher was killed is still found."""
+    """Become the parent of every orphan below this process: a rank whose launcher was killed is still found."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -190,7 +190,7 @@ class Job:
     def _copy(self, name: str, source: IO[bytes] | None, number: int) -> None:
         """Copy what comes through a pipe to our own stream, as it comes, but in whole lines."""
         assert source is not None
-        out, lines = _Stream(number), Whole()
+        out, lines = _Stream(number), MarkedLines()
         with source:
             while True:
                 begun = lines.begun()

@@ -87,8 +87,8 @@ class OutputLines:
         return rank, shown
 
 
-class Whole:
-    """The same stream for a reader: lines as the launcher marks them, but whole, whatever ranks write at once."""
+class MarkedLines:
+    """The same stream for the screen: lines with their marks, but whole even if ranks write at the same time."""
 
     def __init__(self) -> None:
         self._pieces = _Pieces()
@@ -124,10 +124,10 @@ class Whole:
 
 
 def without_mark(line: bytes) -> str:
-    """Return what a rank wrote of a line that `Whole` gave."""
+    """Return a line of `MarkedLines` without its mark."""
     return _ITS_MARK.sub(b"", line).decode(errors="replace")
 
 
 def _seen(text: bytes) -> bytes:
-    """Return of a progress bar, which writes over its own line, what would be seen at the end."""
+    """Return the last state of a progress bar, which overwrites its own line."""
     return text.rstrip(b"\r").rpartition(b"\r")[2]

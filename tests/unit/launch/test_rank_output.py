@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.launch.rank_output import OutputLines, Whole, without_mark
+from hvdtrain.launch.rank_output import MarkedLines, OutputLines, without_mark
 from hvdtrain.system import open_mpi
 from hvdtrain.tools.bench.launch import split_by_rank
 
@@ -46,7 +46,7 @@ def test_the_last_lines_of_each_rank_are_kept() -> None:
 
 
 def whole(*pieces: bytes) -> list[bytes]:
-    lines = Whole()
+    lines = MarkedLines()
     return [*(line for piece in pieces for line in lines.feed(piece, now=0.0)), *lines.end()]
 
 
@@ -65,7 +65,7 @@ def test_a_time_before_the_mark_is_no_line_of_its_own(tag: str) -> None:
     mixed = f"{mark(0, 9)}rank {mark(1, 9)}rank 1\n{mark(0, 10)}0\n".encode()
     assert whole(mixed) == [f"{mark(1, 9)}rank 1".encode(), f"{mark(0, 10)}rank 0".encode()]
     assert OutputLines().feed(mixed) == [(1, "rank 1"), (0, "rank 0")]
-    lines = Whole()
+    lines = MarkedLines()
     assert lines.feed(mixed[: mixed.index(b"0\n")], now=5.0) == [f"{mark(1, 9)}rank 1".encode()]
     assert lines.begun() == 5.0
 
@@ -79,7 +79,7 @@ def test_a_time_that_a_rank_prints_is_its_own() -> None:
 
 
 def test_half_a_line_is_shown_once_it_has_waited_and_no_line_loses_its_half_to_another_ranks() -> None:
-    lines = Whole()
+    lines = MarkedLines()
     assert lines.begun() is None
     assert lines.feed(b"[1,1]<stderr>: 10%\r[1,1]<stderr>: 20%[1,0]<stdout>:one\n", now=5.0) == [b"[1,0]<stdout>:one"]
     assert lines.begun() == 5.0
@@ -91,7 +91,7 @@ def test_half_a_line_is_shown_once_it_has_waited_and_no_line_loses_its_half_to_a
 
 
 def test_a_rank_that_writes_all_the_time_has_not_waited() -> None:
-    lines = Whole()
+    lines = MarkedLines()
     for at in range(10):
         lines.feed(b"one\n[1,0]<stdout>:tw", now=float(at))
         assert lines.late(now=at + 0.5, limit_s=1.0) == []
@@ -107,6 +107,6 @@ def test_the_space_that_open_mpi_5_puts_behind_a_mark_is_not_the_ranks(monkeypat
         monkeypatch.setattr(open_mpi, "spaces_marks", lambda spaces=spaces: spaces)
         indent = " " * (not spaces)
         assert OutputLines().feed(printed) == [(0, f"{indent}  File x"), (1, indent), (0, " by Gloo")]
-        assert Whole().feed(printed, now=0)[0] == f"[1,0]<stdout>:{indent}  File x".encode()
+        assert MarkedLines().feed(printed, now=0)[0] == f"[1,0]<stdout>:{indent}  File x".encode()
         assert OutputLines().feed(timed) == [(0, f"{indent}at once")]
         assert split_by_rank("[1,0]<stdout>: a\n[1,1]<stdout>: b\n")[0] == {0: f"{indent}a\n", 1: f"{indent}b\n"}
