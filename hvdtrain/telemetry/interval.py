@@ -22,7 +22,7 @@ class RankTimes:
         train: forward, backward, reduction, update.
         reduction: the part of train that waits for reduced gradients, and so for slower ranks. 0 on one rank. A GPU
             works in the background, so this includes the wait for this rank's backward pass. With
-            HVDTRAIN_GPU_ASYNC=1, the GPU's own clock measures train and reduction.
+            HVDTRAIN_GPU_ASYNC=1, the GPU's own clock measures all times.
         other: neither data nor train: callbacks and other work between two steps, without waits for other ranks in
             collectives of `trainer.world`.
     """

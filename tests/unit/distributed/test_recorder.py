@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
+from hvdtrain.distributed import recorder as recorder_module
 from hvdtrain.distributed.recorder import HostClock, Recorder, Seconds
 
 
@@ -123,3 +126,38 @@ def test_another_clock_begins_where_it_is_set(recorder: Recorder, now: list[floa
     now[0] += 2.0
     recorder.ended("compute")
     assert recorder.read() == Seconds(data=1.0, compute=2.0)
+
+
+class Behind:
+    """A clock whose marks are read later, and are an object each, as a GPU's are."""
+
+    runs_behind = True
+
+    class Mark:
+        pass
+
+    def __init__(self) -> None:
+        self.marks: weakref.WeakSet[Behind.Mark] = weakref.WeakSet()
+
+    def mark(self) -> Mark:
+        made = self.Mark()
+        self.marks.add(made)
+        return made
+
+    def seconds(self, began: Mark, ended: Mark) -> float:
+        return 1.0
+
+    def reach(self, mark: Mark) -> None:
+        pass
+
+
+def test_waits_that_nobody_reads_do_not_pile_up_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "_MOST_UNREAD", 100)
+    clock = Behind()
+    recorder = Recorder(clock)
+    for _ in range(500):
+        with recorder.waiting():
+            pass
+        recorder.ended("outside")
+    assert len(clock.marks) <= 101
+    assert recorder.read() == Seconds(outside=1500.0)
