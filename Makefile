@@ -14,6 +14,8 @@ TARGET ?= cpu
 # Passed on to the benchmarks: make bench BENCH="--workload lenet --peer ddp,trainer"
 BENCH ?=
 
+UNIT := python -m pytest -n logical --maxprocesses 8 --dist loadfile tests/unit
+
 # Debian's, of test-packages.
 TEST_PACKAGES := openssh-server iproute2 util-linux slurmctld slurmd slurm-client munge default-jre-headless
 
@@ -29,12 +31,12 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit ranks ranks-all e2e e2e-all engines attack faults faults-short mutants: export CUDA_VISIBLE_DEVICES :=
+check test unit unit-slow ranks ranks-all e2e e2e-all engines attack faults faults-short mutants: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit ranks ranks-all e2e e2e-all mutants test-packages engines gpu-build-test attack faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-slow ranks ranks-all e2e e2e-all mutants test-packages engines gpu-build-test attack faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,7 +61,7 @@ train-torch: $(STAMP) ## The PyTorch half of `make train`
 train-keras: $(STAMP) ## The Keras half
 	KERAS_BACKEND=$(BACKEND) $(RUN) python examples/mnist/train.py --framework keras $(ARGS)
 
-test: lint types unit faults-short ranks e2e ## Lint, types and every test
+test: lint types unit unit-slow faults-short ranks e2e ## Lint, types and every test
 
 check: lint types unit ## What is quick of `make test`, before every commit: lint, types, tests of one process
 
@@ -71,8 +73,11 @@ lint: $(STAMP) ## ruff, and import-linter: imports go downward
 types: $(STAMP) ## mypy
 	mypy $(NEW_NUMPY)
 
-unit: $(STAMP) ## Tests of one process
-	python -m pytest -n logical --maxprocesses 8 --dist loadfile tests/unit
+unit: $(STAMP) ## Tests of one process, but for those that start others with a framework (marked slow)
+	$(UNIT) -m "not slow"
+
+unit-slow: $(STAMP)
+	$(UNIT) -m slow
 
 ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to prove
 	python tests/ranks/run.py

@@ -38,6 +38,7 @@ print(*(float(weights.sum()) for weights in model.get_weights()))
 """
 
 
+@pytest.mark.slow
 def test_plain_keras_sets_the_models_weights_in_the_order_of_their_names(tmp_path):
     pytest.importorskip("keras")
     shapes = [(4, 4), (4,)] * 6  # more than ten: names must sort as numbers do

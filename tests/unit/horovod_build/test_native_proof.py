@@ -208,6 +208,7 @@ def answers(draw: st.DrawFn) -> tuple[str, int, tuple[str, str], bytes]:
     return nonce, status, (draw(line), draw(line)), body
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(cases=st.lists(answers(), min_size=20, max_size=40))
 def test_both_accept_the_same_answers_whatever_their_heads_hold(ask, cases) -> None:

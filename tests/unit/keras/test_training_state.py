@@ -29,6 +29,7 @@ assert state[0].tolist() == [7]
 """
 
 
+@pytest.mark.slow
 def test_kerass_torch_backend_keeps_the_gpus_generator():
     environment = os.environ | {"KERAS_BACKEND": "torch"}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=100)

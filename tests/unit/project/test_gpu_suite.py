@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).resolve().parent.parent.parent
 PLAIN = "def test_plain(device): assert device == 'cpu'\n"
 CUDA_ONLY = "import pytest\n@pytest.mark.cuda_only\ndef test_cuda(): pass\n"

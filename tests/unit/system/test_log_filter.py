@@ -118,6 +118,7 @@ def test_a_launcher_tells_notes_from_the_rest(line: str) -> None:
     assert log_filter.is_note(line) == (line in NOTES)
 
 
+@pytest.mark.slow
 def test_tensorflow_itself_starts_without_a_word_and_its_warnings_come_through() -> None:
     pytest.importorskip("tensorflow")
     code = (

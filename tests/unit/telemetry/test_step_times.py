@@ -128,11 +128,13 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nothing_of_the_recorder_is_loaded_where_it_is_not_asked_for() -> None:
     code = "import sys, hvdtrain.torch; print([m for m in sys.modules if m.endswith(('.step_times', '.step_marks'))])"
     assert python(code).stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_script_ends_after_the_steps_asked_for_and_reports_them() -> None:
     code = """
 import torch
@@ -160,12 +162,14 @@ print("not reached")
     assert 0 < told.summary.backward_s < told.summary.step_s.median
 
 
+@pytest.mark.slow
 def test_a_number_of_steps_that_is_none_is_an_error() -> None:
     done = python("import hvdtrain.torch", **{step_times.VARIABLE: "many"})
     assert done.returncode != 0
     assert "HVDTRAIN_STEP_TIMES must be a number of steps, 0 for all of them. Received: 'many'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_step_of_several_batches_holds_all_their_samples_and_waits() -> None:
     code = """
 import time
@@ -204,6 +208,7 @@ print(times.steps_taken, times.facts["samples_per_step"], times.facts["gradient_
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "passes", "together", "told"),
     [

@@ -89,6 +89,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_script_runs_without_horovod():
     done = run("""
 import importlib.util
@@ -110,6 +111,7 @@ print(json.dumps([hvd.size(), hvd.rank(), got, "horovod.torch" in sys.modules]))
     assert json.loads(done.stdout) == [1, 0, 3, False]
 
 
+@pytest.mark.slow
 def test_importing_is_fine_but_starting_is_refused_under_a_launcher_without_horovod():
     done = run(
         """

@@ -51,6 +51,7 @@ def job(tmp_path):
     process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_run_is_refused_the_folder_of_one_that_is_training_and_changes_nothing(make, tmp_path, job, resume):
     before = sorted(os.listdir(tmp_path))
@@ -62,6 +63,7 @@ def test_a_run_is_refused_the_folder_of_one_that_is_training_and_changes_nothing
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_that_was_killed_is_resumed_from_at_once(make, tmp_path, job):
     held = json.loads((tmp_path / ".lock").read_text())
     os.kill(job.pid, signal.SIGKILL)
