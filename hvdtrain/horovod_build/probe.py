@@ -116,15 +116,12 @@ def allreduce(
     seconds = time.monotonic() - started
     # A rank's own error says more than the launcher's exit status.
     said = next((answer["error"] for answer in answers if answer["error"]), "")
-    if said:
-        return Probe(framework, plane, ranks, said, seconds, command=tuple(line))
-    if not error and len(answers) < ranks:
-        error = f"{len(answers)} of {ranks} ranks answered"
-    if error:
+    if not said and (error or len(answers) < ranks):
         tail = "\n".join(output.strip().splitlines()[-_TAIL_LINES:])
-        return Probe(framework, plane, ranks, f"{error}\n{tail}".strip(), seconds, command=tuple(line))
-    answer = answers[0]
-    return Probe(framework, plane, ranks, "", seconds, answer["allreduce_ms"], answer["device"], tuple(line))
+        said = f"{error or f'{len(answers)} of {ranks} ranks answered'}\n{tail}".strip()
+    first = {} if said else answers[0]
+    took, device = first.get("allreduce_ms"), first.get("device", "cpu")
+    return Probe(framework, plane, ranks, said, seconds, took, device, tuple(line))
 
 
 def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Path) -> tuple[str, str]:
@@ -210,9 +207,8 @@ def _measure(framework: str, plane: str) -> dict[str, Any]:
 def _take_step(framework: str) -> None:
     """Take a training step with the other ranks, and one of one process on all their data."""
     world = importlib.import_module("hvdtrain.distributed.world").init(framework)
-    difference = (
-        importlib.import_module("hvdtrain.distributed.frameworks").load(framework, "proof").step_difference(world)
-    )
+    proof = importlib.import_module("hvdtrain.distributed.frameworks").load(framework, "proof")
+    difference = proof.step_difference(world)
     if not difference <= _STEP_TOLERANCE:
         raise RuntimeError(
             f"after one training step on {world.size} ranks a weight is {difference:g} from one process's"

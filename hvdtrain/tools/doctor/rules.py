@@ -60,23 +60,19 @@ def _other_versions(facts: Facts) -> str:
 
 
 def _without_framework(facts: Facts) -> str:
-    if not facts.horovod_for:
-        return ""
-    left_out = [framework for framework in facts.frameworks if framework not in facts.horovod_for]
+    left_out = [each for each in facts.frameworks if facts.horovod_for and each not in facts.horovod_for]
     return f"{' and '.join(left_out)} is installed, but Horovod was built without it" if left_out else ""
 
 
 def _serves_nothing(facts: Facts) -> str:
-    if not facts.frameworks or "horovod" not in facts.versions or facts.horovod_for:
-        return ""
-    return "Horovod is installed, but built for no framework"
+    nothing = facts.frameworks and "horovod" in facts.versions and not facts.horovod_for
+    return "Horovod is installed, but built for no framework" if nothing else ""
 
 
 def _other_open_mpi(facts: Facts) -> str:
     built, found = facts.horovod_mpi, facts.open_mpi
-    if not built or not found or open_mpi.major(built) == found[0]:
-        return ""
-    return f"Horovod was built with Open MPI {built}, which {facts.mpi} cannot launch"
+    differ = built and found and open_mpi.major(built) != found[0]
+    return f"Horovod was built with Open MPI {built}, which {facts.mpi} cannot launch" if differ else ""
 
 
 def _other_mpi(facts: Facts) -> str:
@@ -92,9 +88,8 @@ def _no_mpirun(facts: Facts) -> str:
 
 
 def _built_elsewhere(facts: Facts) -> str:
-    if not facts.horovod_for or facts.horovod_by_hvdtrain:
-        return ""
-    return "this Horovod was not made by hvdtrain build: nothing says that it was proven on these frameworks"
+    text = "this Horovod was not made by hvdtrain build: nothing says that it was proven on these frameworks"
+    return text if facts.horovod_for and not facts.horovod_by_hvdtrain else ""
 
 
 def _has_other_changes(facts: Facts) -> str:
@@ -116,18 +111,16 @@ def _keras_2(facts: Facts) -> str:
 
 
 def _keras_backend(facts: Facts) -> str:
-    if not facts.frameworks or "keras" not in facts.versions or facts.keras_backend in facts.versions:
-        return ""
-    return f"Keras would use {facts.keras_backend}, which is not installed"
+    missing = facts.frameworks and "keras" in facts.versions and facts.keras_backend not in facts.versions
+    return f"Keras would use {facts.keras_backend}, which is not installed" if missing else ""
 
 
 def _keras_ddp(facts: Facts) -> str:
-    if not (facts.torch_distributed and "keras" in facts.versions and facts.keras_backend == "torch"):
-        return ""
-    return (
+    text = (
         "MASTER_ADDR and WORLD_SIZE are set: with torch.distributed initialised, Keras's torch trainer wraps itself in "
         "DistributedDataParallel and averages a second time"
     )
+    return text if facts.torch_distributed and "keras" in facts.versions and facts.keras_backend == "torch" else ""
 
 
 def _old_driver(facts: Facts) -> str:
@@ -155,9 +148,8 @@ def _idle_gpus(facts: Facts) -> str:
 
 
 def _gpus_without_operations(facts: Facts) -> str:
-    if not (facts.gpus and facts.horovod_for and facts.cuda.get("torch")):
-        return ""
-    if facts.horovod_cuda or "nccl" in facts.horovod_planes:
+    on_gpus = facts.gpus and facts.horovod_for and facts.cuda.get("torch")
+    if not on_gpus or facts.horovod_cuda or "nccl" in facts.horovod_planes:
         return ""
     return (
         f"{len(facts.gpus)} GPU(s), on which torch would compute, but Horovod was built without GPU operations: "
@@ -167,15 +159,13 @@ def _gpus_without_operations(facts: Facts) -> str:
 
 def _little_shared_memory(facts: Facts) -> str:
     size = facts.shared_memory_mib
-    if size is None or size >= _MIN_SHARED_MEMORY_MIB:
-        return ""
-    return f"/dev/shm holds {size} MiB: data loader workers and Open MPI's local transport may run out of it"
+    text = f"/dev/shm holds {size} MiB: data loader workers and Open MPI's local transport may run out of it"
+    return text if size is not None and size < _MIN_SHARED_MEMORY_MIB else ""
 
 
 def _narrow_affinity(facts: Facts) -> str:
-    if facts.cpu_allowed >= 2 or facts.cpu_cores < 2:
-        return ""
-    return f"this process may use {facts.cpu_allowed} of {facts.cpu_cores} cores: local ranks would share one"
+    text = f"this process may use {facts.cpu_allowed} of {facts.cpu_cores} cores: local ranks would share one"
+    return text if facts.cpu_allowed < 2 <= facts.cpu_cores else ""
 
 
 RULES: tuple[Rule, ...] = (
