@@ -49,10 +49,10 @@ def bench(
 
     Example: hvdtrain bench -np 2 --script train.py --steps 50 -- --epochs 1
     """
-    from hvdtrain.tools.bench.run import Options, run
+    from hvdtrain.tools.bench.run import BenchOptions, run
 
     run(
-        Options(
+        BenchOptions(
             ranks=ranks,
             hosts=hosts,
             framework=framework,

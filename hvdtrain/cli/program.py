@@ -119,7 +119,7 @@ def build(
 
     Example: hvdtrain build --without mpi
     """
-    from hvdtrain.horovod_build.build import Options
+    from hvdtrain.horovod_build.build import BuildOptions
     from hvdtrain.horovod_build.build import build as run_build
 
     left_out = set(without or ())
@@ -127,7 +127,7 @@ def build(
     if os.environ.get("HVDTRAIN_MPI") == "0":
         left_out.add("mpi")
     run_build(
-        Options(
+        BuildOptions(
             without=frozenset(left_out),
             rebuild=rebuild,
             dry_run=dry_run,

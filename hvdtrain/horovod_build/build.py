@@ -15,14 +15,14 @@ from hvdtrain.horovod_build import cache, changes, frameworks, installed, native
 from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.installed import Plane
-from hvdtrain.horovod_build.progress import Progress
+from hvdtrain.horovod_build.progress import BuildProgress
 
 _STEPS = 4
 _PROOF_TIMEOUT_S = 180
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class BuildOptions:
     """What a user may choose; the defaults build for whatever is installed.
 
     Attributes:
@@ -53,14 +53,14 @@ class Options:
     install: bool = True
 
 
-def build(options: Options) -> Path | None:
+def build(options: BuildOptions) -> Path | None:
     """Build, install and prove Horovod; return the wheel, or None after a dry run.
 
     Raises:
         BuildError: a subclass that says what is wrong and what to do next.
         OSError: the system's own trouble, e.g. a full disk.
     """
-    progress = Progress(_STEPS)
+    progress = BuildProgress(_STEPS)
     progress.step("Looking at what is installed")
     found = find_all(without=options.without, force=options.force, through_host=options.through_host)
     chosen = native.settings(found, cuda_arch=options.cuda_arch)
@@ -102,7 +102,7 @@ def build(options: Options) -> Path | None:
 
 
 def _install_and_prove(
-    entry: cache.Entry, found: Found, *, key: str, home: Path, options: Options, progress: Progress
+    entry: cache.Entry, found: Found, *, key: str, home: Path, options: BuildOptions, progress: BuildProgress
 ) -> None:
     """Install the wheel and prove it; if that fails for an untested version, restore what was installed before."""
     before = str(installed.record().get("key", ""))
@@ -155,7 +155,13 @@ def describe(found: Found) -> list[str]:
 
 
 def _compile(
-    found: Found, chosen: dict[str, str], parts: dict[str, str], *, home: Path, options: Options, progress: Progress
+    found: Found,
+    chosen: dict[str, str],
+    parts: dict[str, str],
+    *,
+    home: Path,
+    options: BuildOptions,
+    progress: BuildProgress,
 ) -> cache.Entry:
     """Make the wheel and put it into the cache; the log stays where a failure names it."""
     key = cache.key_of(parts)
@@ -197,7 +203,7 @@ def record(found: Found, key: str) -> str:
     )
 
 
-def prove(found: Found, *, progress: Progress) -> None:
+def prove(found: Found, *, progress: BuildProgress) -> None:
     """Run an allreduce for each framework over each data plane that was built, and a training step in host memory.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdtrain.horovod_build import owners
 from hvdtrain.horovod_build.errors import CompileError, MissingToolError
 from hvdtrain.horovod_build.find import Cuda, Found, Nccl, output_of
-from hvdtrain.horovod_build.progress import Progress
+from hvdtrain.horovod_build.progress import BuildProgress
 from hvdtrain.system import open_mpi
 
 _PERCENT = re.compile(r"^\[\s*(\d+)%\]")
@@ -148,7 +148,7 @@ def link_folder(cuda: Cuda, nccl: Nccl, scratch: Path) -> Path:
     return folder
 
 
-def run(source: Path, *, env: dict[str, str], log: Path, progress: Progress) -> Path:
+def run(source: Path, *, env: dict[str, str], log: Path, progress: BuildProgress) -> Path:
     """Run setup.py in `source` and return the wheel.
 
     Raises:

@@ -7,7 +7,7 @@ import time
 from typing import TextIO
 
 
-class Progress:
+class BuildProgress:
     """Numbered steps on a stream. On a terminal the percent is rewritten in place, elsewhere every tenth is a line."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:

@@ -41,8 +41,12 @@ def begin() -> None:
         return
     _set_here = _set_here or LEVEL not in os.environ
     os.environ.setdefault(LEVEL, "1")
-    if wanted() and "tensorflow" not in sys.modules and not any(isinstance(each, _Finder) for each in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if (
+        wanted()
+        and "tensorflow" not in sys.modules
+        and not any(isinstance(each, _TensorFlowFinder) for each in sys.meta_path)
+    ):
+        sys.meta_path.insert(0, _TensorFlowFinder())
 
 
 def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
@@ -60,7 +64,7 @@ def is_note(line: str) -> bool:
     return _IS_NOTE.match(line) is not None
 
 
-class _Finder:
+class _TensorFlowFinder:
     """Finds TensorFlow, and nothing else, to filter its output during the import."""
 
     def find_spec(

@@ -34,7 +34,7 @@ class _Loader:  # importlib.abc is not imported: it takes 10 ms
         module.__spec__ = self._spec  # the import system has put the old name's there
 
 
-class _Finder:
+class _OldNamesFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -47,5 +47,5 @@ class _Finder:
 
 def install() -> None:
     """Let an old name stand for the same module object as the new one."""
-    if not any(isinstance(each, _Finder) for each in sys.meta_path):
-        sys.meta_path.append(_Finder())
+    if not any(isinstance(each, _OldNamesFinder) for each in sys.meta_path):
+        sys.meta_path.append(_OldNamesFinder())

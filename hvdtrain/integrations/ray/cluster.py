@@ -62,7 +62,7 @@ class Worker:
         return f"{name} on host {self.facts['host']} (pid {self.facts['pid']})" if self.facts else name
 
 
-class Cluster:
+class RayCluster:
     """Ray, as this job uses it. On exit, all actors that it started have ended.
 
     Raises:
@@ -81,7 +81,7 @@ class Cluster:
         self._leaving: dict[Worker, Any] = {}
         self.session = Session(self.ray)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> RayCluster:
         """Connect, if not connected yet."""
         try:
             self.session.connect()
@@ -187,7 +187,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def placement_group(cluster: Cluster, request: Request) -> Iterator[Any]:
+def placement_group(cluster: RayCluster, request: Request) -> Iterator[Any]:
     """Reserve room for all ranks at once, on as few nodes as possible.
 
     Raises:

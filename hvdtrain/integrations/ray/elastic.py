@@ -17,7 +17,7 @@ from typing import Any
 from hvdtrain.errors import HvdTrainError, RankFailedError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
-from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker
+from hvdtrain.integrations.ray.cluster import POLL_S, Death, RayCluster, Request, Worker
 from hvdtrain.integrations.ray.fixed import Follow, RayOutcome
 from hvdtrain.launch.exchange import Message
 
@@ -43,7 +43,7 @@ class Pool:
     There are at most `most`. One that dies is replaced as soon as Ray has room.
     """
 
-    def __init__(self, cluster: Cluster, request: Request, *, most: int) -> None:
+    def __init__(self, cluster: RayCluster, request: Request, *, most: int) -> None:
         self.problem: HvdTrainError | None = None  # why no more processes are started
         self._cluster, self._request, self._most = cluster, request, most
         self._workers: dict[str, Worker] = {}
@@ -94,10 +94,10 @@ class Pool:
                 self.problem = problem
 
 
-class Job:
+class ElasticJob:
     """One run: the threads of Horovod's driver call `work`, each for one process."""
 
-    def __init__(self, cluster: Cluster, request: Request, limits: Limits, pool: Pool) -> None:
+    def __init__(self, cluster: RayCluster, request: Request, limits: Limits, pool: Pool) -> None:
         self._cluster, self._request, self._pool = cluster, request, pool
         self._task = cluster.ray.put(request.task.pickled)
         self._answers: dict[str, Message] = {}
@@ -192,7 +192,7 @@ class Job:
         return outcome
 
 
-def run(cluster: Cluster, request: Request, limits: Limits, follow: Follow) -> RayOutcome:
+def run(cluster: RayCluster, request: Request, limits: Limits, follow: Follow) -> RayOutcome:
     """Run the job to its end; see `hvdtrain.integrations.ray.fixed.run`."""
     pool = Pool(cluster, request, most=limits.most)
     until = time.monotonic() + request.start_timeout_s
@@ -203,7 +203,7 @@ def run(cluster: Cluster, request: Request, limits: Limits, follow: Follow) -> R
             raise cluster.no_room(request)
         time.sleep(POLL_S)
     with _own_words():
-        return Job(cluster, request, limits, pool).run(follow)
+        return ElasticJob(cluster, request, limits, pool).run(follow)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
-from hvdtrain.integrations.ray.cluster import POLL_S, Cluster, Death, Request, Worker, placement_group
+from hvdtrain.integrations.ray.cluster import POLL_S, Death, RayCluster, Request, Worker, placement_group
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.outcome import Outcome
@@ -57,7 +57,7 @@ def _is_failure(answer: Message) -> bool:
     return answer.facts["kind"] == "error" or answer.facts.get("code") not in (None, 0, EXIT_STOPPED)
 
 
-def run(cluster: Cluster, request: Request, follow: Follow) -> RayOutcome:
+def run(cluster: RayCluster, request: Request, follow: Follow) -> RayOutcome:
     """Run the job to its end, by `follow`."""
     outcome = RayOutcome(request.ranks)
     with placement_group(cluster, request) as group:
@@ -74,7 +74,7 @@ def run(cluster: Cluster, request: Request, follow: Follow) -> RayOutcome:
     return outcome
 
 
-def _start(cluster: Cluster, request: Request, group: Any) -> list[Worker]:
+def _start(cluster: RayCluster, request: Request, group: Any) -> list[Worker]:
     """Return a worker a rank, in rank order: those of a node follow each other, this process's node first."""
     strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     nodes: dict[int, str] = cluster.ray.util.placement_group_table(group)["bundles_to_node_id"]
@@ -96,7 +96,7 @@ def _start(cluster: Cluster, request: Request, group: Any) -> list[Worker]:
 
 
 @contextmanager
-def _rendezvous(cluster: Cluster, workers: Sequence[Worker]) -> Iterator[list[dict[str, str]]]:
+def _rendezvous(cluster: RayCluster, workers: Sequence[Worker]) -> Iterator[list[dict[str, str]]]:
     """Serve the rendezvous of the ranks; yield the environment of each.
 
     Ray sends the key to them with their task. Whoever can read the cluster's network can read the key, unless Ray uses
@@ -134,7 +134,7 @@ class _Follower:
     """Collects the answers of ranks as they arrive, from {Ray's reference to an answer: rank}."""
 
     def __init__(
-        self, cluster: Cluster, workers: Sequence[Worker], refs: Mapping[Any, int], outcome: RayOutcome
+        self, cluster: RayCluster, workers: Sequence[Worker], refs: Mapping[Any, int], outcome: RayOutcome
     ) -> None:
         self._cluster, self._workers, self._outcome = cluster, workers, outcome
         self._waiting = dict(refs)

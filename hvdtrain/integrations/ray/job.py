@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray import elastic, fixed
-from hvdtrain.integrations.ray.cluster import Cluster, Request, Worker
+from hvdtrain.integrations.ray.cluster import RayCluster, Request, Worker
 from hvdtrain.launch import job_environment
 from hvdtrain.launch.function import check_call, make_task, name_of
 from hvdtrain.launch.function_job import GRACE_S, until_ended
@@ -76,7 +76,7 @@ def run(
     limits = _check(np, cpus_per_rank, gpus_per_rank, min_np, max_np, reset_limit, start_timeout_s)
     job_environment.check_place("hvdtrain.integrations.ray.run")
     task = make_task(fn, args, kwargs)
-    with Cluster() as cluster:
+    with RayCluster() as cluster:
         chosen = _environment(name_of(fn), cpus_per_rank, environment or {})
         request = Request(task, np, cpus_per_rank, gpus_per_rank, start_timeout_s, chosen)
         too_small = cluster.check_room(request)
@@ -117,7 +117,7 @@ def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, 
     return {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads, **found}
 
 
-def _look_after(cluster: Cluster, ended: Callable[[], bool], workers: Callable[[], Sequence[Worker]]) -> None:
+def _look_after(cluster: RayCluster, ended: Callable[[], bool], workers: Callable[[], Sequence[Worker]]) -> None:
     """Follow a job to its end; on an interrupt let its present `workers` stop in order. See `fixed.Follow`."""
     until = math.inf
 

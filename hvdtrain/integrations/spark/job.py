@@ -8,7 +8,7 @@ import os
 import secrets
 from typing import Any
 
-from hvdtrain.integrations.spark.task import Plan, RankEnd, run_rank
+from hvdtrain.integrations.spark.task import RankEnd, TaskPlan, run_rank
 
 
 def slots(context: Any) -> int:
@@ -31,7 +31,7 @@ class SparkJob:
         self._thread: Any = None
         self.end, self._write_end = os.pipe()
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: TaskPlan) -> None:
         """Start it, in a thread of its own."""
         thread = importlib.import_module("pyspark").InheritableThread
         self._thread = thread(target=self._run, args=(plan,), daemon=True, name=self._group)
@@ -57,7 +57,7 @@ class SparkJob:
         spark = [line for line in lines if line.startswith(": ")]
         return [*own, *(line[2:] for line in spark), *lines, ""][0]
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: TaskPlan) -> None:
         try:
             self._context.setJobGroup(self._group, f"hvdtrain: {plan.size} ranks", True)
             tasks = self._context.parallelize(range(plan.size), plan.size).barrier()

@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.errors import RankFailedError, UsageError
 from hvdtrain.integrations.spark import wire
 from hvdtrain.integrations.spark.job import SparkJob
-from hvdtrain.integrations.spark.task import Plan
+from hvdtrain.integrations.spark.task import TaskPlan
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.function_job import GRACE_S, until_ended
@@ -72,7 +72,7 @@ class Ranks:
         Raises:
             KeyboardInterrupt: there was one; now they have ended.
         """
-        self._job.start(Plan(self._listener.address, task, environment, self._np, GRACE_S))
+        self._job.start(TaskPlan(self._listener.address, task, environment, self._np, GRACE_S))
         until_ended(self._follow, self._interrupt)
         self.outcome.cause = self._cause()
         for end in self._job.ends:

@@ -35,7 +35,7 @@ _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # address and secret of a worker's execut
 
 
 @dataclass(frozen=True)
-class Plan:
+class TaskPlan:
     """What every task is given.
 
     Attributes:
@@ -73,7 +73,7 @@ class Place:
     gpus: list[str]
 
 
-def run_rank(plan: Plan, partition: int, _: object) -> Iterator[RankEnd]:
+def run_rank(plan: TaskPlan, partition: int, _: object) -> Iterator[RankEnd]:
     """Run a rank to its end, and yield how it ended. Yield nothing if it cannot run; then the caller has the reason."""
     try:
         connection = wire.connect(plan.address)
@@ -93,7 +93,7 @@ def run_rank(plan: Plan, partition: int, _: object) -> Iterator[RankEnd]:
         connection.close()
 
 
-def _run_rank(plan: Plan, partition: int, connection: Connection) -> RankEnd:
+def _run_rank(plan: TaskPlan, partition: int, connection: Connection) -> RankEnd:
     job_environment.check_place("hvdtrain.integrations.spark.run")
     context = importlib.import_module("pyspark").BarrierTaskContext.get()
     gpus = [list(found.addresses) for name, found in context.resources().items() if name == "gpu"]
@@ -147,7 +147,7 @@ class _CallerGoneError(Exception):
     """The caller requests an immediate end, or has ended."""
 
 
-def _call(plan: Plan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> RankEnd:
+def _call(plan: TaskPlan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> RankEnd:
     """Run the rank's process; see `run_rank`."""
     environment = {**start_ranks.rank_environment(plan.environment, without=_SPARKS), **found, "PYTHONUNBUFFERED": "1"}
     # The executor's own paths come first: its packages may be in other folders than the caller's.

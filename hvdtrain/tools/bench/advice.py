@@ -11,7 +11,7 @@ _FAST_LINK_BYTES_PER_S = 100e9 / 8
 
 
 @dataclass(frozen=True)
-class Facts:
+class StepFacts:
     """What was measured, of the slowest rank; zero or empty where it was not. Shares are of a step."""
 
     ranks: int = 1
@@ -37,7 +37,7 @@ class Facts:
     link_bytes_per_s: float = 0.0  # as --link says
 
 
-def not_reduced(facts: Facts) -> str:
+def not_reduced(facts: StepFacts) -> str:
     """Ranks that each train alone."""
     if facts.ranks == 1 or facts.reduced:
         return ""
@@ -47,7 +47,7 @@ def not_reduced(facts: Facts) -> str:
     )
 
 
-def gloo_on_one_host(facts: Facts) -> str:
+def gloo_on_one_host(facts: StepFacts) -> str:
     """A data plane that copies through sockets where shared memory is at hand."""
     if facts.ranks == 1 or facts.hosts > 1 or facts.data_plane != "gloo" or facts.device != "cpu":
         return ""
@@ -62,7 +62,7 @@ def gloo_on_one_host(facts: Facts) -> str:
     )
 
 
-def communication_exposed(facts: Facts) -> str:
+def communication_exposed(facts: StepFacts) -> str:
     """A step that spends much of its time waiting for the reduction."""
     if facts.communication < 0.15:
         return ""
@@ -73,7 +73,7 @@ def communication_exposed(facts: Facts) -> str:
     )
 
 
-def latency_dominates(facts: Facts) -> str:
+def latency_dominates(facts: StepFacts) -> str:
     """Gradients so small that an allreduce's start costs more than their bytes."""
     bytes_s = facts.gradient_bytes * facts.beta_s_per_byte
     if facts.communication < 0.1 or facts.alpha_s <= bytes_s:
@@ -85,7 +85,7 @@ def latency_dominates(facts: Facts) -> str:
     )
 
 
-def waits_for_data(facts: Facts) -> str:
+def waits_for_data(facts: StepFacts) -> str:
     """Batches that come too slowly."""
     # What workers take off a step, they put on it again where a batch is made in less than a millisecond.
     if facts.data < 0.1 or facts.data_s < 1e-3:
@@ -98,7 +98,7 @@ def waits_for_data(facts: Facts) -> str:
     return f"Data wait is {facts.data:.0%} of a step: {how}, or cheaper preprocessing."
 
 
-def oversubscribed(facts: Facts) -> str:
+def oversubscribed(facts: StepFacts) -> str:
     """More ranks than cores."""
     if facts.local_ranks <= facts.cores or facts.device != "cpu":
         return ""
@@ -108,7 +108,7 @@ def oversubscribed(facts: Facts) -> str:
     )
 
 
-def too_many_threads(facts: Facts) -> str:
+def too_many_threads(facts: StepFacts) -> str:
     """Ranks whose threads take the cores from each other."""
     wanted = facts.local_ranks * facts.threads
     if facts.threads <= 1 or wanted <= facts.cores or facts.device != "cpu":
@@ -121,7 +121,7 @@ def too_many_threads(facts: Facts) -> str:
     return f"{want}: run with {setting}."
 
 
-def slow_link(facts: Facts) -> str:
+def slow_link(facts: StepFacts) -> str:
     """Full-precision gradients over a link that is slower than the wait is worth."""
     slow = 0 < facts.link_bytes_per_s < _FAST_LINK_BYTES_PER_S
     if facts.hosts == 1 or not slow or facts.wire != "none" or facts.communication < 0.1:
@@ -132,7 +132,7 @@ def slow_link(facts: Facts) -> str:
     )
 
 
-def one_rank_lags(facts: Facts) -> str:
+def one_rank_lags(facts: StepFacts) -> str:
     """A rank for which all others wait."""
     if facts.ranks == 1 or facts.lag < 0.1:
         return ""
@@ -142,7 +142,7 @@ def one_rank_lags(facts: Facts) -> str:
     )
 
 
-def noisy(facts: Facts) -> str:
+def noisy(facts: StepFacts) -> str:
     """Figures not to be trusted much."""
     if facts.noise < 0.25:
         return ""
@@ -152,7 +152,7 @@ def noisy(facts: Facts) -> str:
     )
 
 
-RULES: tuple[Callable[[Facts], str], ...] = (
+RULES: tuple[Callable[[StepFacts], str], ...] = (
     not_reduced,
     gloo_on_one_host,
     oversubscribed,
@@ -166,6 +166,6 @@ RULES: tuple[Callable[[Facts], str], ...] = (
 )
 
 
-def advise(facts: Facts) -> dict[str, str]:
+def advise(facts: StepFacts) -> dict[str, str]:
     """Return {rule: sentence} of the rules that apply, the gravest first."""
     return {rule.__name__.replace("_", "-"): said for rule in RULES if (said := rule(facts))}

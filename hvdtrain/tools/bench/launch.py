@@ -70,7 +70,7 @@ def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """How a launch ended.
 
     Attributes:
@@ -117,7 +117,7 @@ def _exception_line(lines: Sequence[str]) -> str:
 
 def run_ranks(
     hosts: Hosts, program: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, mark: str, answers: int
-) -> Outcome:
+) -> LaunchOutcome:
     """Run `python PROGRAM...` on every rank and return what came of it.
 
     Once `answers` lines that begin with `mark` were printed, the ranks get 20 s to end, and are then ended.
@@ -163,7 +163,7 @@ def run_ranks(
         log.seek(0)
         output = log.read().decode(errors="replace")
     stdout, streams = split_by_rank(output)
-    return Outcome(status, stdout, streams, time.monotonic() - began)
+    return LaunchOutcome(status, stdout, streams, time.monotonic() - began)
 
 
 def _exit(number: int, frame: object) -> None:

@@ -22,11 +22,11 @@ from hvdtrain.system import scratch
 from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import RankReport
 from hvdtrain.tools.bench import advice, report, sweep, worker
-from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, Hosts, Outcome, parse_hosts, run_ranks
+from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, Hosts, LaunchOutcome, parse_hosts, run_ranks
 from hvdtrain.tools.bench.steps import Steps, collect, from_script
 from hvdtrain.tools.quantities import parse_rate
 
-__all__ = ["BenchError", "Options", "run"]
+__all__ = ["BenchError", "BenchOptions", "run"]
 
 QUICK = {"max_bytes": 1 << 20, "budget_s": 0.1, "steps": 8, "hidden": 256}
 SCRIPT_STEPS = 100
@@ -35,7 +35,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THRE
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """What the command line says; see `hvdtrain bench --help`."""
 
     ranks: int = 2
@@ -51,7 +51,7 @@ class Options:
     as_json: bool = False
 
 
-def run(options: Options) -> None:
+def run(options: BenchOptions) -> None:
     """Measure and print.
 
     Raises:
@@ -70,7 +70,7 @@ def run(options: Options) -> None:
         report.show(result, Console(highlight=False, soft_wrap=True))
 
 
-def _check(options: Options) -> None:
+def _check(options: BenchOptions) -> None:
     if not (math.isfinite(options.timeout_s) and options.timeout_s > 0):
         raise BenchUsageError(f"--timeout must be above zero seconds and finite. Received: {options.timeout_s:g}")
     until_end = options.steps == 0 and options.script is not None
@@ -103,13 +103,13 @@ def parse_link(text: str) -> float:
     return rate
 
 
-def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.Result:
+def bench_machine(options: BenchOptions, hosts: Hosts, link: float | None) -> report.Result:
     """Sweep allreduce over sizes, then time the steps of the standard model."""
     framework = options.framework or _installed()
     asked = {"max_bytes": options.max_bytes, "steps": options.steps}
     chosen: dict[str, Any] = QUICK if options.quick else {}
     chosen = chosen | {name: value for name, value in asked.items() if value is not None}
-    plan = worker.Plan(framework, **chosen)
+    plan = worker.WorkerPlan(framework, **chosen)
     environment = {name: os.environ.get(name, "1") for name in _ONE_THREAD}
     text = json.dumps(dataclasses.asdict(plan))
     _announce(f"{hosts.ranks} ranks, {framework}, at most {options.timeout_s:g} s")
@@ -142,7 +142,7 @@ def bench_machine(options: Options, hosts: Hosts, link: float | None) -> report.
     )
 
 
-def bench_script(script: Path, options: Options, hosts: Hosts, link: float | None) -> report.Result:
+def bench_script(script: Path, options: BenchOptions, hosts: Hosts, link: float | None) -> report.Result:
     """Run the user's own script with its steps recorded, and its checkpoints in a temporary folder."""
     steps_asked = SCRIPT_STEPS if options.steps is None else options.steps
     name = script.name
@@ -178,7 +178,7 @@ def _announce(text: str) -> None:
     print(f"hvdtrain bench: {text}", file=sys.stderr, flush=True)
 
 
-def _told(outcome: Outcome, timeout_s: float) -> dict[str, Any]:
+def _told(outcome: LaunchOutcome, timeout_s: float) -> dict[str, Any]:
     """Return what rank 0 printed."""
     texts = list(outcome.marked(worker.MARK).values())
     if not texts:
@@ -191,12 +191,12 @@ def _told(outcome: Outcome, timeout_s: float) -> dict[str, Any]:
     return told
 
 
-def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.Fit | None) -> advice.Facts:
+def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.Fit | None) -> advice.StepFacts:
     """Return what the rules judge: the slowest rank's step, whose exposed communication is communication alone."""
     slowest, size = steps.slowest, len(steps.ranks)
     step, whole = slowest.summary.step_s, slowest.summary.step_s.median or 1.0
-    names = {field.name for field in dataclasses.fields(advice.Facts)}
-    return advice.Facts(
+    names = {field.name for field in dataclasses.fields(advice.StepFacts)}
+    return advice.StepFacts(
         **{name: value for name, value in slowest.facts.items() if name in names},
         ranks=size,
         hosts=max(len(hosts.names), 1),

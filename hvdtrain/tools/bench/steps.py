@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.telemetry.step_times import MARK, MIN_STEPS, WARMUP_STEPS, RankReport, StepSummary
-from hvdtrain.tools.bench.launch import BenchError, Outcome
+from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome
 from hvdtrain.tools.bench.sweep import Fit
 
 _QUARTILES_TO_SIGMA = 1.349  # between the quartiles of a normal distribution, in standard deviations
@@ -108,7 +108,7 @@ def collect(found: Sequence[RankReport], *, name: str, ranks: int) -> Steps:
     return Steps([Rank(each.rank, each.summary, each.facts) for each in found if each.summary is not None])
 
 
-def from_script(outcome: Outcome, *, name: str, ranks: int, timeout_s: float) -> Steps:
+def from_script(outcome: LaunchOutcome, *, name: str, ranks: int, timeout_s: float) -> Steps:
     """Return the steps that the ranks of a script reported.
 
     Raises:

@@ -24,7 +24,7 @@ MARK = "HVDTRAIN_BENCH:"
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkerPlan:
     """What to measure."""
 
     framework: str  # "torch" or "keras"
@@ -40,7 +40,7 @@ INPUTS, CLASSES = 784, 10
 
 def main(text: str) -> int:
     """Measure, and let rank 0 print what came of it."""
-    plan = Plan(**json.loads(text))
+    plan = WorkerPlan(**json.loads(text))
     world = init(plan.framework)
     told: dict[str, Any] = {"points": []}
     if world.size > 1:
@@ -58,7 +58,7 @@ def _copy_bandwidth(num_bytes: int, world: World) -> Spread:
     return Spread(*(float(value) for value in mean))
 
 
-def measure_sweep(plan: Plan, world: World) -> list[sweep.Point]:
+def measure_sweep(plan: WorkerPlan, world: World) -> list[sweep.Point]:
     """Return a point a size."""
     subject = frameworks.load(plan.framework, "bench")
     points = []
@@ -75,7 +75,7 @@ def _greatest(number: float, world: World) -> float:
     return float(world.allreduce(np.array([number]), "max", name="greatest")[0])
 
 
-def measure_steps(plan: Plan, world: World) -> RankReport:
+def measure_steps(plan: WorkerPlan, world: World) -> RankReport:
     """Train the standard model for one epoch of just as many steps, and return what the recorder saw."""
     from hvdtrain import Trainer
 

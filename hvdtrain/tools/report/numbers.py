@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.telemetry.interval import PARTS, WORDS, lower_median
-from hvdtrain.tools.report.reading import RECORDED, Floats, Intervals, Run
+from hvdtrain.tools.report.reading import RECORDED, Floats, Intervals, RecordedRun
 
 # What History has besides metrics.
 SPEEDS = ("samples_per_s", "seconds")
@@ -51,7 +51,7 @@ class Summary:
     allreduce_floor_s: float | None = None  # what reducing the gradients takes at least, where a measurement was given
 
 
-def summarize(run: Run) -> Summary:
+def summarize(run: RecordedRun) -> Summary:
     """Return a run's numbers; a start's first interval, whose step compiles and connects, counts only in need."""
     intervals, settled = run.intervals, settled_intervals(run.intervals)
     times = {part: intervals.rank_s[part][settled] for part in RECORDED}
@@ -156,13 +156,13 @@ def ratios(a: Summary, b: Summary) -> list[tuple[str, float, float, str]]:
     ]
 
 
-def _final_metrics(run: Run) -> dict[str, float]:
+def _final_metrics(run: RecordedRun) -> dict[str, float]:
     series = run.epochs if len(run.epochs.step) else run.intervals
     last = {name: float(values[-1]) for name, values in series.metrics.items() if name not in SPEEDS}
     return {name: value for name, value in last.items() if math.isfinite(value)}
 
 
-def _samples_per_s(run: Run, settled: NDArray[np.bool_] | None) -> float | None:
+def _samples_per_s(run: RecordedRun, settled: NDArray[np.bool_] | None) -> float | None:
     intervals = run.intervals.samples_per_s
     if settled is not None:
         return _median(intervals[settled])

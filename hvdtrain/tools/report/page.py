@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hvdtrain.tools.quantities import format_time, three_digits
 from hvdtrain.tools.report.numbers import Summary, differences, flat, ratios
 from hvdtrain.tools.report.plots import Plot
-from hvdtrain.tools.report.reading import Run
+from hvdtrain.tools.report.reading import RecordedRun
 from hvdtrain.tools.report.words import comparison, sentences
 
 # No network, no script: a browser holds the page to it, whatever a file managed to put into it.
@@ -42,7 +42,7 @@ tbody th { font-weight: normal; color: var(--pale); } td.number, th.number { tex
 """
 
 
-def page(runs: Sequence[Run], summaries: Sequence[Summary], plots: Sequence[Plot]) -> str:
+def page(runs: Sequence[RecordedRun], summaries: Sequence[Summary], plots: Sequence[Plot]) -> str:
     """Return the page of one run, or of two."""
     title = " against ".join(run.name for run in runs)
     body = [f"<h1>{_escape(title)}</h1>", *_about(runs, summaries)]
@@ -61,7 +61,7 @@ def page(runs: Sequence[Run], summaries: Sequence[Summary], plots: Sequence[Plot
     ])  # fmt: skip
 
 
-def _about(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
+def _about(runs: Sequence[RecordedRun], summaries: Sequence[Summary]) -> list[str]:
     parts = []
     for index, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
         if len(runs) > 1:
@@ -74,7 +74,7 @@ def _about(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
     return parts
 
 
-def _ratios(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
+def _ratios(runs: Sequence[RecordedRun], summaries: Sequence[Summary]) -> str:
     rows = []
     for name, mine, other, unit in ratios(*summaries):
         shown = [format_time(each) if unit else _plain(each) for each in (mine, other)]
@@ -105,7 +105,7 @@ def _figure(plot: Plot) -> str:
     ])  # fmt: skip
 
 
-def _tables(runs: Sequence[Run]) -> list[str]:
+def _tables(runs: Sequence[RecordedRun]) -> list[str]:
     parts = ['<div class="pair">']
     rows: Sequence[tuple[str, ...]]
     for title, documents in (

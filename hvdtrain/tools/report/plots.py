@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.tools.report.numbers import SPEEDS, mean_over_ranks, not_first, own_time, relative_own_time, thin
-from hvdtrain.tools.report.reading import Floats, ReportError, Run
+from hvdtrain.tools.report.reading import Floats, RecordedRun, ReportError
 
 try:
     import matplotlib as mpl
@@ -52,7 +52,7 @@ class Plot:
     note: str = ""  # what to know to read it
 
 
-def draw(runs: Sequence[Run], *, floor_s: float | None = None) -> list[Plot]:
+def draw(runs: Sequence[RecordedRun], *, floor_s: float | None = None) -> list[Plot]:
     """Return the plots of one run, or of two runs over each other; of times, without each start's first interval.
 
     Args:
@@ -82,7 +82,7 @@ def draw(runs: Sequence[Run], *, floor_s: float | None = None) -> list[Plot]:
         return [plot for plot in plots if plot is not None]
 
 
-def _metrics(runs: Sequence[Run]) -> list[Plot]:
+def _metrics(runs: Sequence[RecordedRun]) -> list[Plot]:
     names: dict[str, None] = {}
     for run in runs:
         for name in (*run.epochs.metrics, *run.intervals.metrics):
@@ -91,7 +91,7 @@ def _metrics(runs: Sequence[Run]) -> list[Plot]:
     return [plot for name in names if (plot := _metric(runs, name)) is not None]
 
 
-def _metric(runs: Sequence[Run], name: str) -> Plot | None:
+def _metric(runs: Sequence[RecordedRun], name: str) -> Plot | None:
     figure, axis = _axes()
     legend = []
     for index, run in enumerate(runs):
@@ -112,8 +112,8 @@ def _metric(runs: Sequence[Run], name: str) -> Plot | None:
 def _curves(
     title: str,
     unit: str,
-    runs: Sequence[Run],
-    values: Callable[[Run], Floats],
+    runs: Sequence[RecordedRun],
+    values: Callable[[RecordedRun], Floats],
     *,
     epochs: str = "",
     dashed: bool = False,
@@ -132,11 +132,11 @@ def _curves(
     return _plot(title, figure, _whose(runs), note.strip()) if drawn or circles else None
 
 
-def _step_ms(run: Run) -> Floats:
+def _step_ms(run: RecordedRun) -> Floats:
     return 1e3 * mean_over_ranks(run.intervals.rank_s["step"])
 
 
-def _own_times(run: Run) -> Plot | None:
+def _own_times(run: RecordedRun) -> Plot | None:
     figure, axis = _axes("ms")
     step, own = run.intervals.step, 1e3 * own_time(run.intervals.rank_s)
     if not _line(axis, step, _step_ms(run), color=GREY, linestyle=":"):
@@ -160,7 +160,7 @@ def _own_times(run: Run) -> Plot | None:
     return _plot("Step time by rank", figure, legend, note)
 
 
-def _split(run: Run, floor_s: float | None) -> Plot | None:
+def _split(run: RecordedRun, floor_s: float | None) -> Plot | None:
     times = {part: 1e3 * thin(mean_over_ranks(rows), MOST_POINTS) for part, rows in run.intervals.rank_s.items()}
     x = thin(run.intervals.step, MOST_POINTS)
     if not np.isfinite(times["step"]).any():
@@ -185,7 +185,7 @@ def _split(run: Run, floor_s: float | None) -> Plot | None:
     return _plot("Where a step's time goes", figure, legend, note)
 
 
-def _heat_map(run: Run) -> Plot | None:
+def _heat_map(run: RecordedRun) -> Plot | None:
     if run.intervals.ranks < 2:
         return None
     ratio = 100 * (relative_own_time(run.intervals.rank_s) - 1)
@@ -249,15 +249,15 @@ def _line(axis: Any, x: Floats, y: Floats | None, **options: Any) -> bool:
     return True
 
 
-def _who(runs: Sequence[Run], index: int) -> str:
+def _who(runs: Sequence[RecordedRun], index: int) -> str:
     return f"{'AB'[index]}: {runs[index].name}"
 
 
-def _whose(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def _whose(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
     return [(RUN_COLOURS[index], _who(runs, index)) for index in range(len(runs))] if len(runs) > 1 else []
 
 
-def _thinned(runs: Sequence[Run]) -> str:
+def _thinned(runs: Sequence[RecordedRun]) -> str:
     most = max(-(-len(run.intervals.step) // MOST_POINTS) for run in runs)
     return f"A point is the mean of {most:,} intervals." if most > 1 else ""
 

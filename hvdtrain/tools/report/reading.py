@@ -61,7 +61,7 @@ class Intervals(Series):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What a run's folder holds."""
 
     folder: Path
@@ -79,7 +79,7 @@ class Run:
         return self.folder.resolve().name
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Return what `folder` holds.
 
     Raises:
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
         notes.append(f"{what} of {METRICS} could not be read (cut off by a kill, or not a run's) and left out.")
     epochs = [line for _, line in counted if line["kind"] == "epoch"]
     config, environment = (_document(folder / name, notes) for name in (CONFIG, ENVIRONMENT))
-    return Run(
+    return RecordedRun(
         folder=folder,
         config=config,
         environment=environment,

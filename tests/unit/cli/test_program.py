@@ -8,7 +8,7 @@ import pytest
 from hvdtrain.cli import program
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.horovod_build import build as steps
-from hvdtrain.horovod_build.build import Options
+from hvdtrain.horovod_build.build import BuildOptions
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
@@ -20,8 +20,8 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    options: list[Options] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[BuildOptions]:
+    options: list[BuildOptions] = []
     monkeypatch.setattr(steps, "build", options.append)
     monkeypatch.delenv("HVDTRAIN_MPI", raising=False)
     return options
@@ -41,26 +41,26 @@ def test_help_imports_no_framework() -> None:
     assert "doctor" in done.stdout
 
 
-def test_options_reach_the_build(monkeypatch: pytest.MonkeyPatch, asked: list[Options]) -> None:
+def test_options_reach_the_build(monkeypatch: pytest.MonkeyPatch, asked: list[BuildOptions]) -> None:
     arguments = ["build", "--without", "mpi", "--without", "torch", "--rebuild", "--force", "--cuda-arch", "90"]
     assert call(monkeypatch, *arguments, "--jobs", "3", "--no-install") == 0
-    expected = Options(
+    expected = BuildOptions(
         without=frozenset({"mpi", "torch"}), rebuild=True, force=True, cuda_arch="90", jobs=3, install=False
     )
     assert asked == [expected]
 
 
-def test_the_environment_can_leave_mpi_out(monkeypatch: pytest.MonkeyPatch, asked: list[Options]) -> None:
+def test_the_environment_can_leave_mpi_out(monkeypatch: pytest.MonkeyPatch, asked: list[BuildOptions]) -> None:
     monkeypatch.setenv("HVDTRAIN_MPI", "0")
     assert call(monkeypatch, "build") == 0
-    assert asked == [Options(without=frozenset({"mpi"}))]
+    assert asked == [BuildOptions(without=frozenset({"mpi"}))]
 
 
 @pytest.mark.parametrize("error", [HvdTrainError("no compiler here"), OSError(28, "No space left on device", "/x")])
 def test_a_known_error_is_one_message_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    def fail(options: Options) -> None:
+    def fail(options: BuildOptions) -> None:
         raise error
 
     monkeypatch.setattr(steps, "build", fail)

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.horovod_build import build as steps
 from hvdtrain.horovod_build import cache, native, pip, probe, sdist
-from hvdtrain.horovod_build.build import Options, build
+from hvdtrain.horovod_build.build import BuildOptions, build
 from hvdtrain.horovod_build.changes import change
 from hvdtrain.horovod_build.errors import CompileError, PatchError, ProofError, UntestedVersionError
 from hvdtrain.horovod_build.find import Found, Mpi
@@ -68,13 +68,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_each_framework_is_proved_over_each_data_plane(machine: SimpleNamespace) -> None:
-    build(Options())
+    build(BuildOptions())
     frameworks, planes = ("torch", "tensorflow"), ("gloo", "mpi")
     assert sorted(machine.proved) == sorted((f, p, 2) for f in frameworks for p in planes)
 
 
 def test_a_second_build_takes_the_wheel_from_the_cache(machine: SimpleNamespace) -> None:
-    first, second = build(Options()), build(Options())
+    first, second = build(BuildOptions()), build(BuildOptions())
     assert first == second
     assert machine.compiled == 1
     assert len(machine.installed) == 2
@@ -82,19 +82,19 @@ def test_a_second_build_takes_the_wheel_from_the_cache(machine: SimpleNamespace)
 
 
 def test_rebuild_compiles_again_and_replaces_the_wheel(machine: SimpleNamespace) -> None:
-    build(Options())
-    wheel = build(Options(rebuild=True))
+    build(BuildOptions())
+    wheel = build(BuildOptions(rebuild=True))
     assert machine.compiled == 2
     assert wheel is not None
     assert wheel.name == "horovod-2.whl"
 
 
 def test_the_wheel_that_is_installed_already_is_proved_but_not_installed_again(machine: SimpleNamespace) -> None:
-    wheel = build(Options())
+    wheel = build(BuildOptions())
     assert wheel is not None
     machine.record = {"key": wheel.parent.name}
     machine.proved.clear()
-    build(Options())
+    build(BuildOptions())
     assert len(machine.installed) == 1
     assert len(machine.proved) == 4
 
@@ -102,7 +102,7 @@ def test_the_wheel_that_is_installed_already_is_proved_but_not_installed_again(m
 def test_a_dry_run_prints_the_plan_and_changes_nothing(
     machine: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert build(Options(dry_run=True)) is None
+    assert build(BuildOptions(dry_run=True)) is None
     shown = capsys.readouterr().out
     for said in (
         "torch 2.13.0+cpu",
@@ -121,7 +121,7 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(
 def test_a_patch_that_does_not_apply_stops_the_build(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps.changes, "change", change)
     with pytest.raises(PatchError, match=r"Patch 01-cxx-standard does not apply to CMakeLists\.txt"):
-        build(Options())
+        build(BuildOptions())
     assert (machine.compiled, machine.installed, machine.proved) == (0, [], [])
 
 
@@ -130,7 +130,7 @@ def test_a_failed_proof_is_an_error_that_names_framework_and_plane_after_all_wer
 ) -> None:
     machine.broken = (("torch", "mpi"),)
     with pytest.raises(ProofError, match="torch over mpi: no answer within 90 s"):
-        build(Options())
+        build(BuildOptions())
     assert len(machine.proved) == 4
 
 
@@ -140,33 +140,33 @@ UNSEEN = replace(FOUND, frameworks=(Framework("torch", "9.1.0"), FOUND.framework
 def test_a_version_that_no_test_has_seen_is_proven_with_one_line_that_says_so(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build(Options())
+    build(BuildOptions())
     assert "No test of hvdtrain" not in capsys.readouterr().out
     monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
-    build(Options())
+    build(BuildOptions())
     assert capsys.readouterr().out.count("No test of hvdtrain has seen torch 9.1.0: it was proven here") == 1
     assert machine.proven == 2
-    build(Options(install=False))
+    build(BuildOptions(install=False))
     assert "No test of hvdtrain has seen torch 9.1.0, and nothing was proven here" in capsys.readouterr().out
 
 
 def test_an_untested_version_whose_proof_fails_is_taken_back_and_refused(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worked = build(Options())
+    worked = build(BuildOptions())
     assert worked is not None
     machine.record = {"key": worked.parent.name}
     monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
     machine.broken = (("torch", "gloo"),)
     with pytest.raises(UntestedVersionError) as info:
-        build(Options())
+        build(BuildOptions())
     last = "No test of hvdtrain has seen torch 9.1.0. The last version that works: pip install 'torch>="
     for said in ("torch over gloo: no answer", "What was installed before is installed again.", last):
         assert said in str(info.value)
     assert machine.installed[-1] == worked
     machine.record = {}
     with pytest.raises(UntestedVersionError, match="It was uninstalled again"):
-        build(Options())
+        build(BuildOptions())
     assert machine.installed[-1] is None
     assert machine.proven == 1
 
@@ -177,7 +177,7 @@ def test_force_keeps_an_untested_version_whose_proof_failed(
     monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
     machine.broken = (("torch", "gloo"),)
     with pytest.raises(ProofError, match="torch over gloo"):
-        build(Options(force=True))
+        build(BuildOptions(force=True))
     assert len(machine.installed) == 1
     assert machine.proven == 0
 
@@ -190,15 +190,15 @@ def test_an_untested_version_that_does_not_compile_is_refused_with_the_last_that
 
     monkeypatch.setattr(native, "run", fail)
     with pytest.raises(CompileError):
-        build(Options())
+        build(BuildOptions())
     monkeypatch.setattr(steps, "find_all", lambda **_: UNSEEN)
     with pytest.raises(UntestedVersionError, match=r"did not compile\n.*torch 9\.1\.0.*pip install 'torch>="):
-        build(Options())
+        build(BuildOptions())
     assert machine.installed == []
 
 
 def test_a_copy_of_the_wheel_goes_where_it_was_asked_for(machine: SimpleNamespace, tmp_path: Path) -> None:
-    build(Options(wheel_dir=tmp_path / "out", install=False))
+    build(BuildOptions(wheel_dir=tmp_path / "out", install=False))
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["horovod-1.whl"]
     assert (machine.installed, machine.proved) == ([], [])
 
@@ -214,5 +214,5 @@ def test_an_unfinished_entry_is_never_seen(machine: SimpleNamespace, monkeypatch
 
     monkeypatch.setattr(cache.shutil, "copy", full_disk)
     with pytest.raises(OSError, match="No space left on device"):
-        build(Options())
+        build(BuildOptions())
     assert [p.name for p in (machine.cache / "wheels").iterdir() if p.is_dir()] == []

@@ -10,7 +10,7 @@ from hvdtrain.horovod_build import cache, native
 from hvdtrain.horovod_build.errors import CompileError
 from hvdtrain.horovod_build.find import Cuda, Found, Mpi, Nccl
 from hvdtrain.horovod_build.frameworks import Framework
-from hvdtrain.horovod_build.progress import Progress
+from hvdtrain.horovod_build.progress import BuildProgress
 
 CPU = Found((Framework("torch", "2.13.0+cpu"),), "g++ 12", None, None, None, ())
 GPU = replace(
@@ -105,7 +105,7 @@ def test_kernels_are_compiled_for_the_gpus_that_are_here(
 def run(tmp_path: Path, setup_py: str) -> tuple[Path, str]:
     (tmp_path / "setup.py").write_text(setup_py)
     stream = io.StringIO()
-    progress = Progress(1, stream)
+    progress = BuildProgress(1, stream)
     env = {"PATH": "/usr/bin:/bin"}
     wheel = native.run(tmp_path, env=env, log=tmp_path / "build.log", progress=progress)
     return wheel, stream.getvalue()

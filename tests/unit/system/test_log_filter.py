@@ -34,7 +34,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setattr(log_filter, "_set_here", False)
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, log_filter._Finder)])
+    monkeypatch.setattr(
+        sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, log_filter._TensorFlowFinder)]
+    )
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.tools.bench import advice
-from hvdtrain.tools.bench.advice import Facts
+from hvdtrain.tools.bench.advice import StepFacts
 
-WELL = Facts(
+WELL = StepFacts(
     ranks=2, local_ranks=2, cores=2, threads=1, data_plane="mpi", mpi_built=True, gradient_bytes=80_000_000,
     alpha_s=1e-4, beta_s_per_byte=2e-10, communication=0.05, data=0.01, data_s=1e-3, noise=0.02,
 )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.tools.bench import launch
-from hvdtrain.tools.bench.launch import BenchError, Hosts, Outcome, parse_hosts, run_ranks, split_by_rank
+from hvdtrain.tools.bench.launch import BenchError, Hosts, LaunchOutcome, parse_hosts, run_ranks, split_by_rank
 
 # What Open MPI's mpirun printed of two ranks, the line of rank 0 in two pieces.
 TAGGED = (
@@ -77,7 +77,7 @@ def test_gloos_tags_are_read_too() -> None:
 
 
 def test_marked_lines_are_found_by_rank() -> None:
-    outcome = Outcome(0, *split_by_rank(TAGGED), 1.0)
+    outcome = LaunchOutcome(0, *split_by_rank(TAGGED), 1.0)
     assert outcome.marked("MARK:") == {0: '{"a": [1, 2]}', 1: "{}"}
 
 
@@ -86,13 +86,13 @@ def test_the_last_words_name_the_rank_and_its_first_error() -> None:
         "[1,0]<stderr>:fine\n[1,1]<stderr>:Traceback (most recent call last):\n[1,1]<stderr>:  File x\n"
         "[1,1]<stderr>:ValueError: boom.\n[1,1]<stdout>:HVDTRAIN_STEP_TIMES:{}\nmpirun: status 1\n"
     )
-    words = Outcome(1, *split_by_rank(output), 1.0).last_words()
+    words = LaunchOutcome(1, *split_by_rank(output), 1.0).last_words()
     assert words.splitlines()[0] == "rank 1 raised ValueError: boom. The end of what it printed:"
     assert "HVDTRAIN_STEP_TIMES" not in words
 
 
 def test_the_last_words_without_an_error_are_the_launchers() -> None:
-    assert Outcome(1, {}, {-1: "no such host"}, 1.0).last_words() == (
+    assert LaunchOutcome(1, {}, {-1: "no such host"}, 1.0).last_words() == (
         "the last words are those of the launcher. The end of what it printed:\n  no such host"
     )
 

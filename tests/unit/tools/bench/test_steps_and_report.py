@@ -13,7 +13,7 @@ from rich.console import Console
 from hvdtrain.cli import program
 from hvdtrain.telemetry.step_times import MARK, RankReport, Spread, StepSummary
 from hvdtrain.tools.bench import report, run, steps, worker
-from hvdtrain.tools.bench.launch import BenchError, Hosts, Outcome
+from hvdtrain.tools.bench.launch import BenchError, Hosts, LaunchOutcome
 from hvdtrain.tools.bench.steps import Rank, Steps
 from hvdtrain.tools.bench.sweep import Fit, Point
 
@@ -35,9 +35,9 @@ def times(rank: int, *, taken: int = 23, told: StepSummary | None = None, **fact
     return RankReport(rank, 2, taken, told, facts)
 
 
-def outcome(status: int | None, *reports: RankReport, output: str = "") -> Outcome:
+def outcome(status: int | None, *reports: RankReport, output: str = "") -> LaunchOutcome:
     stdout = {each.rank: f"{MARK}{each.to_json()}\n" for each in reports}
-    return Outcome(status, stdout, {-1: output}, 1.0)
+    return LaunchOutcome(status, stdout, {-1: output}, 1.0)
 
 
 def test_the_slowest_rank_is_the_one_the_others_wait_for() -> None:
@@ -91,7 +91,7 @@ def test_plan_is_not_told_what_was_not_measured() -> None:
         ),
     ],
 )
-def test_a_script_that_cannot_be_measured_gets_a_clear_word(ended: Outcome, said: str) -> None:
+def test_a_script_that_cannot_be_measured_gets_a_clear_word(ended: LaunchOutcome, said: str) -> None:
     with pytest.raises(BenchError) as error:
         steps.from_script(ended, name="train.py", ranks=2, timeout_s=9)
     assert said in str(error.value)
@@ -99,12 +99,12 @@ def test_a_script_that_cannot_be_measured_gets_a_clear_word(ended: Outcome, said
 
 def test_a_report_that_was_cut_off_is_an_error() -> None:
     with pytest.raises(BenchError, match="a rank's report cannot be read"):
-        steps.from_script(Outcome(0, {0: f"{MARK}{{\n"}, {}, 1.0), name="a", ranks=1, timeout_s=9)
+        steps.from_script(LaunchOutcome(0, {0: f"{MARK}{{\n"}, {}, 1.0), name="a", ranks=1, timeout_s=9)
 
 
 def test_a_report_of_the_standard_model_that_was_cut_off_is_an_error() -> None:
     with pytest.raises(BenchError, match="the ranks' report cannot be read"):
-        run._told(Outcome(0, {0: f"{worker.MARK}{{\n"}, {}, 1.0), 9)
+        run._told(LaunchOutcome(0, {0: f"{worker.MARK}{{\n"}, {}, 1.0), 9)
 
 
 def test_ranks_that_had_reported_their_steps_may_end_badly() -> None:
@@ -247,7 +247,7 @@ def test_bad_input_is_one_clear_line(
 
 
 def test_the_command_line_reaches_the_script_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[run.Options] = []
+    asked: list[run.BenchOptions] = []
     monkeypatch.setattr(run, "run", asked.append)
     script = tmp_path / "train.py"
     script.touch()
