@@ -97,7 +97,9 @@ def fingerprint(root: Path = ROOT) -> str:
 
 
 def _read(path: Path) -> Patch:
-    reason, *files = re.split(r"^--- a/", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    # The first two lines are git's own, and may be left out.
+    file = r"^(?:diff --git .*\nindex .*\n)?--- a/"
+    reason, *files = re.split(file, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     hunks = []
     for text in files:
         names, *rest = re.split(r"^(?=@@ )", text, flags=re.MULTILINE)

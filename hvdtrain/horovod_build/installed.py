@@ -91,6 +91,7 @@ def has_these_changes() -> bool:
     """Return whether the installed Horovod was built with the changes that this version of hvdtrain makes."""
     from hvdtrain.horovod_build import changes
 
+    # The record's name for them is older than the patches; versions of hvdtrain compare by it.
     return bool(record().get("edits") == changes.fingerprint())
 
 

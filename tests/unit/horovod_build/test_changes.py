@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from pathlib import Path
 
@@ -92,6 +93,15 @@ def test_a_patch_that_was_cut_short_is_refused(ours: Path) -> None:
     path.write_text(path.read_text().rsplit("\n", 2)[0] + "\n")
     with pytest.raises(PatchError, match=r"01-cxx-standard\.patch.*cut short"):
         changes.read_patches(ours)
+
+
+def test_a_patch_may_be_what_git_diff_prints(ours: Path) -> None:
+    for path in (ours / "patches").iterdir():
+        text = re.sub(
+            r"^--- a/(.*)$", r"diff --git a/\1 b/\1\nindex 1..2 100644\n--- a/\1", path.read_text(), flags=re.M
+        )
+        path.write_text(text)
+    assert changes.read_patches(ours) == PATCHES
 
 
 def test_every_patch_has_a_number_of_its_own_and_a_reason() -> None:
