@@ -13,7 +13,7 @@ Counts = list[tuple[list[int], list[int]]]
 
 
 @dataclass
-class AllRanks:
+class GradientFlags:
     """The flags of all ranks; equal on all of them.
 
     Attributes:
@@ -27,43 +27,39 @@ class AllRanks:
     counts: Counts | None
 
 
-@dataclass
-class GradientFlags:
-    """Numbers of all ranks, reduced as gradients are; the factors of that reduction are undone here.
+def read(
+    received: Sequence[float],
+    flags: Sequence[bool],
+    members: Sequence[int],
+    *,
+    how: Reduction,
+    counts_ranks: bool,
+    weighted: bool,
+) -> GradientFlags:
+    """Return the flags of all ranks, from numbers that were reduced as gradients are.
 
-    Attributes:
+    Args:
         received: reduced from each rank's 1.0, its weight, and two flags a parameter (`ReductionUnit.flags`).
-        how: how they were reduced.
-        size: number of ranks, joined or not.
-        counts_ranks: False where none can have joined.
+        flags: this rank's.
+        members: how many parameters each unit has.
+        how: how the numbers were reduced, which is undone here.
+        counts_ranks: False where no rank can have joined.
+        weighted: whether ranks gave a weight.
     """
-
-    received: Sequence[float]
-    how: Reduction
-    size: int
-    counts_ranks: bool
-
-    def compared_with(self, flags: Sequence[bool], members: Sequence[int], *, weighted: bool) -> AllRanks:
-        """Return what is known of all ranks.
-
-        Args:
-            flags: this rank's.
-            members: how many parameters each unit has.
-            weighted: whether ranks gave a weight.
-        """
-        factor = self.how.prescale_factor * self.how.postscale_factor
-        one = factor / self.size if self.how.op == Average else factor  # what a rank adds to a received number
-        weight = self.received[1] / one if weighted else None
-        # The mean of what all ranks have alike is this one's: so it is in nearly all steps.
-        if self.how.op == Average and factor == 1.0 == self.received[0] and self.received[2:] == flags:
-            return AllRanks(self.size, weight, None)
-        active = round(self.received[0] / one) if self.counts_ranks else self.size
-        totals = [round(number / one) for number in self.received[2:]]
-        if active == self.size and totals == [self.size * flag for flag in flags]:
-            return AllRanks(active, weight, None)
-        counts, offset = [], 0
-        for count in members:
-            end = offset + 2 * count
-            counts.append((totals[offset:end:2], totals[offset + 1 : end : 2]))
-            offset = end
-        return AllRanks(active, weight, counts)
+    size = how.process_set.size()
+    factor = how.prescale_factor * how.postscale_factor
+    one = factor / size if how.op == Average else factor  # what a rank adds to a received number
+    weight = received[1] / one if weighted else None
+    # The mean of what all ranks have alike is this one's: so it is in nearly all steps.
+    if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
+        return GradientFlags(size, weight, None)
+    active = round(received[0] / one) if counts_ranks else size
+    totals = [round(number / one) for number in received[2:]]
+    if active == size and totals == [size * flag for flag in flags]:
+        return GradientFlags(active, weight, None)
+    counts, offset = [], 0
+    for count in members:
+        end = offset + 2 * count
+        counts.append((totals[offset:end:2], totals[offset + 1 : end : 2]))
+        offset = end
+    return GradientFlags(active, weight, counts)

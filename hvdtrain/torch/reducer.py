@@ -311,7 +311,7 @@ class Reducer:
         for unit in self._units:
             if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
                 self._start(unit)
-        found = self._exchange_flags(weight, size)
+        found = self._exchange_flags(weight)
         if found.counts is not None:
             self._start_what_others_have(found.counts)
         for unit in self._units:
@@ -347,15 +347,17 @@ class Reducer:
             if not unit.is_started and (any(dense) or any(sparse)):
                 unit.start(self._all_active, sparse=bool(sparse[0]))
 
-    def _exchange_flags(self, weight: float | None, size: int) -> gradient_flags.AllRanks:
+    def _exchange_flags(self, weight: float | None) -> gradient_flags.GradientFlags:
         """Exchange which gradients ranks have, how many ranks are active, and what they weigh.
 
         The numbers travel with the last bucket where there is one, and are reduced as gradients are.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
         how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
-        found = gradient_flags.GradientFlags(received, how, size, self._counts_ranks)
-        return found.compared_with(flags, [len(unit.params) for unit in self._units], weighted=weight is not None)
+        members = [len(unit.params) for unit in self._units]
+        return gradient_flags.read(
+            received, flags, members, how=how, counts_ranks=self._counts_ranks, weighted=weight is not None
+        )
 
     def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
         """Return how `numbers` were reduced, and the result; they travel with the last gradients."""
