@@ -90,7 +90,7 @@ class Reducer:
 
     def cover(self, groups: Sequence[dict[str, Any]]) -> None:
         """Reduce all parameters of an optimizer's groups, from the next step on."""
-        if all(param in self._passes for group in groups for param in group["params"]):
+        if all(self._passes.keys() >= set(group["params"]) for group in groups):
             return
         self._closing = None  # it has no room for the flags of the new ones
         new = []
