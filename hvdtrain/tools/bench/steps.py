@@ -14,7 +14,7 @@ _QUARTILES_TO_SIGMA = 1.349  # between the quartiles of a normal distribution, i
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankSteps:
     """What is known of one rank's steps."""
 
     rank: int
@@ -31,10 +31,10 @@ class Rank:
 class Steps:
     """The steps of a run, rank by rank."""
 
-    ranks: Sequence[Rank]
+    ranks: Sequence[RankSteps]
 
     @property
-    def slowest(self) -> Rank:
+    def slowest(self) -> RankSteps:
         """The rank for which the others wait: the one that takes longest by itself.
 
         All ranks' steps take equally long, since each reduction waits for the last; the one that waits least is the
@@ -43,7 +43,7 @@ class Steps:
         return max(self.ranks, key=lambda rank: rank.own_s)
 
     @property
-    def fastest(self) -> Rank:
+    def fastest(self) -> RankSteps:
         """The rank that takes least by itself."""
         return min(self.ranks, key=lambda rank: rank.own_s)
 
@@ -105,7 +105,7 @@ def collect(found: Sequence[RankReport], *, name: str, ranks: int) -> Steps:
             f"{name} took {few[0].steps_taken} steps on rank {few[0].rank}. At least {WARMUP_STEPS + MIN_STEPS} are "
             f"needed: the first {WARMUP_STEPS} warm up and are not counted"
         )
-    return Steps([Rank(each.rank, each.summary, each.facts) for each in found if each.summary is not None])
+    return Steps([RankSteps(each.rank, each.summary, each.facts) for each in found if each.summary is not None])
 
 
 def from_script(outcome: LaunchOutcome, *, name: str, ranks: int, timeout_s: float) -> Steps:

@@ -14,7 +14,7 @@ from hvdtrain.cli import program
 from hvdtrain.telemetry.step_times import MARK, RankReport, Spread, StepSummary
 from hvdtrain.tools.bench import report, run, steps, worker
 from hvdtrain.tools.bench.launch import BenchError, Hosts, LaunchOutcome
-from hvdtrain.tools.bench.steps import Rank, Steps
+from hvdtrain.tools.bench.steps import RankSteps, Steps
 from hvdtrain.tools.bench.sweep import Fit, Point
 
 FACTS = {"gradient_bytes": 4000, "samples_per_step": 32, "framework": "torch", "device": "cpu", "cores": 2}
@@ -28,7 +28,7 @@ def summary(compute: float, wait: float, data: float, backward: float | None = N
 
 
 def two() -> Steps:
-    return Steps([Rank(0, summary(1.0, 0.5, 0.1), FACTS), Rank(1, summary(1.3, 0.2, 0.1, 0.7), FACTS)])
+    return Steps([RankSteps(0, summary(1.0, 0.5, 0.1), FACTS), RankSteps(1, summary(1.3, 0.2, 0.1, 0.7), FACTS)])
 
 
 def times(rank: int, *, taken: int = 23, told: StepSummary | None = None, **facts: Any) -> RankReport:
@@ -61,12 +61,12 @@ def test_plan_gets_a_step_without_communication() -> None:
 
 
 def test_plan_takes_no_link_between_hosts_for_a_speed_within_one() -> None:
-    ranks = [Rank(each.rank, each.summary, {**FACTS, "host": f"h{each.rank}"}) for each in two().ranks]
+    ranks = [RankSteps(each.rank, each.summary, {**FACTS, "host": f"h{each.rank}"}) for each in two().ranks]
     assert not {"intra_bytes_per_s", "overhead_s"} & set(Steps(ranks).plan_input(Fit(1e-4, 1e-9, 0.1)))
 
 
 def test_plan_is_not_told_what_was_not_measured() -> None:
-    found = Steps([Rank(0, summary(1.0, 0.0, 0.0), {})]).plan_input(None)
+    found = Steps([RankSteps(0, summary(1.0, 0.0, 0.0), {})]).plan_input(None)
     assert set(found) == {"step_s", "spread_s", "ranks"}
     assert "intra_bytes_per_s" not in two().plan_input(Fit(1e-3, 0.0, 0.0))
 
