@@ -100,7 +100,7 @@ def test_a_stream_that_can_be_iterated_once_is_an_error_in_its_second_epoch(make
         def __iter__(self):
             return self.items
 
-    with pytest.raises(ValueError, match=r"epoch 1.*iterated anew"):
+    with pytest.raises(ValueError, match=r"epoch 1.*iterated once per epoch"):
         make().fit(Once(), epochs=2, progress=False)
 
 
