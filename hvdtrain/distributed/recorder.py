@@ -12,8 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 Part = Literal["data", "compute", "backward", "other", "outside"]
 
@@ -58,41 +57,25 @@ _MOST_UNREAD = 20_000
 _WAITS = {"compute": "reduction", "backward": "reduction", "outside": "outside"}  # else "elsewhere"
 
 
-class Clock(Protocol):
-    """Marks points in time. Where it runs behind the host, as a GPU's does, marks are read when it has reached them."""
+class Clock:
+    """The host's clock; `hvdtrain.torch.gpu_clock` has one that runs behind the host.
 
-    @property
-    def runs_behind(self) -> bool:
-        """True if a mark lies in the future when it is made."""
-        ...
+    Args:
+        mark: returns a mark of now, in seconds.
+    """
 
-    @property
-    def mark(self) -> Callable[[], Any]:
-        """Return a mark of now."""
-        ...
+    runs_behind = False  # True if a mark lies in the future when it is made
+
+    def __init__(self, mark: Callable[[], Any] = time.perf_counter) -> None:
+        self.mark = mark
 
     def seconds(self, began: Any, ended: Any) -> float:
-        """Return the seconds from one mark to a later one."""
-        ...
+        """Return the seconds from one mark to a later one that the clock has reached."""
+        seconds: float = ended - began
+        return seconds
 
     def reach(self, mark: Any) -> None:
         """Wait until the clock has reached a mark."""
-        ...
-
-
-@dataclass(frozen=True)
-class HostClock:
-    """The host's clock; `mark` returns seconds."""
-
-    mark: Callable[[], float] = time.perf_counter
-    runs_behind: bool = False
-
-    def seconds(self, began: float, ended: float) -> float:
-        """Return the difference."""
-        return ended - began
-
-    def reach(self, mark: float) -> None:
-        """Return: now is always reached."""
 
 
 class Recorder(ContextDecorator):
@@ -113,7 +96,7 @@ class Recorder(ContextDecorator):
         self._seconds: dict[str, float] = dict.fromkeys(Seconds._fields, 0.0)
         self._own = self._waited = 0.0  # since a part ended
         self._waits = 0  # in progress: they may nest, and run in several threads
-        self._set_clock(clock or HostClock())
+        self._set_clock(clock or Clock())
         self._last_step = Seconds()
         self._graphs: list[tuple[Callable[[], float], list[float]]] = []
         self._unread: deque[tuple[Any, int, Part | None, bool]] = deque()  # of a clock that runs behind

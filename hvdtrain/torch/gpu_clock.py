@@ -10,12 +10,12 @@ import time
 import torch
 
 from hvdtrain.distributed import tuning
-from hvdtrain.distributed.recorder import Clock, HostClock
+from hvdtrain.distributed.recorder import Clock
 
 Mark = torch.cuda.Event | float
 
 
-class GpuClock:
+class GpuClock(Clock):
     """Time as the GPU spends it; the host's until the GPU is used, and where it never is.
 
     Args:
@@ -25,9 +25,10 @@ class GpuClock:
     runs_behind = True
 
     def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(self._mark)
         self._device = device
 
-    def mark(self) -> Mark:
+    def _mark(self) -> Mark:
         """Mark the place up to which the current stream was given work."""
         if not torch.cuda.is_initialized():
             return time.perf_counter()
@@ -50,8 +51,8 @@ class GpuClock:
 def of_bench() -> Clock:
     """Return the clock for `hvdtrain bench`: with HVDTRAIN_GPU_ASYNC=1 the GPU's, else the host's, behind the GPU."""
     if torch.cuda.is_available():
-        return GpuClock() if tuning.gpu_async() else HostClock(_finished)
-    return HostClock()
+        return GpuClock() if tuning.gpu_async() else Clock(_finished)
+    return Clock()
 
 
 def _finished() -> float:

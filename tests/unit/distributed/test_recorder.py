@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from hvdtrain.distributed import recorder as recorder_module
-from hvdtrain.distributed.recorder import HostClock, Recorder, Seconds
+from hvdtrain.distributed.recorder import Clock, Recorder, Seconds
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def now() -> list[float]:
 
 @pytest.fixture
 def recorder(now: list[float]) -> Recorder:
-    return Recorder(HostClock(lambda: now[0]))
+    return Recorder(Clock(lambda: now[0]))
 
 
 def test_a_part_is_the_time_since_the_last_one_ended(recorder: Recorder, now: list[float]) -> None:
@@ -122,13 +122,13 @@ def test_steps_are_told_apart(recorder: Recorder, now: list[float]) -> None:
 def test_another_clock_begins_where_it_is_set(recorder: Recorder, now: list[float]) -> None:
     now[0] += 1.0
     recorder.ended("data")
-    recorder.use(HostClock(lambda: now[0] - 50.0))
+    recorder.use(Clock(lambda: now[0] - 50.0))
     now[0] += 2.0
     recorder.ended("compute")
     assert recorder.read() == Seconds(data=1.0, compute=2.0)
 
 
-class Behind:
+class Behind(Clock):
     """A clock whose marks are read later, and are an object each, as a GPU's are."""
 
     runs_behind = True
@@ -137,18 +137,16 @@ class Behind:
         pass
 
     def __init__(self) -> None:
+        super().__init__(self.make)
         self.marks: weakref.WeakSet[Behind.Mark] = weakref.WeakSet()
 
-    def mark(self) -> Mark:
+    def make(self) -> Mark:
         made = self.Mark()
         self.marks.add(made)
         return made
 
     def seconds(self, began: Mark, ended: Mark) -> float:
         return 1.0
-
-    def reach(self, mark: Mark) -> None:
-        pass
 
 
 def test_waits_that_nobody_reads_do_not_pile_up_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

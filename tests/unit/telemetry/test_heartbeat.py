@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.distributed.recorder import HostClock, Recorder
+from hvdtrain.distributed.recorder import Clock, Recorder
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.telemetry.heartbeat import Heartbeat
 
@@ -34,7 +34,7 @@ def clock():
 
 @pytest.fixture
 def times(clock):
-    return Recorder(HostClock(lambda: clock[0]))
+    return Recorder(Clock(lambda: clock[0]))
 
 
 def take(beats, times, clock, seconds, *, stop=False):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.distributed.recorder import HostClock, Recorder
+from hvdtrain.distributed.recorder import Clock, Recorder
 from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import WARMUP_STEPS, RankReport, Spread, StepTimes
 
@@ -18,7 +18,7 @@ class Steps(StepTimes):
 
     def __init__(self, **options: Any) -> None:
         self.now = 100.0
-        super().__init__(Recorder(HostClock(lambda: self.now)), **options)
+        super().__init__(Recorder(Clock(lambda: self.now)), **options)
         for _ in range(WARMUP_STEPS):
             self.take(compute=50.0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvdtrain.distributed import tuning
-from hvdtrain.distributed.recorder import HostClock, Recorder, Seconds
+from hvdtrain.distributed.recorder import Clock, Recorder, Seconds
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.telemetry.heartbeat import Heartbeat
 from hvdtrain.telemetry.step_times import StepTimes
@@ -133,7 +133,7 @@ def test_before_its_first_use_the_gpu_is_not_touched(gpu, monkeypatch):
 def train(gpu, monkeypatch, *, steps):
     """Return the times of steps that load for 10 ms, and compute for 30 + 60 ms, wait for 20 and update for 5."""
     monkeypatch.setattr(torch.autograd, "backward", lambda: gpu.work(0.060))
-    times = StepTimes(Recorder(HostClock(lambda: gpu.now)))
+    times = StepTimes(Recorder(Clock(lambda: gpu.now)))
     detach = step_marks.attach(times)
     module = torch.nn.Identity()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
