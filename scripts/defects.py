@@ -129,7 +129,7 @@ DEFECTS = (
     Defect(
         "gradient flags: a gradient that a rank lacks counts as if it had it",
         "hvdtrain/torch/gradient_flags.py",
-        "one = factor / self.size if self.how.op == Average else factor",
+        "one = factor / size if how.op == Average else factor",
         "one = factor",
         TORCH,
     ),
