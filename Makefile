@@ -15,6 +15,8 @@ TARGET ?= cpu
 BENCH ?=
 
 UNIT := python -m pytest -n logical --maxprocesses 8 --dist loadfile tests/unit
+# Each of these starts ranks, and waits for them most of the time.
+TWO_AT_A_TIME := python -m pytest -n 2
 
 # Debian's, of test-packages.
 TEST_PACKAGES := openssh-server iproute2 util-linux slurmctld slurmd slurm-client munge default-jre-headless
@@ -86,7 +88,7 @@ ranks-all: $(STAMP) ## Each of them on every framework and Keras backend, at eve
 	python tests/ranks/run.py --all
 
 e2e: $(STAMP) ## Commands as a person types them
-	python -m pytest tests/e2e
+	$(TWO_AT_A_TIME) --dist loadfile tests/e2e
 
 e2e-all: $(STAMP) ## Also those that prove a claim once more, with another launcher, signal or Keras backend
 	HVDTRAIN_TEST_LONG=1 python -m pytest tests/e2e
@@ -115,7 +117,7 @@ faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULT
 	HVDTRAIN_FAULTS=long python -m pytest tests/faults
 
 faults-short: $(STAMP)
-	python -m pytest tests/faults
+	$(TWO_AT_A_TIME) tests/faults
 
 # Over .venv: its frameworks and tools, with another Open MPI and a Horovod built for it.
 MPI5 := $(CURDIR)/build/mpi5

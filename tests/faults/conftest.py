@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,16 @@ def row(request: pytest.FixtureRequest) -> Callable[[str, int, str], None]:
     started = time.perf_counter()
     rows = request.config.stash[ROWS]
     return lambda fault, tries, outcome: rows.append((fault, tries, outcome, time.perf_counter() - started))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist: the rows are shown by the process that started it
+        session.config.workeroutput["faults"] = session.config.stash[ROWS]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[ROWS] += map(tuple, getattr(node, "workeroutput", {}).get("faults", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
