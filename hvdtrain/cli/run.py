@@ -46,13 +46,13 @@ def run(
     ranks: Annotated[str | None, typer.Option("-np", "--num-proc", metavar="N", help="Number of ranks.")] = None,
     max_restarts: Annotated[
         str | None,
-        typer.Option(metavar="K", help="Restart the job so often when it fails; 0 for never.  [default: 3]"),
+        typer.Option(metavar="K", help="Restart a failed job at most K times; 0 for never.  [default: 3]"),
     ] = None,
     grace: Annotated[
         str | None,
         typer.Option(
             metavar="SECONDS",
-            help="After SIGTERM, SIGINT or SIGUSR1: what ranks get to write a checkpoint.  [default: 30]",
+            help="Time for ranks to write a checkpoint after SIGTERM, SIGINT or SIGUSR1.  [default: 30]",
         ),
     ] = None,
     launcher: Annotated[
@@ -64,17 +64,17 @@ def run(
         ),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Take what is not on the command line from this YAML file.")
+        str | None, typer.Option(metavar="FILE", help="Read options from this YAML file; the command line wins.")
     ] = None,
     debug: Debug = False,
 ) -> None:
     """Run a script on several ranks, and restart it when a process dies.
 
-    What is left of a job that failed is ended before the restart; a script with a checkpoint resumes from it.
+    The remaining processes of a failed job are ended before the restart. A script with a checkpoint resumes from it.
     `hvdtrain --help` lists the exit statuses.
 
     Keys of the file: np, hosts, max-restarts, grace, launcher, launcher-options, environment, script, arguments.
-    The command line wins; arguments of the script alone are added to the file's after --.
+    The command line wins; further arguments of the script follow --.
 
     Example: hvdtrain run -np 4 train.py --epochs 90
 
