@@ -5,7 +5,7 @@ several batches (steps_per_execution) may update more than once; samples and gra
 Data wait is the time from the end of a call to the next one's batch.
 On TensorFlow the reduction is inside the graph, and so is fetching a batch under fit. There the graph itself notes when
 the batch is there, and `backends.tensorflow_marks` how long it waited. What it computes in between, in an order of its
-own, cannot be told from waiting.
+own, cannot be distinguished from waiting.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _making(make: Callable[..., Any], marks: _KerasMarks) -> Callable[..., Any]:
     @functools.wraps(make)
     def make_train_function(self: Any, force: bool = False) -> Any:
         before = self.train_function
-        # While the step is made; what is compiled keeps it.
+        # While the step is made; the compiled function holds it.
         vars(self)["train_step"] = marks.on_batch(self.train_step)
         try:
             result = make(self, force=force)

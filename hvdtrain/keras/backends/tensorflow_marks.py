@@ -1,7 +1,7 @@
 """Marks around a step's reductions in a TensorFlow graph.
 
-By two counters `hvdtrain.distributed.watchdog` sees a rank wait there; a sum of seconds tells
-`hvdtrain.distributed.recorder` for how long.
+By two counters `hvdtrain.distributed.watchdog` sees a rank wait there; `hvdtrain.distributed.recorder`
+reads for how long from a sum of seconds.
 """
 
 from __future__ import annotations

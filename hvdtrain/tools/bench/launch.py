@@ -1,4 +1,4 @@
-"""Start ranks under horovodrun, wait for them no longer than agreed, and tell what each of them printed."""
+"""Start ranks under horovodrun, wait for them up to a limit, and return what each printed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BenchError(HvdTrainError):
 
 
 class BenchUsageError(BenchError, UsageError):
-    """What was asked of it cannot be done."""
+    """Options that cannot be combined or reached."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command: checks what was asked, starts the ranks, and puts together what they found."""
+"""The command: checks the options, starts the ranks, and combines their reports."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def parse_link(text: str) -> float:
 def bench_machine(options: BenchOptions, hosts: Hosts, link: float | None) -> report.Result:
     """Sweep allreduce over sizes, then time the steps of the standard model."""
     framework = options.framework or _installed()
-    asked = {"max_bytes": options.max_bytes, "steps": options.steps}
+    given = {"max_bytes": options.max_bytes, "steps": options.steps}
     chosen: dict[str, Any] = QUICK if options.quick else {}
-    chosen = chosen | {name: value for name, value in asked.items() if value is not None}
+    chosen = chosen | {name: value for name, value in given.items() if value is not None}
     plan = worker.WorkerPlan(framework, **chosen)
     environment = {name: os.environ.get(name, "1") for name in _ONE_THREAD}
     text = json.dumps(dataclasses.asdict(plan))
@@ -121,14 +121,14 @@ def bench_machine(options: BenchOptions, hosts: Hosts, link: float | None) -> re
         mark=worker.MARK,
         answers=1,
     )
-    told = _told(outcome, options.timeout_s)
+    found = _report_of(outcome, options.timeout_s)
     steps = collect(
-        [RankReport.from_json(each) for each in told["ranks"]], name="the standard model", ranks=hosts.ranks
+        [RankReport.from_json(each) for each in found["ranks"]], name="the standard model", ranks=hosts.ranks
     )
     on_memory = hosts.is_one and steps.slowest.facts.get("device") == "cpu"
     points = [
         with_floor(sweep.Point.from_dict(each), ranks=hosts.ranks, link=link, on_memory=on_memory)
-        for each in told["points"]
+        for each in found["points"]
     ]
     width = f"{worker.INPUTS}-{plan.hidden}-{plan.hidden}-{worker.CLASSES}"
     return report.Result(
@@ -178,17 +178,17 @@ def _announce(text: str) -> None:
     print(f"hvdtrain bench: {text}", file=sys.stderr, flush=True)
 
 
-def _told(outcome: LaunchOutcome, timeout_s: float) -> dict[str, Any]:
+def _report_of(outcome: LaunchOutcome, timeout_s: float) -> dict[str, Any]:
     """Return what rank 0 printed."""
     texts = list(outcome.marked(worker.MARK).values())
     if not texts:
         why = f"was ended after {timeout_s:g} s (--timeout)" if outcome.status is None else "failed"
         raise BenchError(f"the measurement {why}; {outcome.last_words()}")
     try:
-        told: dict[str, Any] = json.loads(texts[0])
+        found: dict[str, Any] = json.loads(texts[0])
     except ValueError as problem:
         raise BenchError(f"the ranks' report cannot be read ({problem}): {texts[0][:200]}") from None
-    return told
+    return found
 
 
 def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.Fit | None) -> advice.StepFacts:
@@ -227,19 +227,19 @@ def floor_notes(points: Sequence[sweep.Point], link: float | None, hosts: Hosts)
         return ["One rank sends nothing: no allreduce was measured."]
     copy = points[-1].copy_bytes_per_s
     if link:
-        told = f"Floor: 2(N-1)/N * bytes / the link's {link / 1e9:.3g} GB/s."
+        floor = f"Floor: 2(N-1)/N * bytes / the link's {link / 1e9:.3g} GB/s."
         if hosts.is_one:
-            told += " All ranks share this host: it is the floor of ranks that are joined by nothing but such a link."
+            floor += " All ranks share this host: it is the floor of ranks that are joined by nothing but such a link."
         elif hosts.ranks > (count := len(hosts.names)):
-            told += (
+            floor += (
                 f" It is that of a flat ring over all N={hosts.ranks} ranks. Summed within each host first, only "
                 f"2(H-1)/H * bytes need cross the link of each of the H={count} hosts: "
                 f"{(1 - 1 / count) / (1 - 1 / hosts.ranks):.0%} of it."
             )
     elif points[0].floor_s is None:
-        told = "No floor: give the speed between GPUs or hosts, for example --link 25Gb/s."
+        floor = "No floor: give the speed between GPUs or hosts, for example --link 25Gb/s."
     else:
-        told = (
+        floor = (
             "Floor: 2(N-1)/N * bytes / the speed at which each rank, with one thread, copies as many bytes in memory "
             f"while all do: {copy.median / 1e9:.3g} GB/s ({copy.low / 1e9:.3g} - {copy.high / 1e9:.3g}) at the last "
             "size."
@@ -251,7 +251,7 @@ def floor_notes(points: Sequence[sweep.Point], link: float | None, hosts: Hosts)
         if found.beta_s_per_byte
         else f"Fit: {report.time_of(found.alpha_s)} at any of these sizes."
     ]  # fmt: skip
-    return [f"{told} Times are the slowest rank's.", *line]
+    return [f"{floor} Times are the slowest rank's.", *line]
 
 
 def step_notes(steps: Steps) -> list[str]:

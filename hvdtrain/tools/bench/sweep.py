@@ -41,7 +41,7 @@ class Point:
         time_s: an allreduce on the slowest rank, seconds.
         repeats: how often it was measured.
         copy_bytes_per_s: at which each rank copies as many bytes in memory while all do; mean over ranks.
-        floor_s: the time it takes at least; None where nothing tells.
+        floor_s: the time it takes at least; None where the speed is not known.
     """
 
     num_bytes: int
@@ -60,10 +60,10 @@ class Point:
         return None if self.floor_s is None else self.floor_s / self.time_s.median
 
     @classmethod
-    def from_dict(cls, told: dict[str, Any]) -> Point:
+    def from_dict(cls, point: dict[str, Any]) -> Point:
         """Return what `dataclasses.asdict` made a dict of."""
-        spreads = {name: Spread(**told[name]) for name in ("time_s", "copy_bytes_per_s")}
-        return cls(**{**told, **spreads})
+        spreads = {name: Spread(**point[name]) for name in ("time_s", "copy_bytes_per_s")}
+        return cls(**{**point, **spreads})
 
 
 @dataclass(frozen=True)

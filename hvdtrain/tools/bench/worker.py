@@ -42,13 +42,13 @@ def main(text: str) -> int:
     """Measure, and let rank 0 print what came of it."""
     plan = WorkerPlan(**json.loads(text))
     world = init(plan.framework)
-    told: dict[str, Any] = {"points": []}
+    found: dict[str, Any] = {"points": []}
     if world.size > 1:
-        told["points"] = [dataclasses.asdict(point) for point in measure_sweep(plan, world)]
-    told["ranks"] = world.allgather_object(measure_steps(plan, world).to_json(), name="steps")
+        found["points"] = [dataclasses.asdict(point) for point in measure_sweep(plan, world)]
+    found["ranks"] = world.allgather_object(measure_steps(plan, world).to_json(), name="steps")
     if world.is_root:
         sys.stdout.flush()
-        os.write(1, f"\n{MARK}{json.dumps(told)}\n".encode())
+        os.write(1, f"\n{MARK}{json.dumps(found)}\n".encode())
     return 0
 
 
