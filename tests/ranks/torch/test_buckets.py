@@ -200,7 +200,7 @@ def test_weights_of_ranks_correct_a_mean_that_was_scaled_for_another_sum(hvd, ra
 
 
 @pytest.mark.parametrize("kind", ["bf16", "groups", "none"])
-def test_a_run_that_starts_over_lists_its_units_as_a_new_rank_would(hvd, kind, monkeypatch):
+def test_after_a_reset_units_are_listed_as_on_a_new_rank(hvd, kind, monkeypatch):
     from hvdtrain.torch import engine, reduction_unit
 
     monkeypatch.setattr(reduction_unit, "_BUCKET_BYTES", 64)  # several buckets under bf16

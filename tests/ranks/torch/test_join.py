@@ -50,7 +50,7 @@ def test_allreduce_averages_over_the_ranks_still_there(hvd, rank, size):
     assert hvd.join() == size - 1
 
 
-def test_unnamed_operations_meet_again_after_join(hvd, rank, size):
+def test_unnamed_operations_match_again_after_join(hvd, rank, size):
     for _ in range(3 * rank):
         hvd.allreduce(torch.ones(1))
     hvd.join()
@@ -58,7 +58,7 @@ def test_unnamed_operations_meet_again_after_join(hvd, rank, size):
     assert hvd.allgather_object(rank) == list(range(size))
 
 
-def test_join_tells_who_was_last(hvd, rank):
+def test_join_returns_the_last_rank(hvd, rank):
     if rank == 0:
         for _ in range(3):
             hvd.allreduce(torch.ones(1), name="alone")

@@ -62,7 +62,7 @@ def test_zero_grad_takes_set_to_none(hvd, task, difference, to_none):
     assert difference(ours, alone) < 1e-6
 
 
-def test_zero_grad_refuses_while_gradients_are_under_way(hvd, task):
+def test_zero_grad_refuses_while_gradients_are_in_flight(hvd, task):
     model = task.model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     task.loss(model, task.mine(task.batches(1)[0])).backward()

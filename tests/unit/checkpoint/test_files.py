@@ -198,7 +198,7 @@ def test_what_is_no_folder_is_an_error_that_names_it(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "meta.json", "manifest.json"])
-def test_a_failed_write_keeps_the_old_one_and_leaves_nothing(one, monkeypatch, name):
+def test_a_failed_write_leaves_the_old_checkpoint_and_no_files(one, monkeypatch, name):
     real = os.fsync
 
     def full(descriptor):
@@ -222,7 +222,7 @@ def test_a_failed_write_keeps_the_old_one_and_leaves_nothing(one, monkeypatch, n
         (Contents({}, {"x": object()}), "no JSON"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(one, bad, reason):
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(one, bad, reason):
     with pytest.raises(CheckpointError, match=reason):
         write(one, bad)
     assert read(one).meta["epoch"] == 3
@@ -323,7 +323,7 @@ def test_who_reads_while_another_replaces_always_finds_a_whole_one(one):
     assert seen[-1] >= 100
 
 
-def test_a_write_under_way_is_left_alone_and_a_dead_one_of_another_host_goes_once_it_is_old(one, monkeypatch):
+def test_a_write_in_flight_is_left_alone_and_a_dead_one_of_another_host_goes_once_it_is_old(one, monkeypatch):
     with folders.temporary(one) as alive:
         folders.clear_leftovers(one.parent, lambda name: name == "one")
         assert alive.is_dir()

@@ -47,7 +47,7 @@ def test_once_numbers_are_finite_again_the_older_one_goes(tmp_path):
     assert names(store) == ["epoch-000004"]
 
 
-def test_without_a_finite_one_the_newest_are_kept(tmp_path):
+def test_without_a_finite_one_the_newest_stay(tmp_path):
     store = Store(tmp_path, keep_last=2)
     for epoch in range(1, 5):
         write(store.place(epoch), contents(np.nan))

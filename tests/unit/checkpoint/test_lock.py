@@ -50,7 +50,7 @@ def other(tmp_path):
         process.communicate()
 
 
-def test_another_process_is_refused_at_once_and_told_who_holds_the_folder(tmp_path, other):
+def test_another_process_is_refused_at_once_with_the_name_of_the_holder(tmp_path, other):
     process = other("time.sleep(60)")
     begin = time.monotonic()
     with pytest.raises(CheckpointError, match=rf"Run train \(theirs\), process {process.pid} on host .* since 20") as e:

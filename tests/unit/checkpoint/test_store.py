@@ -53,7 +53,7 @@ def test_options_outside_their_range_are_refused(tmp_path, options):
         Store(tmp_path, **options)
 
 
-def test_the_last_ones_are_kept(tmp_path):
+def test_the_last_checkpoints_stay(tmp_path):
     store = Store(tmp_path, keep_last=2)
     fill(store, [3.0, 2.0, 1.0, 4.0])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-000003", "epoch-000004"]
@@ -71,7 +71,7 @@ def test_the_last_ones_are_kept(tmp_path):
         ([1.0, 1.0, 3.0, 3.0], "auto", 1),
     ],
 )
-def test_the_best_is_kept_besides(tmp_path, metrics, mode, best):
+def test_the_best_checkpoint_stays_too(tmp_path, metrics, mode, best):
     store = Store(tmp_path, keep_last=1, best="loss", mode=mode)
     fill(store, metrics)
     assert names(store) == ["epoch-000004", f"epoch-{best:06d}"]

@@ -51,7 +51,7 @@ def test_submit_returns_before_the_write_and_wait_after_it(tmp_path, gate):
     assert done == [{"number": 0}]
 
 
-def test_only_one_write_is_under_way(tmp_path, gate):
+def test_only_one_write_is_in_flight(tmp_path, gate):
     writer = Writer()
     writer.submit(tmp_path / "one", contents())
     threading.Timer(0.2, gate.set).start()
@@ -63,7 +63,7 @@ def test_only_one_write_is_under_way(tmp_path, gate):
     assert read(tmp_path / "two").meta == {"number": 0}
 
 
-def test_a_failure_is_raised_once_on_the_callers_thread_and_the_writer_goes_on(tmp_path, caplog):
+def test_a_failure_is_raised_once_on_the_callers_thread_and_the_writer_continues(tmp_path, caplog):
     writer = Writer()
     (tmp_path / "file").write_text("mine")
     for name in ("file", "file/deeper", "one"):

@@ -113,7 +113,7 @@ def test_the_sum_wraps_around_without_a_warning(recwarn):
     assert not recwarn
 
 
-def test_settings_are_told_apart_and_unique_objects_are_not():
+def test_settings_differ_and_unique_objects_do_not():
     assert checksums.of_json({"lr": 0.1}) != checksums.of_json({"lr": 0.2})
     assert checksums.of_json({"a": 1, "b": 2}) == checksums.of_json({"b": 2, "a": 1})
     assert checksums.of_json({"hook": object()}) == checksums.of_json({"hook": object()})

@@ -100,12 +100,12 @@ def test_the_driver_names_the_gpu_that_cuda_will_take(monkeypatch, visible, inde
     assert devices.from_driver(index) == expected
 
 
-def test_without_a_driver_nobody_is_named(monkeypatch):
+def test_without_a_driver_no_gpu_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert devices.from_driver(0) == ("", "")
 
 
-def test_one_rank_alone_is_asked_for_nothing(monkeypatch, caplog):
+def test_one_rank_alone_compares_nothing(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(devices, "picked", "cuda:0")
     assert devices.introduce(SimpleNamespace(size=lambda: 1), None, gpu=None, nccl=True) == "cuda:0"

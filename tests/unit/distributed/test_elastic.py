@@ -53,7 +53,7 @@ def test_only_what_other_ranks_have_caused_is_tried_again(error, others):
     assert elastic.is_failure_of_others(error) is others
 
 
-def test_ranks_try_to_meet_again_while_others_die():
+def test_ranks_try_again_to_join_while_others_die():
     errors = [
         ValueError("Horovod initialization failed. Please check log messages above"),
         HorovodInternalError("gone"),
@@ -69,7 +69,7 @@ def test_ranks_try_to_meet_again_while_others_die():
     assert len(tries) == 3
 
 
-def test_ranks_that_never_meet_end_with_the_reason():
+def test_ranks_that_never_join_end_with_the_reason():
     def reset():
         raise ValueError("Horovod initialization failed. Please check log messages above")
 
@@ -101,7 +101,7 @@ def test_a_rank_whose_host_was_removed_ends_in_order(monkeypatch):
 
 
 @pytest.mark.skipif(elastic._horovod is None, reason="only Horovod's driver tells of hosts")
-def test_a_host_that_comes_while_ranks_meet_is_heard_of_in_the_next_round(monkeypatch):
+def test_a_host_that_joins_between_rounds_is_reported_in_the_next_round(monkeypatch):
     listeners = set()
     manager = SimpleNamespace(init=lambda: None, register_listener=listeners.add, remove_listener=listeners.remove)
     monkeypatch.setattr(elastic, "_horovod", SimpleNamespace(notification_manager=manager))

@@ -11,7 +11,7 @@ from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import SoloWorld
 
 
-def test_random_generators_go_on_where_they_were():
+def test_random_generators_resume_where_they_were():
     random.gauss(0, 1)  # leaves a second value behind
     np.random.normal()  # noqa: NPY002 - likewise
     states = rank_state.random_states()
@@ -20,7 +20,7 @@ def test_random_generators_go_on_where_they_were():
     assert drawn == [random.gauss(0, 1), random.random(), *np.random.normal(size=700)]  # noqa: NPY002
 
 
-def test_generators_that_are_not_kept_are_left_alone():
+def test_generators_that_are_not_saved_are_left_alone():
     random.seed(1)
     expected = random.getstate()
     rank_state.set_random_states({})
@@ -67,5 +67,5 @@ def test_what_is_gathered_is_dealt_out_again():
         assert dealt[name].dtype == array.dtype
 
 
-def test_nothing_kept_is_nothing_to_take_on():
+def test_nothing_saved_is_nothing_to_restore():
     assert rank_state.deal({}, world=SoloWorld()) == {}

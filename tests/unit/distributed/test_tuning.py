@@ -115,7 +115,7 @@ def test_a_build_with_nccl_fuses_as_horovod_does_on_every_rank(gpu, monkeypatch)
 
 @pytest.mark.parametrize("asked", ["1", "0", None])
 @pytest.mark.parametrize(("engine", "nccl"), [("torch", True), ("torch", False), ("tensorflow", True)])
-def test_gpus_are_waited_for_unless_somebody_asks_for_what_no_gpu_has_run(engine, nccl, asked, monkeypatch):
+def test_the_host_waits_for_gpus_unless_the_user_requests_what_no_gpu_has_run(engine, nccl, asked, monkeypatch):
     launched(monkeypatch, ONE_HOST if asked is None else {**ONE_HOST, tuning.GPU_ASYNC: asked})
     monkeypatch.setattr(tuning.installed, "has_these_changes", lambda: True)
     prepare(engine, nccl=nccl)
@@ -184,7 +184,7 @@ def test_transports_stay_where_they_may_be_needed(why, monkeypatch):
     assert PLUGINS not in os.environ
 
 
-def test_open_mpi_5_is_told_the_same_by_its_own_names(monkeypatch):
+def test_open_mpi_5_gets_the_same_settings_by_its_own_names(monkeypatch):
     launched(monkeypatch, ONE_HOST)
     prepare()
     assert os.environ[COPY_IN_5] == "^cma,knem,xpmem"
@@ -290,7 +290,7 @@ def test_what_was_decided_is_said_once_on_rank_0(monkeypatch, caplog):
     )
 
 
-def test_gloo_on_one_host_is_told_of_open_mpi(monkeypatch):
+def test_gloo_on_one_host_is_advised_to_use_open_mpi(monkeypatch):
     launched(monkeypatch, ONE_HOST)
     decided = prepare()
     assert "hvdtrain build" in tuning.describe(decided, horovod(mpi=False), 1)

@@ -176,7 +176,7 @@ def test_srun_without_pmix_is_refused_before_mpi_ends_the_process(monkeypatch):
         world.init_engine("torch")
 
 
-def test_srun_with_pmix_goes_on_to_horovod(monkeypatch):
+def test_srun_with_pmix_reaches_horovod(monkeypatch):
     monkeypatch.setitem(world._loaded, "torch", FakeHorovod())
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     monkeypatch.setenv("PMIX_RANK", "0")
@@ -267,7 +267,7 @@ def test_jax_is_known_by_its_name_though_horovod_imports_torch(monkeypatch):
             world.init(framework)
 
 
-def test_a_horovod_that_another_hvdtrain_built_is_told_of_once_a_process(monkeypatch, caplog):
+def test_a_horovod_that_another_hvdtrain_built_is_reported_once_a_process(monkeypatch, caplog):
     world._warn_of_other_changes.cache_clear()
     monkeypatch.setattr(installed, "has_other_changes", lambda: True)
     for _ in range(3):  # the rounds of an elastic job

@@ -89,7 +89,7 @@ def test_what_is_compiled_is_compiled_as_before():
     assert ours[2] >= 2
 
 
-def test_gradients_flow_through_a_step_where_that_was_asked_for():
+def test_gradients_flow_through_a_differentiable_step():
     script = SCRIPT.partition("optimizers =")[0] + (
         "x = torch.ones(2, requires_grad=True); w = (x * 1).clone()\n"
         "optimizer = torch.optim.SGD([w], lr=0.1, differentiable=True)\n"

@@ -242,9 +242,7 @@ def test_it_applies_to_these_classes_and_can_be_turned_off(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_steps_on_gpus_are_fused_only_where_that_is_asked_for(
-    layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_on_gpus_are_fused_only_on_request(layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_update, "_GPU", "meta")  # which stands for one: no kernel runs here
     params = [Parameter(torch.zeros(shape, device="meta")) for shape in ((4, 3, 5, 5), (4,))]
     params[0].data = params[0].data.to(memory_format=layout)

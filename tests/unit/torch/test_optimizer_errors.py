@@ -70,7 +70,7 @@ def test_old_words_still_work_and_say_so(hvd):
         hvd.allreduce(torch.ones(1), average=False, op=hvd.Sum)
 
 
-def test_a_step_replaced_by_somebody_else_is_reported(hvd):
+def test_a_step_that_other_code_replaced_is_reported(hvd):
     m = model()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
     optimizer.step = lambda closure=None: None

@@ -8,7 +8,7 @@ from hvdtrain.distributed import rank_state
 from hvdtrain.torch import training_state
 
 
-def test_batch_normalization_of_two_ranks_goes_on_at_one():
+def test_batch_normalization_of_two_ranks_resumes_on_one():
     models = [torch.nn.BatchNorm1d(2) for _ in range(2)]
     for value, model in enumerate(models):
         model(torch.full((4, 2), float(value)))

@@ -30,14 +30,14 @@ def make():
 
 
 @pytest.mark.parametrize(("every", "expected"), [("epoch", 0.1 * 0.5**2), ("step", 0.1 * 0.5**6)])
-def test_it_steps_as_often_as_asked(every, expected):
+def test_it_steps_as_often_as_requested(every, expected):
     trainer, optimizer = make()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     trainer.fit((X, Y), epochs=2, batch_size=4, callbacks=[Schedule(scheduler, every=every)], progress=False)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
-def test_a_resumed_run_goes_on_in_the_schedule(tmp_path):
+def test_a_resumed_run_continues_the_schedule(tmp_path):
     def run(epochs, directory):
         trainer, optimizer = make()
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)

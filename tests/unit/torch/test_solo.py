@@ -118,7 +118,7 @@ def test_nothing_works_after_shutdown(hvd):
 
 
 @pytest.mark.parametrize(("length", "recorded"), [(10, 4), (3, 3), (0, 0)])
-def test_elastic_sampler_goes_on_where_it_stopped(hvd, length, recorded):
+def test_elastic_sampler_resumes_where_it_stopped(hvd, length, recorded):
     sampler = hvd.elastic.ElasticSampler(range(length), seed=1)
     first = list(sampler)[:recorded]
     sampler.record_batch(0, recorded)
@@ -144,7 +144,7 @@ def test_elastic_state_commits_and_restores(hvd):
 
 
 @pytest.mark.parametrize("forced", [False, True], ids=["alone", "HVDTRAIN_REDUCE_ALONE=1"])
-def test_one_rank_reduces_only_if_it_is_told_to(hvd, monkeypatch, forced):
+def test_one_rank_reduces_only_on_request(hvd, monkeypatch, forced):
     from hvdtrain.torch import solo
 
     if forced:

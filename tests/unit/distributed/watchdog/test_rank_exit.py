@@ -103,7 +103,7 @@ def test_the_users_hook_is_called_and_a_later_one_does_not_keep_the_process(tmp_
     assert (later.returncode, later.stdout) == (1, "mine\n")
 
 
-def test_a_thread_that_dies_is_named_and_the_rank_goes_on(tmp_path):
+def test_a_thread_that_dies_is_named_and_the_rank_continues(tmp_path):
     code = """
         thread = threading.Thread(target=lambda: 1 / 0, name="loader")
         thread.start(); thread.join()

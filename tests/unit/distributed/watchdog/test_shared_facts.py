@@ -74,7 +74,7 @@ def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp
     assert shared_facts.open_facts(0).directory is None
 
 
-def test_the_state_of_a_process_is_told():
+def test_the_state_of_a_process_is_reported():
     process = subprocess.Popen(["sleep", "100"])
     try:
         assert shared_facts.process_state(process.pid) == ""

@@ -95,7 +95,7 @@ def test_a_wait_names_the_collective_and_the_tensors(horovod):
     assert waiting(horovod["Unit"]().finish).what == "allreduce of 'a', 'b', 'c' and 2 more"
 
 
-def test_a_thread_that_computes_waits_for_nobody(horovod):
+def test_a_thread_that_computes_does_not_wait(horovod):
     assert not [wait for wait in waits.find() if wait.thread == threading.get_ident()]
 
 

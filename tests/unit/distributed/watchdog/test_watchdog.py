@@ -18,7 +18,7 @@ from hvdtrain.system import process_tree
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def test_steps_are_counted_until_somebody_knows_the_number(monkeypatch):
+def test_steps_are_counted_until_a_caller_knows_the_number(monkeypatch):
     monkeypatch.setattr(waits, "_steps", 0)
     monkeypatch.setattr(waits, "_given", False)
     watchdog.step_done()
@@ -100,7 +100,7 @@ def test_a_rank_that_waits_too_long_says_so_and_ends_by_an_error_or_else_with_it
     assert (tmp_path / "pid-0").read_text().isdecimal()
 
 
-def test_a_job_that_may_be_started_anew_hears_of_the_first_step_at_once(tmp_path, monkeypatch):
+def test_a_job_that_may_be_restarted_learns_of_the_first_step_at_once(tmp_path, monkeypatch):
     """Killed a second later, it has got somewhere, and is worth another start."""
     watching = watchdog.Watchdog(600)
     watching.stop()

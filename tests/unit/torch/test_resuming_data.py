@@ -1,4 +1,4 @@
-"""A torch DataLoader or stream that is gone on with in the middle of an epoch."""
+"""A run that resumes within an epoch reads the rest of a torch DataLoader or stream."""
 
 from __future__ import annotations
 
