@@ -177,7 +177,7 @@ DEFECTS = (
         ranks("trainer-torch", "healthy or flipped"),
     ),
     Defect(
-        "adapter: running statistics are the root's, not the mean",
+        "adapter: running statistics are the largest over ranks, not the mean",
         "hvdtrain/torch/adapter.py",
         'self._settle(floats, torch.float64, "mean")',
         'self._settle(floats, torch.float64, "max")',
