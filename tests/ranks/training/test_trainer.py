@@ -41,7 +41,8 @@ def assert_equal_on_all_ranks(world, arrays):
 @pytest.mark.parametrize(
     ("num_samples", "accumulate", "clip_norm"),
     [
-        *[(num_samples, 1, None) for num_samples in (48, 50, 53)],
+        *[(num_samples, 1, None) for num_samples in (48, 50)],
+        pytest.param(53, 1, None, marks=pytest.mark.every_backend),  # without clipping, which hides a wrong factor
         pytest.param(50, 3, 0.05, marks=pytest.mark.every_backend),
         *[(num_samples, 3, 0.05) for num_samples in (48, 53)],
     ],
