@@ -43,7 +43,7 @@ def test_all_green_ends_with_the_closing_lines(tmp_path: Path) -> None:
     status, output = run(tmp_path)
     assert status == 0
     summary = output.partition("===== summary =====")[2].splitlines()
-    assert any("ok     make test" in line for line in summary)
+    assert any("ok     make --keep-going test" in line for line in summary)
     assert any("== 7 passed, 1 skipped in 2.00s" in line for line in summary)
     assert any(line.strip() == "2 passed, 0 failed" for line in summary)
     assert summary[-1] == "all steps passed"

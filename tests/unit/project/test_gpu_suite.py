@@ -27,7 +27,7 @@ def run(root: Path, text: str, switch: str = "") -> tuple[int, str]:
     (root / "pytest.ini").write_text("[pytest]\naddopts = -ra --strict-markers --import-mode=importlib\n")
     (folder / "test_sample.py").write_text(text)
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    environment |= {"HVDTRAIN_TEST_GPU": switch, "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"HVDTRAIN_TEST_GPU": switch, "HVDTRAIN_TEST_INSTALLED": "", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "tests/gpu"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=root, env=environment)
     return result.returncode, result.stdout + result.stderr
