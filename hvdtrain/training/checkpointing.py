@@ -32,9 +32,9 @@ log = logging.getLogger("hvdtrain")
 
 # Prefixes of the names in `State.arrays`, and the files that they go to.
 _FILES = ("model", "optimizer")
-# How long an earlier start of this run may take to end: NFS 4 holds a lost host's locks for 90 s.
+# How long to wait for an earlier start of this run to end. NFS 4 holds a lost host's locks for 90 s.
 _OWN_WRITER_S = 120.0
-# The file of callbacks' arrays, and the prefix that their names have in the broadcast: equal on all ranks.
+# The file of callbacks' arrays, and the prefix of their names in the broadcast. They are equal on all ranks.
 _CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
 
 
@@ -43,7 +43,7 @@ class Snapshot:
     """What a checkpoint holds besides `Adapter.state`.
 
     Attributes:
-        arrays: what this rank alone holds, named as in `rank_state`.
+        arrays: this rank's own state, named as in `rank_state`.
         meta: the run's progress, history and options, as JSON.
     """
 
@@ -54,15 +54,15 @@ class Snapshot:
 class RunCheckpoints:
     """A run's checkpoints in one folder, written in the background.
 
-    Every rank has one and calls it at the same moments; rank 0's does the I/O. If a write fails, every rank raises the
-    error at the next `save` or `wait`.
+    Every rank has such an object, and all ranks call it together; rank 0 does the I/O. If a write fails, every rank
+    raises the error at the next `save` or `wait`.
 
     Args:
-        options: where, when, and which are retained.
+        options: where to save, when, and which checkpoints to retain.
         world: the ranks.
 
     Attributes:
-        saved_at: the global step of the newest, or the one that the run began with.
+        saved_at: the global step of the newest checkpoint, or the one at which the run began.
     """
 
     def __init__(self, options: CheckpointOptions, world: World) -> None:
@@ -78,10 +78,10 @@ class RunCheckpoints:
 
         Args:
             run: this run, unless it resumes another.
-            before: this process's run of the round before, in an elastic job: its writer may still be at work.
+            before: this process's run in the previous round of an elastic job; its writer may not have finished.
 
         Raises:
-            CheckpointError: another run holds it; on other ranks, a HvdTrainError that says so.
+            CheckpointError: another run holds the lock; on other ranks, a HvdTrainError that says so.
         """
         job = os.environ.get(RUN_ID)
 
@@ -95,17 +95,17 @@ class RunCheckpoints:
         """Check that a checkpoint can be written, before training begins; a collective call.
 
         Args:
-            adapter: whose state will be written.
+            adapter: its state will be written.
             run: this run, or the one that it resumes.
 
         Raises:
-            CheckpointError: it cannot; on other ranks, a HvdTrainError that says so.
+            CheckpointError: it cannot be written; on other ranks, a HvdTrainError that says so.
         """
 
         def check() -> None:
             self._lock.describe(Holder.here(run.id, run.name, os.environ.get(RUN_ID)))
-            # State that the first step makes is not counted, such as most optimizers' and that of lazy modules. So no
-            # disk is refused that is large enough.
+            # State that the first step creates is not counted, such as that of most optimizers and of lazy modules. So
+            # a disk that is large enough is never refused.
             num_bytes = 0
             with suppress(ValueError):
                 num_bytes = sum(array.nbytes for array in adapter.state().arrays.values())
@@ -114,10 +114,10 @@ class RunCheckpoints:
         self._on_root(check, "checkpoint folder")
 
     def save(self, adapter: Adapter, snapshot: Snapshot) -> None:
-        """Save the present state; training waits while it is copied, and until an earlier one is written.
+        """Save the current state. Training waits while it is copied, and until the previous checkpoint is written.
 
         Raises:
-            CheckpointError: an earlier one could not be written; on other ranks, a HvdTrainError that says so.
+            CheckpointError: an earlier checkpoint could not be written; on other ranks, a HvdTrainError that says so.
         """
         progress, background = snapshot.meta["position"], self.options.background
         self.saved_at = progress["global_step"]
@@ -140,13 +140,13 @@ class RunCheckpoints:
     def release(self) -> None:
         """Finish writing and unlock the folder, on this rank alone, however the run ends."""
         try:
-            with suppress(Exception):  # it was logged, and must not hide the error that ended the run
+            with suppress(Exception):  # already logged; must not hide the error that ended the run
                 self._writer.wait()
         finally:
             self._lock.release()
 
     def set_aside(self) -> None:
-        """Move an older run's checkpoints to where a later "auto" does not resume from them."""
+        """Move existing checkpoints to a folder from which resume="auto" does not resume."""
 
         def move() -> None:
             aside = self._store.set_aside()
@@ -156,9 +156,9 @@ class RunCheckpoints:
         self._on_root(move, "set aside")
 
     def restore(self, adapter: Adapter, *, lr_factor: float) -> Snapshot | None:
-        """Load the newest whole checkpoint, with a warning for each that is skipped; None if there is none.
+        """Load the newest complete checkpoint, and warn of each that is skipped; None if there is none.
 
-        See `load` for the rest.
+        See `load` for arguments and errors.
         """
 
         def find() -> tuple[Path, Contents] | None:
@@ -180,7 +180,7 @@ class RunCheckpoints:
 def held(
     options: Sequence[CheckpointOptions], run: RunId, *, before: RunId | None, world: World
 ) -> Iterator[list[RunCheckpoints]]:
-    """Hold the folders of checkpoints, and finish writing however the block ends; see `RunCheckpoints.hold`."""
+    """Lock the folders of checkpoints. However the block ends, finish writing; see `RunCheckpoints.hold`."""
     checkpoints = [RunCheckpoints(each, world) for each in options]
     try:
         for each in checkpoints:
@@ -220,14 +220,14 @@ def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) ->
     Args:
         directory: one checkpoint; the other ranks need not see rank 0's disk.
         adapter: loads the state.
-        lr_factor: this run's scaling. Restored rates carry the scaling of the number of ranks that wrote them.
+        lr_factor: this run's scaling. Restored learning rates contain the scaling of the ranks that wrote them.
         world: the ranks.
 
     Returns:
-        Its meta data, and what this rank loads of its own once everything else is in place.
+        Its meta data, and this rank's own state, to be loaded after everything else.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another model (named tensor).
+        CheckpointError: it is missing, damaged, or of another model; names the tensor.
     """
 
     def find() -> tuple[Path, Contents]:
@@ -252,7 +252,7 @@ def _warn_not_finite(directory: Any, advice: str) -> None:
 def restore(
     find: Callable[[], tuple[Path, Contents] | None], adapter: Adapter, *, lr_factor: float, world: World
 ) -> Snapshot | None:
-    """Load what `find` returns on the root, a checkpoint and where it is; None if it returns None. See `load`."""
+    """Load the checkpoint that `find` returns, with its path, on the root; None if there is none. See `load`."""
     arrays: Arrays = {}
 
     def read() -> dict[str, Any] | None:
@@ -296,11 +296,11 @@ def pack(state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, cop
     """Return what a checkpoint holds.
 
     Args:
-        state: of the adapter.
-        ranks: what ranks hold of their own, as `rank_state.gather` returns it.
-        meta: of the snapshot.
+        state: the adapter's.
+        ranks: the ranks' own state, as `rank_state.gather` returns it.
+        meta: the snapshot's.
         world: the ranks.
-        copy: whether training continues while it is written.
+        copy: True if training continues while the checkpoint is written.
     """
     files: dict[str, Arrays] = {name: {} for name in _FILES}
     for name, array in state.arrays.items():
@@ -308,7 +308,7 @@ def pack(state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, cop
         files[file][key] = np.array(array) if copy else np.asarray(array)
     callbacks, arrays = without_arrays(meta["callbacks"])
     meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": world.size}
-    # History is among it, and grows.
+    # A deep copy, because it contains the History, which grows.
     return Contents(
         {**files, "ranks": ranks} | ({_CALLBACKS: arrays} if arrays else {}),
         deepcopy(meta) if copy else meta,

@@ -39,7 +39,7 @@ class Loop:
     """Runs the epochs and steps of a Trainer, and saves and restores the run's progress.
 
     Args:
-        context: what callbacks are given.
+        context: the run, as callbacks see it.
         adapter: takes the steps.
         learning_rate: of each step.
         config: the Trainer's options, as JSON.
@@ -48,9 +48,9 @@ class Loop:
         progress: how far the run has come.
         history: what has been recorded so far.
         run_id: which run it is; None before the first.
-        in_epoch: whether an epoch's steps are running, whose metrics must not be mixed with others.
+        in_epoch: whether an epoch's steps are running; other metrics must not be mixed with theirs.
         stop_requested: whether a callback has ended the run on this rank.
-        commits: the last commit, in an elastic job.
+        commits: holds the last commit, in an elastic job.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Loop:
         self._accumulate: int = config["accumulate"]
         self._hooks = CallbackList([])
         self._checkpoints: list[RunCheckpoints] = []  # of this fit
-        self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # these, and others that callbacks save to
+        self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # these, and others to which callbacks save
         self._facts: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
-        self._held: rank_state.Arrays = {}  # its arrays of this rank, to be loaded when steps begin
+        self._held: rank_state.Arrays = {}  # that checkpoint's arrays of this rank, to be loaded when steps begin
         self._random_at_begin: rank_state.Arrays = {}  # random states that the epoch's order was drawn from
-        self._ahead = 0  # steps that this run would have taken of the epoch, less those that were taken
+        self._ahead = 0  # steps that this number of ranks would have taken of the epoch, minus those taken
         self._began = 0.0
         self._earlier_samples = self._reported_samples = 0  # of this run's earlier epochs, and of its intervals
         self._heartbeat = Heartbeat(context.world)
@@ -98,7 +98,7 @@ class Loop:
         }
         begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
         now = rank_state.random_states() | self._adapter.rank_state | (begin if self.progress.step else {})
-        return Snapshot(now | self._held, meta)  # what is not loaded yet counts
+        return Snapshot(now | self._held, meta)  # what is still to be loaded replaces the current values
 
     def restore(self, found: Snapshot | None) -> None:
         """Restore the run's progress; None changes nothing."""
@@ -109,18 +109,18 @@ class Loop:
             self.history = History(found.meta["history"])
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
-        """Save the present state; a collective call."""
+        """Save the current state; a collective call."""
         if options not in self._savers:
             self._savers[options] = RunCheckpoints(options, self._world)
         self._save(self._savers[options])
 
     def _save(self, checkpoints: RunCheckpoints) -> None:
-        if self.progress.step:  # at an epoch's end it is committed anyway
+        if self.progress.step:  # an epoch's end has its own commit
             self._commit()
         checkpoints.save(self._adapter, self.snapshot())
 
     def _save_and_wait(self) -> None:
-        """Save the present state to every folder of checkpoints, and wait until it is written."""
+        """Save the current state to every folder of checkpoints, and wait until it is written."""
         for each in self._checkpoints:
             self._save(each)
             each.wait()
@@ -143,11 +143,11 @@ class Loop:
         """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint.
 
         Args:
-            facts: of the data.
+            facts: `Source.facts` of the data.
             hooks: called around epochs and steps.
-            run_id: of a new run.
+            run_id: the id to use for a new run.
             checkpoints: to resume from and to write.
-            resume: "never" resumes from no checkpoint, and moves them out of the way.
+            resume: "never" resumes from no checkpoint, and moves existing ones into a folder "old-1", "old-2", ...
         """
         commit = None if self.commits is None else self.commits.find(lr_factor=self._lr.factor)
         self.restore(commit)
@@ -166,7 +166,7 @@ class Loop:
             self.progress, self.history, self._held = RunProgress(), History(), {}
         elif self.progress.step:
             check_data(meta["data"], facts)
-            # Steps continue to count, because checkpoints are ordered by them; the epoch's schedule needs this run's.
+            # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
             here = steps_done(self.progress.consumed, facts, size=self._world.size, accumulate=self._accumulate)
             self._ahead = here - self.progress.step
             self._reported_samples = self.progress.consumed.samples
@@ -225,11 +225,11 @@ class Loop:
         return self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="metrics"))
 
     def agree_to_stop(self, *, after_epoch: bool) -> bool:
-        """Return whether a rank's callback has ended the run; end the process if a signal to any rank requests it.
+        """Return whether a callback on any rank has ended the run; exit if a signal to any rank requested a stop.
 
         Args:
-            after_epoch: False ignores signals: before the first step a resumed run has not loaded everything yet that
-                it would have to save.
+            after_epoch: False ignores signals: before its first step, a resumed run has not yet loaded all that a
+                checkpoint must contain.
         """
         requested = after_epoch and preemption.requested() is not None
         flags = np.array([self.stop_requested, requested], np.int32)
@@ -239,7 +239,7 @@ class Loop:
         return bool(stop)
 
     def _leave(self) -> NoReturn:
-        """Save the present state and end the process, on all ranks.
+        """Save the current state and end the process, on all ranks.
 
         Raises:
             SystemExit: with `preemption.EXIT_CODE`.
@@ -253,7 +253,7 @@ class Loop:
             last = ", the last" if epoch == self._context.epochs else ""
             place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}{last}"
             sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
-        # When the first rank exits, mpirun ends the others: a log may take a while to close.
+        # mpirun ends the other ranks when the first one exits. So close the logs, which may take a while, before that.
         self._hooks.close()
         self._world.barrier()
         sys.exit(preemption.EXIT_CODE)
@@ -264,7 +264,7 @@ class Loop:
         """Take the steps that are left of an epoch.
 
         Returns:
-            Its metrics, equal on all ranks; None where nan_policy="stop" ends the run.
+            The epoch's metrics, equal on all ranks; None if nan_policy="stop" ends the run.
         """
         progress, hooks, context, adapter = self.progress, self._hooks, self._context, self._adapter
         epoch, resumed_at, stopped = progress.epoch, progress.step, False
@@ -277,7 +277,7 @@ class Loop:
         self.in_epoch = True
         try:
             held, self._held = self._held, {}
-            # An epoch that is resumed has the order that was drawn when it began.
+            # A resumed epoch has the order that was drawn when it began.
             if resumed_at:
                 begin = {name: array for name, array in held.items() if name.startswith("begin.")}
                 self._load_rank_state({name.removeprefix("begin."): array for name, array in begin.items()})
@@ -310,11 +310,11 @@ class Loop:
                 recorder.ended("other")
             if resumed_at and not stopped and progress.step == resumed_at:  # the epoch's steps were all taken before
                 example = source.example(epoch)
-                if example is not None:  # which names the metrics
+                if example is not None:  # a step without samples, so that the metrics have their names
                     adapter.eval_step(replace(example, local_count=0, global_count=0))
                 self._load_rank_state(held)
         except BaseException:
-            # What this rank has counted must not reach the next epoch; the error itself is the one to show.
+            # Drop this epoch's counts, so that the next one does not contain them. A second error would hide the first.
             with suppress(Exception):
                 adapter.metrics(lambda local: local)
             raise
@@ -335,7 +335,7 @@ class Loop:
         self._adapter.rank_state = arrays
 
     def _set_learning_rate(self, step: int) -> None:
-        # Where an epoch's length is unknown there is no ramp, and any step but the first is past it.
+        # If the length of an epoch is unknown, there is no warm-up: every step but the first is past it.
         steps_per_epoch = self._context.steps_per_epoch
         done = self.progress.epoch * (steps_per_epoch or 1) + step + self._ahead
         rates = self._lr.at(done, steps_per_epoch=steps_per_epoch)
@@ -343,7 +343,7 @@ class Loop:
             self._adapter.learning_rates = rates
 
     def _end_step(self, step: int) -> None:
-        """Call the callbacks, save what is due, and about once a second exchange how steps went."""
+        """Call the callbacks, save checkpoints that are due, and about once a second exchange step times."""
         context = self._context
         watchdog.step_done(self.progress.global_step)
         for hook in self._hooks:
@@ -365,7 +365,7 @@ class Loop:
             hook.on_interval(context, interval)
 
     def _interval(self, report: HeartbeatReport) -> Interval:
-        """Return how the steps since the last report went."""
+        """Return the times, samples and metrics of the steps since the last report."""
         progress = self.progress
         samples = self._earlier_samples + progress.consumed.samples
         before, self._reported_samples = self._reported_samples, samples
@@ -382,10 +382,10 @@ class Loop:
         )
 
     def _results(self) -> dict[str, float]:
-        times = np.zeros(self._world.size)  # a place for each rank: the sum of the metrics brings them along
+        times = np.zeros(self._world.size)  # one entry per rank: they travel with the metrics
 
         def reduce(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-            times[self._world.rank] = time.perf_counter() - self._began  # here the device is done with the epoch
+            times[self._world.rank] = time.perf_counter() - self._began  # the device has finished the epoch
             total = self._world.allreduce(np.concatenate([vector, times]), name="metrics")
             times[:] = total[len(vector) :]
             return total[: len(vector)]

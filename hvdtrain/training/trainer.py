@@ -1,4 +1,4 @@
-"""The Trainer: arguments in, parts out; `training.loop` runs them."""
+"""The Trainer turns its arguments into parts; `training.loop` runs them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Trainer:
 
     Args:
         model: the model.
-        optimizer: the framework's own optimizer over the model's parameters, or a Keras name. None for a Keras model
+        optimizer: the framework's own optimizer of the model's parameters, or a Keras name. None for a Keras model
             that is already compiled.
         loss: the framework's own loss, a callable (outputs, targets) -> mean over the batch, or a Keras name.
         metrics: names ("accuracy") or the framework's own metrics; for torch also callables
             (outputs, targets) -> one value per sample.
-        lr_scaling: "none", "linear" or "sqrt" in the number of ranks. The rate is never scaled without it.
+        lr_scaling: how to scale the learning rate with the number of ranks: "none", "linear" or "sqrt".
         warmup_epochs: epochs over which the learning rate ramps up, step by step.
         accumulate: batches whose gradients make one optimizer step.
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
@@ -147,8 +147,8 @@ class Trainer:
     ) -> History:
         """Train, and return the metrics of each epoch.
 
-        It starts at epoch 0 with the model's weights and the optimizer's state. It resumes from a checkpoint only after
-        `load` or with `checkpoint_dir`.
+        It starts at epoch 0 with the model's weights and the optimizer's state. It resumes from a checkpoint after
+        `load`, with `checkpoint_dir`, or with a `Checkpoint` callback.
 
         Args:
             train: arrays `(x, y)`, a dataset or a loader (see Data in the docs), equal on all ranks: `fit` shards it.
@@ -165,8 +165,8 @@ class Trainer:
 
         A SIGTERM or SIGUSR1 to any rank causes an orderly stop. About a second later, or when validation is done, all
         ranks end after the same step, with a checkpoint if there is a checkpoint_dir, and exit with
-        `hvdtrain.preemption.EXIT_CODE`, 75. This also holds while the run ends, when training is complete. A later
-        signal is the script's own, as after `fit`.
+        `hvdtrain.preemption.EXIT_CODE`, 75. This also holds after the last epoch, until `fit` returns. After that, the
+        script's own handlers receive the signals.
 
         In an elastic job, when a rank dies or hosts change, the remaining ranks continue from the last commit, a copy
         of the state in every rank's memory. They commit at the beginning, at each epoch's end, at each checkpoint
@@ -207,7 +207,7 @@ class Trainer:
     def _fit_round(
         self, train: Any, validation: Any, hooks: CallbackList, *, epochs: int, batch_size: int, resume: str
     ) -> None:
-        """Train with the present ranks, from the last commit, a checkpoint or the beginning."""
+        """Train with the current ranks, from the last commit, a checkpoint or the beginning."""
         if self._elastic:
             self._lr.scale_to(self.world.size)
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
@@ -248,7 +248,7 @@ class Trainer:
         """
         if self._loop.in_epoch:
             raise HvdTrainError(
-                "evaluate() was called in the middle of a training epoch, whose metrics it would mix with its own. "
+                "evaluate() was called in the middle of a training epoch: it would mix its metrics with the epoch's. "
                 "Call it in on_epoch_end, or after fit."
             )
         source = as_source(data, batch_size=batch_size, world=self.world, seed=self._config["seed"])
@@ -262,7 +262,7 @@ class Trainer:
         """
         samples = isinstance(x, list) and any(isinstance(item, tuple) for item in x)  # (inputs, targets), as in `fit`
         if isinstance(x, tuple | list) and not samples and all(hasattr(leaf, "shape") for leaf in leaves(x)):
-            x = (x,)  # several inputs, and no targets among them
+            x = (x,)  # several inputs, none of them targets
         source = as_source(x, batch_size=batch_size, world=self.world)
         if not isinstance(source, IndexedSource):
             raise TypeError(f"predict needs arrays or a map-style dataset. Received: {type(x).__name__}")
@@ -271,7 +271,7 @@ class Trainer:
             if batch.local_count and batch.indices is not None:
                 indices.append(batch.indices)
                 shards.append(self._adapter.predict_step(batch.inputs))
-        if not shards:  # fewer samples than ranks: the outputs of any sample have the shape of none
+        if not shards:  # this rank has no samples: any sample gives the shape of its outputs
             any_sample = next(as_source(x, batch_size=1, world=SoloWorld()).epoch(0, shuffle=False))
             indices = [np.zeros(0, np.int64)]
             shards = [tree_map(lambda y: y[:0], self._adapter.predict_step(any_sample.inputs))]
@@ -327,12 +327,12 @@ class Trainer:
 
     @property
     def run(self) -> RunId | None:
-        """Which run the current or last `fit` is, alike on all ranks."""
+        """The run of the current or last `fit`, equal on all ranks."""
         return self._loop.run_id
 
     @property
     def config(self) -> dict[str, Any]:
-        """What this Trainer, and the current or last `fit`, were given, as JSON."""
+        """The options of this Trainer and of the current or last `fit`, as JSON."""
         return {"model": type(self.model).__name__, **self._config, **self._fit_config}
 
     @property
@@ -341,7 +341,7 @@ class Trainer:
         return self._loop.progress.global_step
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
-        """Save the present state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
+        """Save the current state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
         self._loop.save_checkpoint(options)
 
     def state(self, *, copy: bool = True) -> State:
@@ -350,7 +350,7 @@ class Trainer:
         return replace(state, arrays={name: np.array(array) for name, array in state.arrays.items()}) if copy else state
 
     def load_state(self, state: State) -> None:
-        """Take on what `state` returned; to be called with the same on every rank."""
+        """Load what `state` returned; call it on every rank, with equal state."""
         self._adapter.load_state(state)
 
     def repair(self) -> None:
