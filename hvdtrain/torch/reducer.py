@@ -39,14 +39,14 @@ class Reducer:
     A unit (a parameter, a group, or a bucket) is sent as soon as backward has made all of its gradients. In
     `synchronize` the ranks first exchange flags: which gradients they have. A gradient that is missing on one rank
     counts as zeros; one that is missing on all ranks stays missing, as in one process. After the first step, small
-    gradients that were dense on all ranks travel in buckets, and the flags travel in front of the last bucket.
+    gradients that were dense on all ranks are sent in buckets, and the last bucket carries the flags.
 
     Args:
         named: parameters with their names, also those that the optimizer may get later; equal on all ranks.
-        groups: the optimizer's parameter groups: what is reduced.
+        groups: the optimizer's parameter groups; their gradients are reduced.
         options: how to reduce.
         passes_per_step: backward passes that make up one gradient.
-        hooked: False where gradients stay as they are (Adasum adds up steps instead).
+        hooked: False if gradients are not reduced (Adasum combines steps instead).
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Reducer:
         self._step, self._abandoned = _StepInFlight(), _StepInFlight()
         self._generation = engine.generation()
         self._packs = bucket.can_pack(options)
-        self._dense: list[Parameter] | None = None  # whose gradients are, on all ranks, once that is known
+        self._dense: list[Parameter] | None = None  # with dense gradients on all ranks; None until that is known
         self._closing: bucket.Bucket | None = None  # the bucket that is sent with the flags, in `synchronize`
         included = options.process_set.included() is not False
-        has_company = options.process_set.size() > 1 or launch_environment.reduces_alone()
-        self.is_distributed = bool(hooked and included and has_company)
+        has_peers = options.process_set.size() > 1 or launch_environment.reduces_alone()
+        self.is_distributed = bool(hooked and included and has_peers)
         self.cover(groups)
 
     # Parameters
@@ -92,7 +92,7 @@ class Reducer:
         """Reduce all parameters of an optimizer's groups, from the next step on."""
         if all(self._passes.keys() >= set(group["params"]) for group in groups):
             return
-        self._closing = None  # it has no room for the flags of the new ones
+        self._closing = None  # this bucket has no room for the new parameters' flags
         new = []
         for i, group in enumerate(groups):
             for j, param in enumerate(group["params"]):
@@ -115,10 +115,10 @@ class Reducer:
 
     @property
     def packed(self) -> NDArray[np.uint8] | None:
-        """For each parameter whether its gradient may travel in a bucket; None before ranks have found out.
+        """For each parameter, whether its gradient may be sent in a bucket; None before the ranks know.
 
-        Equal on all ranks. A resumed run sets it before its first step, so that sums are cut into buckets as before:
-        on three ranks or more the last bit depends on that.
+        Equal on all ranks. A resumed run sets it before its first step, so that it uses the same buckets as before: on
+        three ranks or more, the last bit of sums depends on them.
         """
         if self._dense is None:
             return None
@@ -162,21 +162,21 @@ class Reducer:
         self._units = [unit for unit in self._units if not isinstance(unit, bucket.Bucket)]
         for param in [param for unit in buckets for param in unit.params]:
             self._add_unit(ReductionUnit([param], [self._names[param]], self.options, self.scale))
-        # The order in which ranks list their gradients, which a new rank takes from its parameters.
+        # Ranks list their gradients in the order of the parameters. A new rank does so from the beginning.
         order = {param: index for index, param in enumerate(self._passes)}
         self._units.sort(key=lambda unit: order[unit.params[0]])
 
     def detach(self) -> None:
-        """Take the hooks off the parameters: another reducer takes over."""
+        """Remove the hooks from the parameters, because another reducer replaces this one."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
     def _add_hooks(self) -> None:
-        # Also to parameters that were unfrozen since the last step.
+        # Also hook parameters that were unfrozen since the last step.
         if len(self._hooks) == len(self._passes):
             return
-        this = weakref.ref(self)  # parameters outlive optimizers; a forgotten optimizer must not reduce
+        this = weakref.ref(self)  # parameters outlive optimizers; a deleted optimizer must not reduce
 
         def hook(param: Tensor) -> None:
             reducer = this()
@@ -191,31 +191,31 @@ class Reducer:
 
     @property
     def scale(self) -> float:
-        """What a gradient summed over a step's backward passes is multiplied by."""
+        """The factor for a gradient that is summed over a step's backward passes."""
         return 1.0 / self.passes_per_step if self.options.average_aggregated_gradients else 1.0
 
     @property
     def is_in_flight(self) -> bool:
-        """True from the first gradients of a step that are sent, or wait to be sent, until they are reduced."""
+        """True while gradients of a step are sent or wait to be sent, until they are reduced."""
         self._renew()
         return bool(self._step.started) or any(unit.ready for unit in self._units)
 
     def set_passes_per_step(self, passes: int) -> None:
-        """Change the number of backward passes a step, from the next step on."""
+        """Change the number of backward passes per step, from the next step on."""
         self.passes_per_step = passes
         self._passes = dict.fromkeys(self._passes, 0)
         for unit in self._units:
             unit.scale = self.scale
 
     def forget(self) -> None:
-        """Drop the step in flight; its operations are waited for before their names are used again."""
+        """Drop the step in flight. Before its names are used again, the reducer waits for its operations."""
         self._renew()
         self._abandon()
         self._end_step()
         self.is_synchronized = False
 
     def _renew(self) -> None:
-        """Drop a step that an elastic reset has interrupted: its handles mean nothing to the new run."""
+        """Drop a step that an elastic reset has interrupted: its handles are invalid afterwards."""
         if self._generation != engine.generation():
             self._generation = engine.generation()
             self._end_step()
@@ -271,9 +271,9 @@ class Reducer:
         """Reduce all gradients of this step and wait for them.
 
         Args:
-            weight: what this rank's gradients weigh in the mean, such as the number of labels that count; all ranks
-                give one, or none does. The gradients were scaled as if all ranks' weights summed up to `expected`.
-            expected: where the weights sum up to another number, gradients are multiplied by expected / sum.
+            weight: this rank's weight in the mean, such as the number of labels that count; all ranks give one, or no
+                rank does. The gradients were scaled as if the ranks' weights had the sum `expected`.
+            expected: if the weights have another sum, gradients are multiplied by expected / sum.
 
         Returns:
             The sum of the ranks' weights, the same number on all of them; None without weights.
@@ -298,7 +298,7 @@ class Reducer:
         finally:
             self._end_step()
         self.is_synchronized = True
-        if self._on_gpu and tuning.gpu_async():  # no host waits: the watchdog checks that the device gets there
+        if self._on_gpu and tuning.gpu_async():  # the host goes ahead; the watchdog checks the device
             behind = torch.cuda.Event()
             behind.record()
             watchdog.note_device(behind.query)
@@ -307,7 +307,7 @@ class Reducer:
     def _synchronize(self, weight: float | None, expected: float) -> float | None:
         size = self.options.process_set.size()
         if self.options.compression is BF16Compressor:
-            self._all_active()  # every rank counts in every step, whether or not it started a bucket
+            self._all_active()  # a collective: every rank takes part in every step, even if it started no bucket
         for unit in self._units:
             if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
                 self._start(unit)
@@ -321,7 +321,7 @@ class Reducer:
             if self.options.op == Average and found.active != size:
                 correction = size / found.active
         elif found.weight and abs(found.weight - expected) > 1e-5 * expected:
-            # Sums of the same whole numbers are equal, but float32 and a mean's factor have rounded this one.
+            # With a tolerance: float32 and the mean's factor have rounded the sum.
             correction = expected / found.weight
         for index, unit in enumerate(self._units):
             if unit.is_started:
@@ -329,7 +329,7 @@ class Reducer:
                 if found.counts is not None:
                     present = [bool(dense or sparse) for dense, sparse in zip(*found.counts[index], strict=True)]
                 unit.finish(present, correction)
-        # Only where all ranks took part, so that all of them pack in the same step.
+        # Only if all ranks took part, so that all of them pack in the same step.
         if self._packs and self._dense is None and found.active == size:
             self._pack_what_is_dense(found.counts)
         return found.weight
@@ -348,9 +348,9 @@ class Reducer:
                 unit.start(self._all_active, sparse=bool(sparse[0]))
 
     def _exchange_flags(self, weight: float | None) -> gradient_flags.GradientFlags:
-        """Exchange which gradients ranks have, how many ranks are active, and what they weigh.
+        """Exchange which gradients ranks have, how many ranks are active, and the sum of their weights.
 
-        The numbers travel with the last bucket where there is one, and are reduced as gradients are.
+        The numbers are sent with the last bucket, if there is one, and reduced like gradients.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
         how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
@@ -360,7 +360,7 @@ class Reducer:
         )
 
     def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
-        """Return how `numbers` were reduced, and the result; they travel with the last gradients."""
+        """Reduce `numbers`, with the last bucket if there is one; return how, and the result."""
         if self._closing is not None:
             self._step.started.append(self._closing)
             return self._closing.how, self._closing.exchange(numbers, self._all_active)

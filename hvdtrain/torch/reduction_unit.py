@@ -1,4 +1,4 @@
-"""What is sent over the ranks as one: a gradient, a group of gradients, or a bucket under bf16 compression."""
+"""What is reduced in one operation: a gradient, a group of gradients, or a bucket under bf16 compression."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReducerOptions:
 
 
 def partition(params: Sequence[Parameter], options: ReducerOptions) -> list[list[Parameter]]:
-    """Return the parameters that are sent together, in an order that all ranks share."""
+    """Return the groups of parameters that are reduced together, in the same order on all ranks."""
     if isinstance(options.groups, int) and options.groups > 0:
         quotient, rest = divmod(len(params), options.groups)
         starts = [i * quotient + min(i, rest) for i in range(options.groups + 1)]
@@ -71,7 +71,7 @@ def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
 
 
 class ReductionUnit:
-    """Gradients that are sent as one.
+    """Gradients that are reduced in one operation.
 
     Args:
         params: the parameters, on one device.
@@ -90,9 +90,9 @@ class ReductionUnit:
         self.params, self.names, self._options = params, names, options
         self.scale = scale
         self.ready = 0
-        self._direct: int | None = None  # Horovod's own handle, where the gradient itself is sent
+        self._direct: int | None = None  # Horovod's handle, if the gradient itself is sent
         self._handle: Any = None
-        self._sent: list[Tensor] = []  # empty where the gradient itself was sent, or a sparse one
+        self._sent: list[Tensor] = []  # empty if the gradient itself was sent, or a sparse one
         self._compression: Any = NoneCompressor
         self._contexts: list[Any] = []
         self._flags: list[bool] = []
@@ -100,7 +100,7 @@ class ReductionUnit:
 
     @property
     def scale(self) -> float:
-        """What multiplies the gradients."""
+        """The factor of the gradients."""
         return self._scale
 
     @scale.setter
@@ -119,7 +119,7 @@ class ReductionUnit:
         return len(self.params) == 1 and not self._options.sparse_as_dense
 
     def flags(self) -> list[bool]:
-        """Return for each parameter two flags: it has a dense gradient, it has a sparse one; the same until `reset`."""
+        """Return two flags per parameter: has a dense gradient, has a sparse one. They are constant until `reset`."""
         if not self._flags:
             for param in self.params:
                 grad = param.grad
@@ -131,7 +131,7 @@ class ReductionUnit:
         """Send the gradients; a missing one as zeros.
 
         Args:
-            all_active: says whether no rank has joined.
+            all_active: returns True if no rank has joined.
             sparse: the missing gradient is sparse on other ranks.
         """
         self._drain()
@@ -148,7 +148,7 @@ class ReductionUnit:
             self._contexts, self._sent = [], tensors
             self._handle = bf16_exchange(tensors, self.how, name=self.names[0])
             return
-        # bf16 without all ranks: as it is, since joined ranks can only take part in an allreduce
+        # bf16 without all ranks: not compressed, since joined ranks can only take part in an allreduce
         self._compression = NoneCompressor if options.compression is BF16Compressor else options.compression
         compressed = [self._compression.compress(t) for t in tensors]
         self._sent = [t for t, _ in compressed]
@@ -156,7 +156,7 @@ class ReductionUnit:
         self._handle = submit(self._sent, self.how, name=self.names[0], in_place=True, counted=False)
 
     def _start_direct(self, grad: Tensor) -> bool:
-        """Give the gradient itself to Horovod, if possible; short, since backward waits for it."""
+        """Give the gradient itself to Horovod, if possible. Fast, because backward waits for this method."""
         if self._options.compression is not NoneCompressor or not wire.is_native(grad):
             return False
         self._direct = self.how.send(grad, self.names[0])
@@ -170,7 +170,7 @@ class ReductionUnit:
                 torch.empty((1, 0), dtype=torch.int64, device=param.device),
                 torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
                 param.shape,
-                check_invariants=False,  # torch warns where it is not said
+                check_invariants=False,  # torch warns if it is not given
             )
         self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
 
@@ -178,8 +178,8 @@ class ReductionUnit:
         """Wait, and put the results into the gradients.
 
         Args:
-            present: for each parameter, whether any rank has a gradient; one that no rank has stays None. None: all
-                ranks have the gradients that this one has.
+            present: for each parameter, whether any rank has a gradient; else the gradient stays None. None: all ranks
+                have the same gradients as this one.
             correction: multiplies the results.
         """
         if self._direct is not None:
@@ -206,14 +206,14 @@ class ReductionUnit:
             self._handle.add_up()
 
     def abandon(self) -> None:
-        """Leave what is in flight to itself; the next `start` waits for it, since its name is taken until then."""
+        """Stop using the operation in flight; the next `start` waits for it, because it needs the same name."""
         if self._direct is not None:
             self._abandoned = Handle([self._direct], lambda _: None)
         elif self._handle is not None:
             self._abandoned = self._handle
 
     def _drain(self) -> None:
-        """Wait for what an abandoned step has in flight, which would write over the next step's numbers."""
+        """Wait for an abandoned step's operation, which would overwrite the next step's numbers."""
         drain(self._abandoned)
         self._abandoned = None
 
@@ -231,11 +231,11 @@ def drain(handle: Any) -> None:
     try:
         handle.wait()
     except Exception:  # noqa: BLE001
-        pass  # it failed, or was interrupted half-way, and that was reported where it mattered
+        pass  # it failed or was interrupted, which was reported already
 
 
 def dense_gradient(param: Parameter) -> Tensor:
-    """Return the gradient as a dense tensor, the gradient itself where it is one; zeros for none."""
+    """Return the gradient itself if it is dense, else a dense copy; zeros if there is none."""
     if param.grad is None:
         return torch.zeros_like(param, memory_format=torch.contiguous_format)
     grad = param.grad.detach()
