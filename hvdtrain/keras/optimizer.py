@@ -1,8 +1,8 @@
 """DistributedOptimizer: a Keras 3 optimizer whose gradients are reduced over ranks.
 
 Keras calls `_backend_apply_gradients` with a step's local gradients, accumulates them if it is configured to, and
-calls `_clip_gradients` just before it changes weights. There they are reduced: after accumulation, so that nothing
-travels between updates, and before clipping and weight decay, so that both see what one process would see.
+calls `_clip_gradients` just before it changes weights. The gradients are reduced there: after accumulation, so that
+nothing is sent between updates, and before clipping and weight decay, so that both see the numbers of one process.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from hvdtrain.keras.skipped_updates import SkippedUpdates
 
 _backend = backend_module()
 
-# Numbers given to optimizers in the order in which they first step; ranks take the greatest, so that names agree.
+# Number of the next optimizer, in order of first steps. Ranks agree on the greatest, so that names are equal.
 _next_number = 0
 
 
 @dataclass
 class _StepState:
-    """What one distributed optimizer knows beside Keras's own state. Hidden, so that Keras neither tracks nor saves it.
+    """State of a distributed optimizer besides Keras's. It is hidden, so that Keras neither tracks nor saves it.
 
     Attributes:
-        number: None until ranks have agreed.
-        weight: a BatchWeight once the optimizer is weighted.
+        number: of this optimizer; None until ranks have agreed on it.
+        weight: a BatchWeight; None before `set_batch_weight`.
         stepped: whether there was a step.
-        variables: those of the running step.
-        reached: how far the running step came: 1 at accumulation, 2 at clipping.
-        skipped: where non-finite gradients are reported; None where they are not looked for.
-        finite: with `skipped`: whether the running step may change weights.
+        variables: those of the current step.
+        reached: how far the current step has come: 1 at accumulation, 2 at clipping.
+        skipped: where non-finite gradients are reported; None if gradients are not checked.
+        finite: with `skipped`: whether the current step may change weights.
     """
 
     number: int | None = None
@@ -50,32 +50,32 @@ class _StepState:
 
 
 class DistributedMixin:
-    """What `DistributedOptimizer` puts in front of the user's optimizer class."""
+    """The base class that `DistributedOptimizer` puts before the user's optimizer class."""
 
     _hvd_how: GradientReduction  # of the class, so that from_config(get_config()) is distributed in the same way
 
     @property
     def _hvd_state(self) -> _StepState:
-        # Past Keras's and TensorFlow's __setattr__, which would track it.
+        # Not through Keras's and TensorFlow's __setattr__, which would track it.
         return self.__dict__.setdefault("_hvdtrain_state", _StepState())  # type: ignore[no-any-return]
 
     # ---- weights of uneven batches
 
     @property
     def batch_weight(self) -> float:
-        """What every local gradient is multiplied by; see `set_batch_weight`."""
+        """The factor of every local gradient; see `set_batch_weight`."""
         weight = self._hvd_state.weight
         return 1.0 if weight is None else weight.value
 
     def set_batch_weight(self, value: float) -> None:
-        """Multiply the local gradients of the steps from now on by `value`, before accumulation and reduction.
+        """From the next step on, multiply local gradients by `value`, before accumulation and reduction.
 
-        With value = local samples * size / samples of all ranks, an uneven batch weighs what it holds. At 0.0 this
-        rank sends exact zeros, even if its gradients are NaN. Call it once before the first step: a compiled step
+        With value = local samples * size / samples of all ranks, every sample has the same weight. At 0.0 this rank
+        sends exact zeros, even if its gradients are NaN. Call it once before the first step: a compiled step
         reads the weight each time it runs, but only if it was compiled with one.
 
         Args:
-            value: >= 0; 1.0 is no weight.
+            value: >= 0; 1.0 changes nothing.
 
         Raises:
             ValueError: `value` is negative or not finite.
@@ -134,7 +134,7 @@ class DistributedMixin:
         elif how.factor != 1.0:
             grads = [g * how.factor for g in grads]
         if skipped is not None:
-            # Reduced gradients are equal on all ranks, so all decide alike.
+            # Reduced gradients are equal on all ranks, so all ranks decide the same.
             state.finite = _backend.may_update(self, grads)
             report = functools.partial(skipped.report, [path(v) for v in state.variables], False)
             # Flags are only made for a report: `may_update` has looked at each gradient once.
@@ -145,7 +145,7 @@ class DistributedMixin:
     def _apply_weight_decay(self, variables: list[Any]) -> None:
         if self._hvd_state.skipped is None:
             super()._apply_weight_decay(variables)  # type: ignore[misc]
-        # Else `_backend_update_step`, which Keras calls next, applies it on its condition.
+        # Else `_backend_update_step`, which Keras calls next, applies it, but only in a step that is not skipped.
 
     @_backend.untraced
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
@@ -162,17 +162,17 @@ class DistributedMixin:
 
     @_backend.untraced
     def _skip(self) -> None:
-        """Undo the step's passes; `apply` counts the last one afterwards."""
+        """Undo the step's count of passes and its accumulated gradients; afterwards `apply` counts the last pass."""
         self._iterations.assign_sub(self._passes)  # type: ignore[attr-defined]
-        for accumulator in self._accumulators:  # on torch Keras clears them by a product, which NaN survives
+        for accumulator in self._accumulators:  # on torch, Keras clears them by a product with 0, which leaves NaN
             accumulator.assign(keras.ops.zeros_like(accumulator))
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """Return updated variables; see keras.optimizers.Optimizer.stateless_apply, the way that JAX takes."""
+        """Return updated variables, as JAX needs; see keras.optimizers.Optimizer.stateless_apply."""
         new = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
         if self._hvd_state.skipped is None or keras.backend.backend() != "jax":
             return new
-        # Within loss scaling the old ones come as Keras variables.
+        # Under loss scaling, the old values arrive as Keras variables.
         weights, state = (
             [keras.ops.convert_to_tensor(v) for v in old] for old in (trainable_variables, optimizer_variables)
         )
@@ -205,7 +205,7 @@ class DistributedMixin:
             step(gradient, variable, learning_rate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Keras copies an optimizer through its file format, which has its settings only and no reduction.
+        # Keras copies an optimizer through its file format, which has its settings but not the reduction.
         return type(self).from_config(self.get_config())  # type: ignore[attr-defined]
 
     def __copy__(self) -> Any:
@@ -216,8 +216,8 @@ class DistributedMixin:
     def skip_non_finite(self) -> SkippedUpdates:
         """Skip updates whose reduced gradients are not finite; return the object that they are reported to.
 
-        To be called before the first step. All ranks decide alike. A skipped update leaves neither a count in
-        `iterations` nor an accumulated gradient.
+        Call it before the first step. All ranks skip the same updates. A skipped update does not count in `iterations`
+        and leaves no accumulated gradient.
         """
         skipped = self._hvd_state.skipped = SkippedUpdates()
         return skipped
@@ -236,7 +236,7 @@ class DistributedMixin:
     # ---- ranks
 
     def agree_on_model(self) -> None:
-        """Make sure that all ranks hold the same variables, and agree on the names under which gradients travel.
+        """Check that all ranks hold the same variables, and agree on the names of the reductions.
 
         A collective. The first step calls it; elastic runs call it again when ranks have changed.
 

@@ -1,4 +1,4 @@
-"""Turn the user's optimizer into a distributed one that Keras still takes, saves and loads as the user's class."""
+"""Make the user's optimizer distributed; Keras still saves and loads it as the user's class."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return an optimizer of the user's class whose gradients are reduced over ranks before they are applied.
 
-    It holds the same variables and state as `optimizer`, which itself does not change. Saved models name the user's
-    class and load in plain Keras, with the optimizer's state.
+    It holds the same variables and state as `optimizer`, which does not change itself. Saved models name the user's
+    class. They load in plain Keras, with the optimizer's state.
 
     Args:
         optimizer: a Keras 3 optimizer, a name such as "adam", or a LossScaleOptimizer, whose inner one is wrapped.
-        name: prefix of the names under which gradients travel; equal on all ranks.
+        name: prefix of the names of reductions; equal on all ranks.
         device_dense: TensorFlow device of the reductions; TensorFlow backend only.
         device_sparse: likewise, for tf.IndexedSlices.
-        compression: how gradients travel: Compression.none, .fp16 or .bf16.
+        compression: the type in which gradients are sent: Compression.none, .fp16 or .bf16.
         sparse_as_dense: reduce tf.IndexedSlices as dense tensors instead of gathering their rows.
         gradient_predivide_factor: divide before the sum and multiply after it; with op=Average only.
         op: Average or Sum.
         backward_passes_per_step: steps whose gradients are added up before they are reduced and applied. It multiplies
             the optimizer's gradient_accumulation_steps.
         average_aggregated_gradients: divide that sum by backward_passes_per_step.
-        num_groups: Horovod's older name for a number of groups.
-        groups: number of groups, or lists of variables: each group travels as one.
-        process_set: ranks that take part; None means all.
+        num_groups: Horovod's older name of `groups`, for a number.
+        groups: number of groups, or lists of variables; each group is reduced in one operation.
+        process_set: ranks that take part; None for all.
         scale_local_gradients: divide the gradients of variables registered as local by the number of ranks.
 
     Raises:
@@ -144,7 +144,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _plain(optimizer: Any) -> Any:
-    """Return `optimizer`, or the one that it names, if it can be distributed."""
+    """Return `optimizer`, or the optimizer of this name, if it can be distributed."""
     if isinstance(optimizer, str | dict):
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -172,7 +172,7 @@ def _distributed_class(base: type, how: GradientReduction) -> type:
     namespace = {"_hvd_how": replace(how, local_variables=[]), "__module__": base.__module__, "__doc__": base.__doc__}
     cls = type(base.__name__, (DistributedMixin, base), namespace)
     cls.__qualname__ = base.__qualname__
-    # Under this name Keras writes it to files, and under this name plain Keras finds the user's class again.
+    # Keras writes this name to files, and plain Keras finds the user's class by it.
     for names in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):
         if base in names:
             names[cls] = names[base]
@@ -180,18 +180,18 @@ def _distributed_class(base: type, how: GradientReduction) -> type:
 
 
 def _twin(optimizer: Any, cls: type) -> Any:
-    """Return an optimizer of class `cls` with the variables and settings of `optimizer`, and lists of its own.
+    """Return an optimizer of class `cls` with the variables and settings of `optimizer`, and copies of its lists.
 
-    Not from its config: that would lose built state, learning rates that are functions, and variables excluded from
-    weight decay.
+    It is not made from the config, which would lose built state, learning rates that are functions, and variables
+    excluded from weight decay.
     """
     twin: Any = object.__new__(cls)
     twin._lock = False
     for key, value in vars(optimizer).items():
-        # TensorFlow makes its tracking attributes ("_self_...") again as the others are set.
+        # TensorFlow makes its tracking attributes ("_self_...") again when the others are set.
         if key in ("_tracker", "_variables", "_lock", "_hvdtrain_state") or key.startswith("_self_"):
             continue
-        # Containers are copied, so that building one twin leaves the other unbuilt.
+        # Containers are copied, so that building one optimizer does not build the other.
         kind = next((kind for kind in (list, dict, set) if isinstance(value, kind)), None)
         setattr(twin, key, kind(value) if kind else value)
     _track(twin, list(optimizer._variables))
@@ -203,7 +203,7 @@ def _track(optimizer: Any, variables: list[Any]) -> None:
     from keras.src import backend
     from keras.src.utils.tracking import Tracker
 
-    # As in an optimizer's own __init__: the list first, so that it is not tracked itself, then the tracker.
+    # As in an optimizer's __init__: first the list, so that it is not tracked itself, then the tracker.
     vars(optimizer).pop("_tracker", None)
     optimizer._variables = variables
     store = optimizer._variables  # TensorFlow's __setattr__ has wrapped it
@@ -222,7 +222,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     optimizer._accumulated_gradients = [
         optimizer.add_variable_from_reference(v, name="gradient_accumulator") for v in optimizer._trainable_variables
     ]
-    # Files number an optimizer's variables, and Keras makes accumulators right after the base ones.
+    # Files store an optimizer's variables by number. Keras makes accumulators directly after the base variables.
     variables, added = list(optimizer._variables[:known]), list(optimizer._variables[known:])
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     base = 1 + isinstance(optimizer._learning_rate, keras.Variable) + sum(a is not None for a in averages)
