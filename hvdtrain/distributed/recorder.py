@@ -1,7 +1,7 @@
 """Record where this process's time goes: data, compute, reduction, other.
 
-Each piece of code that works or waits reports to one recorder, `recorder`. The heartbeat and `hvdtrain bench` read it.
-It lies below telemetry because World's collectives report to it how long they wait.
+All code that works or waits reports to one object, `recorder`. The heartbeat and `hvdtrain bench` read it. It is below
+telemetry, because World's collectives report their wait times to it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Seconds(NamedTuple):
 
     Attributes:
         data: loading batches.
-        compute: forward pass, update, and the backward pass where nothing reports it by itself.
+        compute: forward pass, update, and the backward pass if it is not reported separately.
         backward: the backward pass.
-        other: between steps: callbacks, and what else a rank does there.
-        outside: between runs of steps, such as a validation.
+        other: callbacks and other work between steps.
+        outside: between series of steps, for example validation.
         reduction: waiting for other ranks during compute and backward.
         elsewhere: waiting for other ranks during data and other.
     """
@@ -81,13 +81,13 @@ class Clock:
 class Recorder(ContextDecorator):
     """Adds up the seconds of each part; all of this process's time belongs to exactly one part.
 
-    Whoever ends a part reports it. Waiting for other ranks is reported on its own, from any thread.
+    The code that ends a part reports it. Waiting for other ranks is reported separately, from any thread.
 
     Args:
         clock: the host's by default.
 
     Attributes:
-        on_step: called with the seconds of each step that `step_done` ends.
+        on_step: called with each step's seconds, after `step_done`.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -95,12 +95,12 @@ class Recorder(ContextDecorator):
         self._lock = threading.RLock()
         self._seconds: dict[str, float] = dict.fromkeys(Seconds._fields, 0.0)
         self._own = self._waited = 0.0  # since a part ended
-        self._waits = 0  # in progress: they may nest, and run in several threads
+        self._waits = 0  # current waits: they may be nested, and in several threads
         self._set_clock(clock or Clock())
         self._last_step = Seconds()
         self._graphs: list[tuple[Callable[[], float], list[float]]] = []
         self._unread: deque[tuple[Any, int, Part | None, bool]] = deque()  # of a clock that runs behind
-        self._unread_steps = 0  # of these, how many up to the end of the last step
+        self._unread_steps = 0  # how many of these belong to steps that have ended
 
     def use(self, clock: Clock) -> None:
         """Measure with another clock from now on."""
@@ -115,22 +115,22 @@ class Recorder(ContextDecorator):
     # Reports
 
     def ended(self, part: Part) -> None:
-        """Count the time since the last part ended as `part`, except for what was waited."""
+        """Count the time since the last part ended as `part`, except for wait times."""
         with self._lock:
             if self._behind or self._waits or self._waited:
                 self._mark(part)
                 return
-            now = self._now()  # the usual case at half the cost: each step reports four parts
+            now = self._now()  # the usual case, at half the cost: a step reports four parts
             self._seconds[part] += self._own + now - self._last
             self._own, self._last = 0.0, now
 
     def step_done(self) -> None:
-        """End a step, and the compute that ends it; for `on_step`."""
+        """End a step and its last part, compute; calls `on_step`."""
         with self._lock:
             self._mark("compute", True)
 
     def waiting(self) -> Recorder:
-        """Return what counts the time within as waiting for other ranks; a context manager, and a decorator."""
+        """Return a context manager, or decorator, that counts the time within as waiting for other ranks."""
         return self
 
     def __enter__(self) -> None:
@@ -146,17 +146,17 @@ class Recorder(ContextDecorator):
             self._waits -= 1
 
     def move(self, part: Part, seconds: float) -> None:
-        """Count `seconds` of the part that is not ended yet as `part`."""
+        """Count `seconds` of the current part as `part`."""
         with self._lock:
             self._seconds[part] += max(0.0, seconds)
             self._own -= max(0.0, seconds)
 
     def note_graph(self, seconds: Callable[[], float]) -> None:
-        """Count what a graph has waited so far, as `seconds` returns it, as reduction; it is part of compute."""
+        """Count a graph's wait time so far, which `seconds` returns, as reduction instead of compute."""
         self._graphs.append((seconds, [0.0]))
 
     def read_graphs(self) -> None:
-        """Take over what graphs have waited since the last call."""
+        """Add the wait times of graphs since the last call."""
         for read, counted in self._graphs:
             try:
                 seconds = read()
@@ -169,7 +169,7 @@ class Recorder(ContextDecorator):
     # Readings
 
     def read(self) -> Seconds:
-        """Return the seconds so far, up to the end of the last part; waits until the clock is there."""
+        """Return the seconds up to the end of the last part; waits until the clock has reached that."""
         with self._lock:
             self._read(len(self._unread))
             self.read_graphs()
@@ -185,7 +185,7 @@ class Recorder(ContextDecorator):
         if is_step:  # no step waits for its own end
             self._read(self._unread_steps)
             self._unread_steps = len(self._unread)
-        elif len(self._unread) >= _MOST_UNREAD:  # nobody takes steps: an evaluation, perhaps
+        elif len(self._unread) >= _MOST_UNREAD:  # there are no steps, for example during evaluation
             self._read(_MOST_UNREAD // 2)
 
     def _read(self, marks: int) -> None:

@@ -1,7 +1,7 @@
-"""World: this process among the ranks, and the host-side collectives that everything else uses.
+"""World: this process's rank, and collectives on host arrays that everything else uses.
 
 One process has one World and one engine. `horovod.torch` and `horovod.tensorflow` are two native libraries with
-separate state: the first framework that is used decides, and a second one is refused, since it would hang.
+separate state. The first framework that is used decides which is loaded; a second is refused, since it would hang.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Framework = Literal["torch", "tensorflow"]
 Op = Literal["sum", "mean", "min", "max"]
 Array = NDArray[Any]
 
-# Long enough for a thread that the system has just taken off its core to come back, on a machine with too much to do;
-# a worker's start takes several times as long.
+# Long enough for a thread that was just preempted to run again on a busy machine. The start of a worker takes several
+# times as long.
 FORK_PAUSE_S = 0.01
 
 _world: World | None = None
@@ -39,15 +39,15 @@ _loaded: dict[str, ModuleType] = {}
 
 
 class World:
-    """This process's place among the ranks that a launcher started, with collectives on host (numpy) arrays.
+    """This process's rank in the job that a launcher started, with collectives on host (NumPy) arrays.
 
-    Collectives must be called by every rank, in the same order. `name` is shown in messages about stalls: say what the
-    call is for. `SoloWorld` is one process alone.
+    Every rank must call the same collectives in the same order. Messages about stalls show `name`, so let it say what
+    the call is for. `SoloWorld` is one process alone.
 
     Attributes:
-        engine: whose Horovod it is, "torch" or "tensorflow"; "solo" for one process without.
+        engine: the framework of the Horovod library, "torch" or "tensorflow"; "solo" without Horovod.
         device: the device this rank computes on: "cpu" or "cuda:<local rank>".
-        seed: default seed of the order in which samples are seen.
+        seed: default seed of the order of samples.
     """
 
     seed: int | None = None
@@ -58,7 +58,7 @@ class World:
         self._horovod = horovod
         self._host: tuning.Host = frameworks.load(engine, "collectives")
 
-    # Horovod is asked each time: an elastic job renumbers ranks, grows and shrinks.
+    # Read from Horovod each time: an elastic job renumbers ranks, grows and shrinks.
 
     @property
     def rank(self) -> int:
@@ -91,7 +91,7 @@ class World:
         devices.compare_once()
         if op not in ("sum", "mean", "min", "max"):
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
-        # A mean is a sum divided here: exact for integers too, and one native operation less to trust.
+        # A mean is a sum that is divided here. This is exact for integers too, and needs one native operation less.
         total = self._host.allreduce(
             np.asarray(array, order="C"), "sum" if op == "mean" else op, f"hvdtrain.{name}.{op}"
         )
@@ -106,7 +106,7 @@ class World:
             raise ValueError(
                 f"allgather concatenates on axis 0, so it needs an array of >= 1 axis. Received: {array!r}"
             )
-        # As bytes: any dtype travels, bit for bit.
+        # As bytes, so that any dtype arrives bit for bit.
         rows = array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((0, 1), np.uint8)
         flat = self._host.allgather(rows.reshape(-1), f"hvdtrain.{name}.allgather")
         return flat.view(array.dtype).reshape(-1, *array.shape[1:])
@@ -128,12 +128,12 @@ class World:
         return [gathered[end - n : end] for n, end in zip(lengths, np.cumsum(lengths), strict=True)]
 
     def allgather_object(self, obj: Any, *, name: str = "object") -> list[Any]:
-        """Gather one JSON value from each rank, in rank order. JSON, so that nothing received is ever unpickled."""
+        """Return every rank's JSON value, in rank order. JSON, so that nothing received is ever unpickled."""
         return [json.loads(data) for data in self.allgather_bytes(json.dumps(obj).encode(), name=name)]
 
     def broadcast_object(self, obj: Any, *, root: int = 0, name: str = "object") -> Any:
         """Return the root's JSON value on every rank."""
-        # An allgather in which the others send nothing: one code path for both, and lengths need no agreement.
+        # An allgather in which the other ranks send nothing: so ranks need not know the length before.
         data = np.frombuffer(json.dumps(obj).encode() if self.rank == root else b"", np.uint8)
         return json.loads(self.allgather(data, name=f"{name}.bytes").tobytes())
 
@@ -170,7 +170,7 @@ class SoloWorld(World):
 
 
 def load_engine(framework: Framework) -> ModuleType | None:
-    """Return `horovod.<framework>`, or None where this is one process without Horovod.
+    """Return `horovod.<framework>`, or None for one process without Horovod.
 
     Raises:
         HorovodMissingError: several processes were launched and Horovod is not installed for this framework.
@@ -219,16 +219,16 @@ def init_engine(
     """Load and initialise Horovod for `framework`; arguments go to `horovod.init`.
 
     Args:
-        framework: whose Horovod.
+        framework: whose library to load.
         args: for `horovod.init`.
-        on_jax: whether JAX computes, and borrows that Horovod; None to see by what is imported.
-        pick: makes a local rank's device the current one and names it; None where the script does that itself.
+        on_jax: whether JAX computes and uses this library; None to find out from what is imported.
+        pick: makes a local rank's device the current one and returns its name; None if the script does that itself.
         kwargs: for `horovod.init`.
 
     Raises:
         HorovodMismatchError: this rank would compute on a GPU that the installed Horovod has no operations for.
-        LaunchError: the launcher announced more ranks than Horovod found, or gave them no way to find each other; or
-            ranks share a GPU, which NCCL does not allow.
+        LaunchError: the launcher announced another number of ranks than Horovod found, or ranks cannot find each other,
+            or ranks share a GPU, which NCCL does not allow.
     """
     if on_jax is None:  # before Horovod imports torch, which would look like the user's choice
         on_jax = launch_environment.runs_on_jax(None)
@@ -239,7 +239,7 @@ def init_engine(
     if pick and not on_jax and not launch_environment.is_alone() and (why := host.why_not(module)):
         raise HorovodMismatchError(f"rank {launch_environment.rank()}: {why}")
     if module.is_initialized():
-        # Horovod's init may be called again, by one rank alone too: then nothing may be a collective.
+        # Horovod's init may be called again, also by one rank alone. So no collective is allowed here.
         module.init(*args, **kwargs)
         devices.pick(module, pick)
         return module
@@ -280,14 +280,14 @@ def init_engine(
     return module
 
 
-@functools.cache  # registered once a process
+@functools.cache  # registered once per process
 def _pause_before_forks() -> None:
-    """Let this process's threads come to rest before each fork, such as the workers of a torch DataLoader.
+    """Pause before each fork, such as that of a DataLoader's workers, until other threads are idle.
 
-    Horovod's background thread makes itself known to Python whenever it drops a tensor, and holds a lock of the
-    interpreter meanwhile, without holding the GIL. A child that is forked in that moment waits for that lock forever
-    (CPython 3.11, in PyOS_AfterFork_Child). Of forks right after an allreduce on full cores 10 in 4,004 hung; with a
-    pause of half as long as ours, none of 4,718.
+    When Horovod's background thread releases a tensor, it registers with Python. It then holds a lock of the
+    interpreter without holding the GIL. A child that is forked at that moment waits for the lock forever (CPython 3.11,
+    in PyOS_AfterFork_Child). Directly after an allreduce, on busy cores, 10 of 4,004 forks hung; with half of this
+    pause, 0 of 4,718.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lambda: time.sleep(FORK_PAUSE_S))
@@ -305,26 +305,24 @@ def _warn_of_other_changes() -> None:
 def init(framework: str | None = None, *, seed: int | None = None) -> World:
     """Join the ranks that the launcher started and pick this rank's device; one process needs no launcher.
 
-    Call it before the model is made, so that the model is made on this rank's GPU. Calling it again returns the
-    same World.
+    Call it before you create the model, so that the model is on this rank's GPU. Later calls return the same World.
 
     Args:
         framework: "torch" or "keras" (or a Keras backend: "tensorflow", "jax"). By default whichever is already
             imported, Keras first; else KERAS_BACKEND; else the first that is installed.
-        seed: default seed of the order in which samples are seen; must be equal on all ranks. No framework's random
-            state is touched.
+        seed: default seed of the order of samples; must be equal on all ranks. No framework's random state changes.
 
     Raises:
         ValueError: unknown framework.
         HorovodMissingError: several processes were launched, but Horovod is not installed for this framework.
         HorovodMismatchError: likewise, but built for other framework versions.
-        LaunchError: the launcher announced more ranks than Horovod found.
+        LaunchError: Horovod found another number of ranks than the launcher started, or ranks share a GPU.
         EngineConflictError: another framework's Horovod is already in use in this process.
     """
     global _world
     engine = launch_environment.engine_for(framework)
     if _world is None or (_world.engine not in ("solo", engine) and framework is not None):
-        _world = make(engine, on_jax=launch_environment.runs_on_jax(framework))  # asked before Horovod imports torch
+        _world = make(engine, on_jax=launch_environment.runs_on_jax(framework))  # before Horovod imports torch
     if seed is not None:
         _world.seed = seed
     return _world
@@ -351,6 +349,6 @@ def current() -> World:
 
 
 def use(world: World | None) -> None:
-    """Make `world` the current one, or forget it with None: for tests, and for elastic runs that start over."""
+    """Make `world` the current World, None for no World: for tests, and for the next round of an elastic job."""
     global _world
     _world = world
