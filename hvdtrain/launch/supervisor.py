@@ -1,4 +1,4 @@
-"""Start a job, restart it where that helps, and stop it in order on request."""
+"""Start a job, restart it after a failure, and stop it in order on request."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hvdtrain.system import process_tree, redact
 from hvdtrain.system.settings import EXIT_STOPPED
 
 _POLL_S = 0.5
-_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
+_LAST_WORDS_S = 1.0  # for the other ranks to print, after a rank has failed
 _TERM_S = 5.0  # from SIGTERM to SIGKILL
 _UNDYING = "some processes of this job do not die, see ps: a device or file system may hang"
-_ABORTED_S = 15.0  # for a launcher that ends the job, until it knows of ranks on other hosts
-_STARTING_S = 30.0  # for hosts that cannot be reached before the first start
-_AWAY_S = 600.0  # for hosts that could be reached before, HVDTRAIN_STALL_S permitting
-_CLOSING_S = 5.0  # for a launcher without ranks: where they have ended, their status comes through it
+_ABORTED_S = 15.0  # for an mpirun that has aborted the job and waits for its daemons on other hosts
+_STARTING_S = 30.0  # for hosts, before the first start
+_AWAY_S = 600.0  # for hosts, before a restart; HVDTRAIN_STALL_S if that is shorter
+_CLOSING_S = 5.0  # for a launcher whose ranks have ended: it reports their status
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -45,9 +45,9 @@ class Ending:
 
 
 class Signals:
-    """While it is entered, requests to stop are collected instead of obeyed, and ended children end a wait.
+    """Within the block, signals that request a stop are collected, and the end of a child ends `wait`.
 
-    Afterwards requests are ignored: how the job ended is settled, and only this process's exit status tells it.
+    After the block these signals are ignored: the job has ended, and its exit status must be returned.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Signals:
         os.close(self._write)
 
     def wait(self, seconds: float) -> None:
-        """Wait for a signal, or so long."""
+        """Wait for a signal, for at most `seconds`."""
         if select.select([self._read], [], [], max(0.0, seconds))[0]:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self._read, 512):
@@ -89,8 +89,8 @@ class Signals:
 def run(launch: Launch, run_dir: Path) -> int:
     """Run the job to its end and return the exit status.
 
-    0: every rank ended with 0. 75: stopped on request. Else that of the rank that ended first. `run_dir`, the job's
-    private folder, is removed.
+    0: every rank succeeded. 75: orderly stop. 128 + n: stopped by signal n, not in order. Else the status of the rank
+    that ended first. `run_dir`, the job's private folder, is removed.
     """
     with _supervision(run_dir, ssh.ending(launch.ssh, run_dir)) as (guard, signals):
         return _run(launch, run_dir, guard, signals)
@@ -98,7 +98,7 @@ def run(launch: Launch, run_dir: Path) -> int:
 
 @contextlib.contextmanager
 def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple[Guard, Signals]]:
-    """Take charge of all that a job starts, and leave nothing of it behind."""
+    """Supervise all processes that a job starts; leave none behind."""
     adopt_orphans()
     with Signals() as signals:
         guard = Guard(run_dir, elsewhere)
@@ -158,7 +158,7 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
 
 
 def _end_elsewhere(launch: Launch, run_dir: Path) -> None:
-    """End a job on other hosts that is not restarted: a launcher that was killed leaves ranks there."""
+    """End the ranks on other hosts, when there is no restart: a killed launcher leaves them running."""
     if launch.ssh is not None:
         ssh.on_every_host(launch.ssh, "end", run_dir)
 
@@ -166,7 +166,7 @@ def _end_elsewhere(launch: Launch, run_dir: Path) -> None:
 def _reach(launch: Launch, run_dir: Path, signals: Signals, *, is_first: bool) -> str:
     """Wait until the job's other hosts can be reached; return why one cannot, else "".
 
-    One that has just died may restart, which takes minutes: as long as a rank may wait for others.
+    A host that has just died may reboot, which takes minutes. So wait as long as a rank may wait for others.
     """
     if launch.ssh is None:
         return ""
@@ -180,9 +180,9 @@ def _reach(launch: Launch, run_dir: Path, signals: Signals, *, is_first: bool) -
 
 
 def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
-    """Wait until the launcher has ended, or the job cannot end by itself."""
+    """Wait until the launcher has ended, or until the job must be ended."""
     requested_at: float | None = None
-    ranks_at = 0.0  # when there were ranks last, after a request to stop
+    ranks_at = 0.0  # after a request to stop: the last time at which there were ranks
     terminated_at: float | None = None
     failed_at: float | None = None
     aborted_at: float | None = None
@@ -201,7 +201,7 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
         if signals.requests and requested_at is None:
             requested_at = ranks_at = now
             say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(launch.grace_s)}")
-            if launch.ssh is not None and not launch.spec.is_mpirun:  # which passes it on itself
+            if launch.ssh is not None and not launch.spec.is_mpirun:  # mpirun forwards it itself
                 ssh.on_every_host(launch.ssh, "stop", job.run_dir, wait=wait)
         if requested_at is not None and terminated_at is None:
             ranks = job.request_stop(exit_cause.rank_pids(job.run_dir))
@@ -224,7 +224,7 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
                 break
         signals.wait(_POLL_S if requested_at is None and failed_at is None else 0.1)
     seconds = job.seconds()
-    job.end()  # what it printed is whole only now
+    job.end()  # only now is all of its output here
     cause = _cause(job, status, launch.spec.launcher)
     return Ending(cause, seconds, signals.requests[0] if signals.requests else None)
 
@@ -248,7 +248,7 @@ def _stopped_hard(ending: Ending, run_dir: Path, job: Job) -> int:
     error = exit_cause.first_error(run_dir, listener=job.listener, cause=ending.cause)
     if error is not None:
         _show(error)
-    say(f"stopped by {ending.requested.name}, but not in order: {ending.cause}; the last checkpoint is what is left")
+    say(f"stopped by {ending.requested.name}, but not in order: {ending.cause}; the last checkpoint remains")
     return 128 + ending.requested
 
 
@@ -280,7 +280,7 @@ def _time(seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line of our own, without secrets: it may show a command line, or a rank's error."""
+    """Print one line of hvdtrain's, without the secrets that a command line or a rank's error may contain."""
     try:
         sys.stderr.write(f"hvdtrain run: {redact.text(text)}\n")
         sys.stderr.flush()
@@ -289,11 +289,11 @@ def say(text: str) -> None:
 
 
 def _once(report: str, grace_s: str, run_dir: str, launcher: str, *line: str) -> None:
-    """Run a job a single time on behalf of `hvdtrain.launch.function_job`, and end it when that process ends.
+    """Run a job once for `hvdtrain.launch.function_job`, and end it when the calling process ends.
 
-    A process of its own, since it adopts orphans, handles signals, and ends whatever is below it: none of this may
-    happen to a notebook. The launcher's output is this process's. The file descriptor `report` takes lines for people,
-    then one of JSON on how the job ended.
+    In a helper process, because this adopts orphans, handles signals and ends all its descendants, which must not
+    happen to a notebook. The launcher's output goes to this process's output. The file descriptor `report` receives
+    lines for people, then one line of JSON: how the job ended.
     """
     sys.stderr = os.fdopen(int(report), "w", buffering=1, encoding="utf-8")
     os.set_inheritable(int(report), False)
@@ -311,7 +311,7 @@ def _once(report: str, grace_s: str, run_dir: str, launcher: str, *line: str) ->
 
 
 def _end_with_caller() -> None:
-    """Wait for the end of standard input, which the caller holds; the guard ends what remains of the job."""
+    """Kill this process when the caller, which holds standard input, has ended; the guard then ends the job."""
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
