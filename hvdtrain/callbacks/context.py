@@ -13,7 +13,7 @@ from hvdtrain.distributed.world import World
 
 @dataclass(frozen=True)
 class RunId:
-    """The identity of a run. Every rank has it, because rank 0 may die first.
+    """Identifies a run. Every rank has it, because rank 0 may die first.
 
     Attributes:
         id: unique among runs.

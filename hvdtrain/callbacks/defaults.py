@@ -26,7 +26,7 @@ def with_defaults(
 
     Args:
         given: ours, and Keras's own.
-        run_folder: where the run is kept, None for nowhere.
+        run_folder: where the run is recorded; None for no folder.
         checkpoint_dir: where a checkpoint is saved after each epoch, None for nowhere.
         progress: whether rank 0 shows progress.
     """

@@ -23,7 +23,7 @@ log = logging.getLogger("hvdtrain")
 VARIABLE = "HVDTRAIN_PROGRESS"
 STYLES = ("auto", "live", "lines", "epochs", "off")
 
-# What History keeps besides metrics, with how to print it.
+# Entries of History besides metrics, with their formats.
 _UNITS = {"samples_per_s": "{:,.0f} samples/s", "seconds": "{:.1f} s"}
 
 
@@ -60,11 +60,11 @@ class Progress(Callback):
         """Open the display, and show the decisions about the batch and the learning rate."""
         self._began = self._printed = time.monotonic()
         self._sum, self._lines = _Sum(), False
-        if sys.stdout is None:  # closed by whoever started this process
+        if sys.stdout is None:  # the parent process has closed it
             self._style = "off"
         if not trainer.world.is_root or self._style in ("off", "epochs"):
             return
-        # mpirun gives each rank a terminal of its own, and prefixes what is written there.
+        # Under mpirun each rank has its own terminal, and mpirun prefixes the output.
         if self._style == "live" or (
             self._style == "auto" and sys.stdout.isatty() and launch_environment.detect() is None
         ):

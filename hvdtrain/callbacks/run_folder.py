@@ -46,15 +46,15 @@ class RunFolder(RecordingCallback):
     metrics.jsonl holds one JSON object a line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
     over all ranks, "learning_rate", "metrics" of the epoch so far, and "rank_s", each rank's mean seconds of a step:
     {"step": [...], "data": [...], "compute": [...], "reduction": [...], "other": [...]}, as in `RankTimes`. `"kind":
-    "epoch"` has the metrics of History. Numbers that JSON has not, such as NaN, are null. A resumed run appends.
-    Rank 0 writes; a disk that does not take it costs a warning, not the training. What looks like a secret is left out,
-    in the options too, and the files are their owner's alone unless HVDTRAIN_SHARE_FILES=1.
+    "epoch"` has the metrics of History. NaN and infinity are null, because JSON has no such numbers. A resumed run
+    appends. Rank 0 writes; if a write fails, it logs a warning and training continues. What looks like a secret is left
+    out, in the options too. Only the owner can read the files, unless HVDTRAIN_SHARE_FILES=1.
 
     Args:
-        folder: the run's. None for runs/<name>: HVDTRAIN_RUNS names another folder than runs, and no name keeps
-            nothing; <name> is HVDTRAIN_RUN_NAME, or the script's and the time.
-        every_s: seconds between two intervals that are kept; an epoch's last one always is.
-        options: more to keep in config.json, as JSON: a script's own.
+        folder: the run's folder. None for runs/<name>. HVDTRAIN_RUNS replaces runs; if it is empty, nothing is written.
+            <name> is HVDTRAIN_RUN_NAME, or the script's name and the time.
+        every_s: seconds between two intervals that are written; an epoch's last one always is.
+        options: the script's own options, as JSON, to be written to config.json too.
 
     Raises:
         ValueError: every_s is below 0.
@@ -108,9 +108,9 @@ class RunFolder(RecordingCallback):
 
 
 def make_folder() -> Path:
-    """Make runs/<name> and return it: a new one, unless HVDTRAIN_RUN_NAME tells that several starts are one run.
+    """Make runs/<name> and return it: a new one, unless HVDTRAIN_RUN_NAME says that several starts are one run.
 
-    A script's second run, of another Trainer, is <name>-2, in every start.
+    The run of a script's second Trainer is <name>-2, in every start.
 
     Raises:
         OSError: it cannot be made.
@@ -170,7 +170,7 @@ def describe_environment(trainer: RunContext) -> dict[str, Any]:
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)  # of a start that was killed, with a mode of its own
+    temporary.unlink(missing_ok=True)  # left by a killed start, perhaps with another mode
     private_files.write_text(temporary, json.dumps(redact.document(plain(value)), indent=2) + "\n")
     temporary.replace(path)
 

@@ -17,10 +17,10 @@ from hvdtrain.errors import DesyncError
 
 log = logging.getLogger("hvdtrain")
 
-# Of the time of the steps between two checks. The promise is 0.5 %: a check leaves cold caches and ranks out of step
-# behind, which takes up to a quarter of what it takes itself (measured, 2 ranks on 2 cores).
+# Share of the time of the steps between two checks. The docs promise 0.5 %: after a check, caches are cold and ranks
+# are not aligned, which costs up to a quarter of the check itself (measured, 2 ranks on 2 cores).
 BUDGET = 0.004
-FIRST_STEPS = 10  # between the first check and the second: until step times are known, without warming up
+FIRST_STEPS = 10  # between the first check and the second, to measure step times after warm-up
 _RECENT = 64  # step times that count
 _CHECKS = 9  # checks whose cost counts
 
@@ -41,11 +41,11 @@ class SyncCheck(Callback):
     A difference of one bit is found. Ranks exchange digests (see `hvdtrain.distributed.checksums`), 56 bytes a check;
     the check's cost is reading the state once. On a GPU it is copied to the host first, so checks there are further
     apart. What each rank changes on its own within an epoch, such as BatchNorm's running statistics, is compared at the
-    end of fit only. The Trainer adds a SyncCheck to callbacks that hold none.
+    end of fit only. The Trainer adds a SyncCheck to callbacks without one.
 
     Args:
-        every: steps between checks; "auto" takes as many as keep checks within 0.5 % of the time of the steps between
-            them, by what both take here; 0 switches all checks off, that at the end too.
+        every: steps between checks. "auto" measures, and chooses so that checks cost at most 0.5 % of the time of the
+            steps between them; 0 switches all checks off, also the last one.
         on_divergence: "stop" raises DesyncError on every rank; "repair" gives every rank the root's state, logs a
             warning and continues.
 
@@ -121,12 +121,12 @@ class SyncCheck(Callback):
         begin = time.perf_counter_ns()
         mine = replicas.digests(trainer.state(copy=False), settled=settled)
         hashed = time.perf_counter_ns()
-        # Negative where the smallest over ranks is wanted: the rank that comes last to an exchange does not wait in it.
+        # Negative if the minimum over ranks is needed: the rank that enters an exchange last does not wait in it.
         step = int(1e9 * statistics.median(self._step_times)) if self._step_times else 0
         same, (cost, exchange, step) = replicas.equal(
             mine, world=trainer.world, figures=[hashed - begin, -self._exchange, -step]
         )
-        # The first exchange is no measure: ranks reach it as far apart as their first steps are.
+        # The first exchange is not representative: ranks enter it as far apart as their first steps end.
         self._exchange = time.perf_counter_ns() - hashed if self._costs else 0
         self._costs.append(cost - exchange)
         self._step = -step
@@ -153,17 +153,17 @@ class SyncCheck(Callback):
             log.warning("%s %s All ranks continue with rank 0's.", facts, _ADVICE)
 
     def _interval(self, trainer: RunContext) -> int:
-        """Return the steps until the next check: equal on all ranks, since all they come from is."""
+        """Return the steps until the next check: equal on all ranks, because the inputs are."""
         if self._every != "auto":
             every = self._every
         elif len(self._costs) == 1:
             return FIRST_STEPS
         else:
-            # The oldest is left out: the first holds what is done once.
+            # Without the oldest: the first check includes one-time costs.
             every = interval(cost=statistics.median_high(list(self._costs)[1:]), step=self._step)
             if len(self._costs) == 2:
-                return every  # without an exchange: good enough to use, not to log
-        # Where machines are busy, costs vary. Told once, and again where what was told no longer nearly holds.
+                return every  # measured without an exchange: good enough to use, not to log
+        # On busy machines, costs vary. Log the interval once, and again when it has more than doubled.
         if trainer.world.is_root and every > 2 * self._announced:
             log.info(
                 "weights and optimizer state compared over ranks every %s", f"{every} steps" if every > 1 else "step"

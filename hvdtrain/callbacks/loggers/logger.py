@@ -88,13 +88,13 @@ class Package:
     variables: dict[str, str] = field(default_factory=dict)
 
     def require(self, who: str) -> None:
-        """Raise unless it can be imported, which is not done: other ranks never need it.
+        """Raise unless the package can be imported. It is not imported here, because other ranks do not need it.
 
         Raises:
             PackageMissingError: see above.
         """
         spec = importlib.util.find_spec(self.module.partition(".")[0])
-        # A folder of that name, such as the one where W&B keeps its runs, is no package.
+        # A folder of that name is no package, for example W&B's folder of runs.
         if spec is None or spec.origin is None:
             raise PackageMissingError(
                 f"{who} needs the package {self.name}, which is not installed on host {socket.gethostname()}. Type: "

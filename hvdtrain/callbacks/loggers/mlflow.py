@@ -122,7 +122,7 @@ def _batches(items: list[Any]) -> Iterator[list[Any]]:
 
 @contextmanager
 def _file_store_allowed(wanted: bool) -> Iterator[None]:
-    """Let MLflow open a folder, which newer versions do only for those who say that they know of databases."""
+    """Let MLflow write to a folder, which newer versions refuse unless this variable is set."""
     if not wanted or _FILE_STORE in os.environ:
         yield
         return

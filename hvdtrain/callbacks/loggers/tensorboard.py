@@ -1,4 +1,4 @@
-"""Log to TensorBoard, with the writer of its own package: neither torch nor TensorFlow is imported for it."""
+"""Log to TensorBoard, with TensorBoard's own package: it imports neither torch nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TensorBoardLogger(Logger):
 class _EventFile:
     """A file of TensorBoard's events.
 
-    Its records are written one by one, without the package's own EventFileWriter: that one imports TensorFlow where it
-    is installed, and tells of a failure later.
+    It writes records one by one, without the package's EventFileWriter, which imports TensorFlow if that is installed
+    and reports a failure only later.
     """
 
     def __init__(self, folder: Path) -> None:
