@@ -1,8 +1,8 @@
-"""Folders that come and go whole, and what killed processes leave of them.
+"""Folders that are written and removed atomically, and the leftovers of killed processes.
 
-Whatever the moment of a kill, a folder is whole under its own name, or whole under its `aside` name, or has a temporary
-name, which is not taken for a checkpoint. A temporary folder is locked while its process works in it, and the kernel
-releases that lock when the process dies, in any way. So leftovers can be told from files of a live process.
+After a kill at any moment, a folder is complete under its name or its `aside` name, or it has a temporary name, which
+no checkpoint has. A temporary folder is locked while its process works in it. The kernel releases the lock when the
+process dies. So leftovers can be distinguished from files of a live process.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _holder(descriptor: int) -> Holder | None:
         found = json.loads(os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0])
         return Holder(**{each.name: found[each.name] for each in fields(Holder)})  # a later version may say more
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # its holder has only just locked it
+        return None  # its holder has just locked it, and not yet written the file
 
 
 def _refusal(folder: Path, other: Holder | None) -> str:

@@ -54,7 +54,7 @@ class Store:
         return self.root / _name(epochs_done, steps_done)
 
     def newest_first(self) -> list[Path]:
-        """Return the paths of the checkpoints, newest first. They may be damaged: only reading tells.
+        """Return the paths of the checkpoints, newest first. They may be damaged, which is found by reading.
 
         Raises:
             CheckpointError: the folder cannot be listed.

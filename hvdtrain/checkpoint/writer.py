@@ -18,10 +18,10 @@ _Box = list[_Write]
 
 
 class Writer:
-    """Writes one checkpoint at a time behind the caller; `wait` and `close` raise the error of a failed write.
+    """Writes one checkpoint at a time in the background; `wait` and `close` raise the error of a failed write.
 
-    Each write has a thread of its own, which costs a fraction of a millisecond and is no daemon: an interpreter that
-    ends waits for the current write. Call all methods from one thread, the training's.
+    Each write starts a thread, which costs a fraction of a millisecond. It is not a daemon, so an interpreter that ends
+    waits for the current write. Call all methods from the thread that trains.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Writer:
             _forget_locals(error)
             self._error = self._error or error
         finally:
-            del taken, contents, then  # the error's traceback keeps this frame, which would hold the arrays
+            del taken, contents, then  # else the error's traceback would keep the arrays in memory
             self._idle.set()
 
 
