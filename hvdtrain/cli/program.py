@@ -32,7 +32,7 @@ from hvdtrain.system.settings import DEBUG
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
-# The one place where exit statuses are written down for users. \b keeps the lines.
+# The only list of exit statuses in the help. \b preserves the lines.
 _EXIT_STATUSES = """\b
 Exit status:
   0      success
@@ -123,7 +123,7 @@ def build(
     from hvdtrain.horovod_build.build import build as run_build
 
     left_out = set(without or ())
-    # For set-ups that run this command for the user, who then has no command line to write --without on.
+    # For setups that run this command for the user, so that the user cannot add --without.
     if os.environ.get("HVDTRAIN_MPI") == "0":
         left_out.add("mpi")
     run_build(
@@ -182,7 +182,7 @@ app.command(cls=RunCommand)(run)
 
 
 def main() -> NoReturn:
-    """Entry point: whatever goes wrong is one line and an exit status, with a traceback only where it is asked for."""
+    """Entry point. Each error becomes one line and an exit status; HVDTRAIN_DEBUG=1 adds a traceback."""
     try:
         status = app(prog_name="hvdtrain", standalone_mode=False)
     except UsageError as error:
@@ -194,7 +194,7 @@ def main() -> NoReturn:
         _end(error, _FAILED)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(_INTERRUPTED)
-    except Exception as error:  # noqa: BLE001  a traceback is for those who ask for it
+    except Exception as error:  # noqa: BLE001  a traceback only on request
         _end(error, _FAILED, bug=True)
     sys.exit(status if isinstance(status, int) else 0)
 

@@ -32,7 +32,7 @@ class RunCommand(Command):
         except UsageError:
             if not ctx.resilient_parsing:
                 raise
-            parts = arguments.Split()  # a shell asks what may follow what is not whole yet
+            parts = arguments.Split()  # for a shell's completion of an incomplete command line
         ctx.meta[_SPLIT], ctx.meta[_READ] = parts, read
         return super().parse_args(ctx, parts.ours)
 
