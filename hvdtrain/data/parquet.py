@@ -273,15 +273,15 @@ def _cache(given: str | os.PathLike[str] | None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.lstat().st_uid
     except OSError as problem:
-        raise HvdTrainError(f"{folder} cannot be made: {problem}. Choose another by cache_dir") from None
+        raise HvdTrainError(f"{folder} cannot be made: {problem}. Choose another folder with cache_dir") from None
     if folder.is_symlink() or owner != os.getuid():
-        raise HvdTrainError(f"{folder} is another user's, who could change what is read. Choose another by cache_dir")
+        raise HvdTrainError(f"{folder} is another user's, who could change the data. Choose another with cache_dir")
     return folder
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock of this host, which ends with its process.
+    """Hold a lock on this host; it ends with this process.
 
     Raises:
         HvdTrainError: another process has held it for an hour.
@@ -295,14 +295,14 @@ def _lock(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise HvdTrainError(
-                        f"another process of this host has been unpacking for {_WAIT_S:.0f} s: see who holds {path}"
+                        f"another process of this host has been unpacking for {_WAIT_S:.0f} s and holds {path}"
                     ) from None
                 time.sleep(_POLL_S)
         yield
 
 
 def _remove_unused(parent: Path) -> None:
-    """Remove what nobody has read for a week; a process that has it mapped keeps it."""
+    """Remove data that was not read for a week. A process that has mapped it can still read it."""
     for entry in parent.iterdir():
         with suppress(OSError):
             if time.time() - entry.stat().st_mtime >= _UNUSED_S:

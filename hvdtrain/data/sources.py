@@ -170,7 +170,7 @@ class ArraySource(IndexedSource):
             world=world,
             seed=seed,
         )
-        # If each rank passes a part of its own, it would be sharded again; then the first and last samples differ.
+        # They differ if each rank passes its own part of the data, which would be sharded again.
         ends = np.array([0, num_samples - 1])
         self.facts["first and last sample (crc32)"] = [
             zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)
