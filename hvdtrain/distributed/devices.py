@@ -153,7 +153,7 @@ def compare(mine: RankDevice, module: ModuleType, allgather: Callable[..., Bytes
 
 
 def in_words(ranks: Sequence[RankDevice]) -> str:
-    """Return who shares a GPU: "ranks 0 and 1 on host x share GPU-...: NVIDIA H100; ..."; "" if no ranks do."""
+    """Return which ranks share a GPU: "ranks 0 and 1 on host x share GPU-...: NVIDIA H100; ..."; "" if no ranks do."""
     homes: dict[tuple[str, str], list[int]] = {}
     for rank, each in enumerate(ranks):
         if each.uuid:

@@ -77,7 +77,7 @@ def on_one_host() -> bool:
 
 
 def lacks_pmix() -> bool:
-    """True under an srun whose tasks do not know each other: MPI would end the process, with a message of its own."""
+    """True under an srun whose tasks do not know each other: MPI would end the process with its own message."""
     found = detect()
     return (
         found is not None
@@ -107,7 +107,7 @@ def engine_for(framework: str | None) -> Literal["torch", "tensorflow"] | None:
         framework = _guess_framework()
     if framework == "keras":
         framework = keras_backend()
-    if framework == "jax":  # JAX has no Horovod of its own: host arrays travel through whichever is there
+    if framework == "jax":  # Horovod has no library for JAX: host arrays are sent with either library
         framework = "torch" if importlib.util.find_spec("torch") else "tensorflow"
     if framework is None:
         return None

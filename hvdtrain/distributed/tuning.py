@@ -1,7 +1,7 @@
 """What `init` decides so that users need not tune: how ranks communicate and wait, their threads, freed memory.
 
-Horovod and Open MPI read their settings from the environment when they start. Whatever the user has set there stays;
-the rest is set here. What each choice is worth was measured: benchmarks/README.md has the record.
+Horovod and Open MPI read their settings from the environment when they start. The user's settings stay; the others are
+set here. benchmarks/README.md has measurements of each choice.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _SMALL_BLOCKS, _NEARLY_ALL_BLOCKS = 2**25, 2**30
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
 _MOST_CORES = 4096
 
-# What ranks of one host without GPUs have no use for: transports to other hosts, which listen on every interface, and
-# hwloc's plugins that ask an X server and OpenCL for GPUs, or read XML with a library where it has a reader of its own.
-# Loaded, they cost each rank 5 MiB.
+# Ranks of one host without GPUs do not need transports to other hosts, which listen on every interface. Nor do they
+# need hwloc's plugins that search for GPUs with X and OpenCL, or parse XML with a library. Loaded, these cost each rank
+# 5 MiB.
 _NO_NETWORKS = {
     "OMPI_MCA_btl": "^openib,ofi,tcp,uct,usnic",
     "HWLOC_PLUGINS_BLACKLIST": "hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
@@ -57,7 +57,7 @@ _PMIX = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")  # what launchers set that `launch
 
 # horovodrun's own setting, with which it starts mpirun: not the user's.
 _HOROVODRUNS = {"OMPI_MCA_btl": "^openib"}
-# What Open MPI 4 maps by itself. 5 asks for 16 MiB a rank, which a small /dev/shm has not, and ranks then abort.
+# What Open MPI 4 maps by default. 5 maps 16 MiB per rank; if /dev/shm is too small for that, ranks abort.
 _SEGMENT_IN_5 = {"OMPI_MCA_btl_sm_segment_size": str(2**22)}
 _SHARED_MEMORY = "/dev/shm"
 _SHARED_BYTES_A_RANK = 2**23  # twice what Open MPI maps
@@ -143,10 +143,9 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
     elif not any(name.startswith(_PMIX) for name in os.environ):
         wanted |= _ALONE
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
-        # Small gradients travel in buckets of ours, and large ones gain nothing by being copied. What Horovod fuses
-        # hangs on time, and on three ranks or more so does the order in which MPI and Gloo add, and the last bit of
-        # the weights. Without fusion a tensor also starts a cycle at once. Where Horovod tunes itself, what is set
-        # would be out of its reach.
+        # Small gradients are sent in hvdtrain's buckets, and large ones gain nothing from a copy. Which tensors Horovod
+        # fuses depends on timing. On three ranks or more, so does the order in which MPI and Gloo add, and the last bit
+        # of the weights. Without fusion a tensor also starts a cycle at once. Autotuning cannot change what is set.
         wanted[FUSION] = "0"
     given = {variable: os.environ[variable] for variable in wanted if variable in os.environ}
     wanted = {**open_mpi.for_both({**wanted, **given}), **wanted}

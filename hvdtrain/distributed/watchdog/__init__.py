@@ -117,7 +117,7 @@ def joined(module: ModuleType) -> None:
 
 
 class Watchdog:
-    """Checks about once a second, in a thread of its own, how long this process has waited for others.
+    """Checks about once a second, in a separate thread, how long this process has waited for others.
 
     Args:
         limit_s: how long it may wait; may be infinite.
@@ -222,7 +222,7 @@ class Watchdog:
         what, place = wait.what, waits.place(waits.frames().get(wait.thread))
         this.facts.post("waits", {"what": what, "seconds": waited_s, "place": place})
         stack, pause_s = waits.stacks(wait.thread), 2 * self._tick_s
-        this.stalled_s = 2 * pause_s  # for this, should another rank's report end the wait
+        this.stalled_s = 2 * pause_s  # the wait time if another rank's report ends the wait
         time.sleep(pause_s)  # the others check too, and report what they wait for or where they are
         others = this.facts.all("waits")
         if not _continues(wait) and set(others) <= {this.rank}:  # it ended in the last moment
@@ -232,14 +232,14 @@ class Watchdog:
         line = f"{this.who} has waited {waited_s + pause_s:.0f} s in {what} (step {waits.steps_done()})"
         line += f", at {place}" * bool(place)
         alike = [rank for rank, said in others.items() if said.get("what") == what]
-        # One rank says it for all of its host that wait for the same. One stack: of several hosts, on rank 0's.
+        # One rank reports for all ranks of its host with the same wait. Only rank 0's host prints a stack.
         if this.rank == min(alike, default=this.rank):
             is_roots_host = this.rank == 0 or 0 in this.facts.all("pid")
             line = "\n".join([f"{line}.", *_missing(this, what), *([stack + _ADVICE] if is_roots_host else [])])
         say(line)
         this.stalled_s = pause_s  # others may not have spoken yet
         if wait.kind in ("collective", "graph", "device"):
-            # Then Horovod gives an error to every rank that waits. Where Horovod itself is stuck, this never returns.
+            # This makes Horovod raise an error on every rank that waits. If Horovod itself is stuck, it never returns.
             threading.Thread(target=self._basics.shutdown, name="hvdtrain-shutdown", daemon=True).start()
             until = time.monotonic() + min(_LET_GO_S, self._limit_s)
             while time.monotonic() < until:

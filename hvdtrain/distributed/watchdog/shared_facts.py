@@ -1,4 +1,4 @@
-"""Facts that ranks share without Horovod: who is there, who waits, who failed first. One file a rank and fact.
+"""Facts that ranks share without Horovod: which ranks exist, wait or failed first. One file per rank and fact.
 
 `hvdtrain run` names a folder for them. Under plain launchers the ranks of one host share a private folder.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from hvdtrain.system.process_tree import RUN_DIR
 
-# What all ranks of one job on one host have in common, and no other job that runs at the same time.
+# Equal on all ranks of a job on one host, and different in every other current job.
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _FORGOTTEN_S = 60.0
 _CLOCK_SLACK_S = 5.0

@@ -111,11 +111,11 @@ def steps_done() -> int:
 
 
 def frames() -> dict[int, FrameType]:
-    """Return what each thread is in.
+    """Return each thread's current frame.
 
-    Python 3.11 makes these objects under a lock of its own, and may collect garbage meanwhile. Where that frees a
-    tensor, torch lets other threads run, and one that ends then waits for that lock, holding the GIL: the process hangs
-    (CPython's issue 106883). So no garbage is collected here.
+    Python 3.11 makes these objects under a lock, and may collect garbage meanwhile. If that frees a tensor, torch lets
+    other threads run. A thread that ends then waits for that lock while it holds the GIL, and the process hangs
+    (CPython's issue 106883). So garbage collection is off here.
     """
     collects = gc.isenabled()
     gc.disable()
