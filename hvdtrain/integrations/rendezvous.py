@@ -44,7 +44,7 @@ def slots(ranks: Mapping[str, int]) -> list[Any]:
 
 
 def make_server(key: bytes) -> Any:
-    """Return Horovod's rendezvous server; only who has the job's key may use it."""
+    """Return Horovod's rendezvous server; only clients with the job's key may use it."""
     return importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0, key)
 
 

@@ -33,7 +33,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     start_timeout_s: float = 120.0,
 ) -> list[T]:
-    """Call `fn(*args, **kwargs)` on `np` new ranks, one a Spark task, and return what each returned, in rank order.
+    """Call `fn(*args, **kwargs)` on `np` new ranks, one per Spark task, and return what each returned, in rank order.
 
     This is `hvdtrain.run` on the executors of the active SparkSession. What ranks print appears here at once. An
     interrupt (Ctrl-C) asks the ranks to stop and gives them 30 s to write a checkpoint; a second one ends them at once.

@@ -50,7 +50,7 @@ class _Unproven:
 
 
 class TaskListener:
-    """The caller's side. No connection blocks it: each has a deadline, and may send a proof and nothing else before."""
+    """The caller's side. No connection blocks it: each has a deadline, and must first send a proof."""
 
     def __init__(self, host: str, name: str) -> None:  # where to listen, and the name by which tasks reach it
         self.refused = 0
@@ -75,14 +75,14 @@ class TaskListener:
         return None
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._listener.close()
         for found in self._unproven:
             found.close()
         self._unproven.clear()
 
     def _accept(self) -> None:
-        """Take a connection, and send a challenge."""
+        """Accept a connection, and send a challenge."""
         try:
             found, (host, *_) = self._listener.accept()
         except OSError:  # it is closed already
