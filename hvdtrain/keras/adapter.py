@@ -273,9 +273,9 @@ class KerasAdapter:
 
     @property
     def _discards_results(self) -> bool:
-        """Whether no code of the user's sees the means that each step computes and copies to the host."""
+        """Whether no user code reads the means that each step computes and copies to the host."""
         if keras.backend.backend() != "torch" or self._model.jit_compile:
-            return False  # a compiled step is the same for whoever takes it
+            return False  # a compiled step is not changed from outside
         own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
         return all(getattr(type(self._model), name) is getattr(keras.Model, name) for name in own)
 

@@ -49,7 +49,7 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
 
 
 def _compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    # Horovod's documentation tells users to pass this; Keras 3 no longer has it, and no longer needs it.
+    # Horovod's documentation has this argument; Keras 3 no longer has it and does not need it.
     kwargs.pop("experimental_run_tf_function", None)
     original(self, *args, **kwargs)
     without_xla(self)

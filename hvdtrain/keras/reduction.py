@@ -72,7 +72,7 @@ class GradientReduction:
         return in_set(self.process_set)
 
     def to_wire(self, gradient: Any) -> Any:
-        """Return `gradient` as it travels; bfloat16, which Horovod cannot add up, as float32 unless asked for."""
+        """Return `gradient` as it is sent: bfloat16, which Horovod cannot sum, as float32 unless it was requested."""
         wire, _ = self.compression.compress(gradient)
         if self.compression.wire is None and keras.backend.standardize_dtype(wire.dtype) == "bfloat16":
             return keras.ops.cast(wire, "float32")

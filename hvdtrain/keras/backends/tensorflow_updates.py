@@ -1,8 +1,8 @@
-"""Weight updates on TensorFlow as one operation a variable.
+"""Weight updates on TensorFlow with one operation per variable.
 
-Keras writes an update as arithmetic, for XLA to fuse. But XLA compiles no step that holds Horovod's operations, and
-without it each of an update's operations reads and writes whole variables: 17 of an MLP's 53 ms with SGD, 46 ms with
-Adam. TensorFlow has kernels of its own for the usual optimizers.
+Keras writes an update as arithmetic operations, which XLA fuses. But XLA does not compile a step with Horovod's
+operations. Without XLA, each operation of an update reads and writes whole variables: 17 of an MLP's 53 ms with SGD,
+46 ms with Adam. TensorFlow has kernels for the usual optimizers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _adam(optimizer: Any, target: Any, position: int, gradient: Tensor, rate: Te
     return True
 
 
-# By the method itself: AdamW has Adam's, and a user's subclass with another `update_step` keeps its rule.
+# Keyed by the method: AdamW has Adam's, and a user's subclass with another `update_step` is not changed.
 _RULES: dict[Any, Callable[..., bool]] = {
     keras.optimizers.SGD.update_step: _sgd,
     keras.optimizers.Adam.update_step: _adam,
