@@ -1,4 +1,4 @@
-"""The file of `hvdtrain run --config`, and what it and the command line come to together.
+"""The file of `hvdtrain run --config`, and its combination with the command line.
 
     np: 4
     hosts: host1:2,host2:2
@@ -11,8 +11,8 @@
     script: train.py
     arguments: [--epochs, 90]
 
-A key is an option without its dashes; every one may be left out. What is on the command line wins. Values are taken as
-they are written, and go through the same checks as options do.
+A key is an option without its dashes; each is optional. Options on the command line win. Values are used as written,
+and checked like options.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def read(path: str) -> Settings:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        # Composed, not loaded: nothing in it becomes an object, and each value keeps its line and its spelling.
+        # Composed, not loaded: nothing in it becomes an object, and each value has its line and its spelling.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as problem:
         raise UsageError(f"--config {path} cannot be read: {problem.strerror}") from None

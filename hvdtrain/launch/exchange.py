@@ -1,9 +1,9 @@
-"""What a caller and a function's ranks send each other, and how each proves who it is.
+"""What a caller and a function's ranks send each other, and how each proves its identity.
 
 Both sides unpickle what they receive, which runs code. So nothing is read from disk, and nothing from a socket before
-the other side has proved who it is: they connect at a Unix socket in a folder that only this user may enter, and each
-answers a challenge with a key. The key is new for each call, and only the environment holds it, which other users
-cannot read. The proofs are by HMAC-SHA256: before Python 3.12 multiprocessing's are by MD5, which FIPS machines refuse.
+the other side has proved its identity. They connect through a Unix socket in a folder that only this user may enter,
+and each answers a challenge with a key. The key is new for each call, and only in the environment, which other users
+cannot read. The proofs use HMAC-SHA256; multiprocessing before Python 3.12 uses MD5, which FIPS machines refuse.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def prove_rank(connection: Connection, key: bytes) -> None:
 
 
 def _proof(key: bytes, who: bytes, *challenges: bytes) -> bytes:
-    return hmac.digest(key, who + b"".join(challenges), "sha256")  # one side's words do not prove the other
+    return hmac.digest(key, who + b"".join(challenges), "sha256")  # with `who`: the two sides' proofs differ
 
 
 def _check(received: bytes, proof: bytes, who: str) -> None:

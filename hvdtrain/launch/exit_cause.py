@@ -23,13 +23,13 @@ _REPORT = re.compile(
     rb"|Process (?P<rank_gloo>\d+) exit with status code (?P<gloo>-?\d+)\."
     rb"|Remote daemon:\s+\S+ on node (?P<lost>\S+)\s"
 )
-# What Gloo prints where nothing came from another rank, not even the end of a connection.
+# What Gloo prints if nothing arrives from another rank, not even the end of a connection.
 _SILENCE = re.compile(rb"Timed out waiting (\d+)ms for")
 # What mpirun prints before it waits for its daemons on other hosts to end theirs.
 _ABORTED = b"the job has been aborted"
 LOST = 205  # mpirun's own status then; 5 ends with 0
 _SSH_FAILED = 255
-_LONGEST = 400  # bytes that one of them takes
+_LONGEST = 400  # bytes of one of these texts
 _END_BYTES = 2**19
 
 
@@ -40,8 +40,8 @@ class Cause:
     Attributes:
         who: "rank 1 on host h", or the launcher's name.
         code: exit status, or 128 + signal.
-        rank: None where it was not a rank.
-        how: it ended, in words, where its status says little.
+        rank: its rank; None if it was not a rank.
+        how: how it ended, in words; "" if the status says it.
     """
 
     who: str

@@ -36,9 +36,9 @@ def run(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `np` new ranks of this host and return what it returned on each, in rank order.
 
-    A function of a notebook's cell or of the script itself will do, and so will what it uses there. What ranks print
-    appears here as it comes. Interrupted, it asks the ranks to stop, as `hvdtrain run` does, and gives them 30 s to
-    write a checkpoint; interrupted again, it ends them at once. No process is left behind.
+    The function, and what it uses, may be defined in a notebook's cell or in the script itself. The ranks' output
+    appears here as it comes. An interrupt (Ctrl-C) requests a stop, as with `hvdtrain run`, and gives the ranks 30 s to
+    write a checkpoint; a second one ends them at once. No process is left behind.
 
     Args:
         fn: what to call. Its data should be loaded or made in it, on each rank: arguments are copied to all of them.

@@ -243,7 +243,7 @@ class FunctionJob:
 
     def _print(self, lines: Sequence[Line]) -> None:
         lines = [(self._rank if rank is None else rank, text) for rank, text in lines]
-        # A launcher's own lines are shown at the end, where no rank is to blame; who is refused is named at once.
+        # A launcher's lines are shown at the end, if no rank is the cause; a refused connection is shown at once.
         is_debug = os.environ.get(DEBUG) == "1"
         wanted = [(rank, text) for rank, text in lines if rank is not None or is_debug or text.startswith(_REFUSED)]
         if wanted:

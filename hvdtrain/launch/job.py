@@ -29,15 +29,15 @@ _HALF_LINE_S = 1.0
 
 @dataclass(frozen=True)
 class Launch:
-    """What is run, and how.
+    """A command to run, and how to run it.
 
     Attributes:
-        spec: what was asked for.
+        spec: the parsed launch command.
         line: the launcher's command line.
         environment: of the launcher and its ranks.
         max_restarts: how often it is restarted.
-        grace_s: from a request to stop to the end of patience.
-        ssh: the route to other hosts, if it is by ssh.
+        grace_s: time for an orderly stop.
+        ssh: the route to other hosts, if it is ssh.
         by_rank: the host of each rank, "" where it is not known; empty for this one.
     """
 
@@ -51,7 +51,7 @@ class Launch:
 
 
 class Guard:
-    """A process that ends the job should this one be killed; see `process_tree.guard`."""
+    """A helper process that ends the job if this process is killed; see `process_tree.guard`."""
 
     def __init__(self, run_dir: Path, elsewhere: Sequence[str] = ()) -> None:
         self._run_dir = run_dir
@@ -103,7 +103,7 @@ def adopt_orphans() -> None:
 
 
 class Job:
-    """A launcher in a session of its own, with everything below it."""
+    """A launcher in its own session, with its process tree."""
 
     def __init__(self, launch: Launch, run_dir: Path, guard: Guard) -> None:
         self.run_dir = run_dir
@@ -112,10 +112,10 @@ class Job:
         self._guard = guard
         self._requested: set[int] = set()  # pids
         self._is_elsewhere = launch.spec.is_elsewhere
-        # A scheduler sends SIGTERM to every process of a job. mpirun would kill its ranks a moment later, within a
-        # checkpoint; with the signal blocked it waits for them. It unblocks all signals for its ranks.
+        # A scheduler sends SIGTERM to every process of a job. mpirun would then kill its ranks while they write a
+        # checkpoint; with the signal blocked, it waits for them. It unblocks all signals for its ranks.
         self._is_deaf = launch.spec.is_mpirun
-        # Now: what is still below this process when the job has ended, mpirun --version too, is killed.
+        # Called now, because after the job all descendants of this process are killed, also a running mpirun --version.
         open_mpi.spaces_marks()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self._is_deaf else set())
         try:
@@ -167,7 +167,7 @@ class Job:
             process_tree.send(self._process.pid, signal.SIGINT)  # not blocked: it ends its ranks elsewhere
 
     def end(self) -> bool:
-        """Kill what is left of it; return whether nothing is."""
+        """Kill the remaining processes; return whether all have ended."""
         gone = process_tree.end(str(self.run_dir), below=os.getpid(), without=(self._guard.pid,))
         self._process.kill()
         self._process.wait()
@@ -183,7 +183,7 @@ class Job:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if found is None or found.si_pid == self._guard.pid:  # the guard is its Popen's to wait for
+            if found is None or found.si_pid == self._guard.pid:  # its Popen waits for the guard
                 return
             os.waitpid(found.si_pid, os.WNOHANG)
 
@@ -207,7 +207,7 @@ class Job:
 
 
 class _Stream:
-    """Standard output or error of this process, written to as long as somebody reads it."""
+    """Standard output or error of this process, written as long as it has a reader."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -215,12 +215,12 @@ class _Stream:
         self._quiet = log_filter.wanted()
 
     def write(self, lines: list[bytes]) -> None:
-        """Write lines, but for frameworks' start-up notes."""
+        """Write lines, without frameworks' start-up notes."""
         if self._quiet:
             lines = [line for line in lines if not log_filter.is_note(without_mark(line))]
         view = memoryview(b"".join(line + b"\n" for line in lines))
         while self._there and view:
             try:
                 view = view[os.write(self._number, view) :]
-            except OSError:  # nobody reads any more: the job continues
+            except OSError:  # no reader is left: the job continues
                 self._there = False

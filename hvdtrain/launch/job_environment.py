@@ -32,7 +32,7 @@ def as_new_run(environment: Mapping[str, str], name: str, token: str) -> dict[st
 
 
 def check_place(who: str = "it") -> None:
-    """Raise a UsageError where `who` can start no ranks: in a rank, or without Horovod."""
+    """Raise a UsageError if `who` cannot start ranks: in a rank, or without Horovod."""
     found = launch_environment.detect()
     if found and found.size and found.size > 1 and found.name != "Slurm":
         raise UsageError(f"{who} starts the ranks itself, and {found} has started this one. Run it by itself")

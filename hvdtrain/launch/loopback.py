@@ -45,7 +45,7 @@ def elastic_flags(options: Sequence[str]) -> list[str]:
 def settings(run_dir: Path, spec: LaunchSpec, environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a job of one host, without those that the user has set in `environment` or as options.
 
-    hvdtrain's horovodrun keeps to loopback by itself. Where mpirun cannot be kept on it, raise a UsageError.
+    hvdtrain's horovodrun uses only loopback by itself. Raises UsageError if mpirun cannot be restricted to loopback.
     """
     given = " ".join(spec.options)
     # A process that is killed leaves its files behind: they belong in a folder that is removed.

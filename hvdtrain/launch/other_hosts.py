@@ -76,13 +76,13 @@ def exports(spec: LaunchSpec, environment: Mapping[str, str]) -> list[str]:
 
 
 def settings() -> dict[str, str]:
-    """Return settings with which mpirun names who failed first, and notices a host's loss within half a minute."""
+    """Return settings with which mpirun names the first rank that failed, and detects a lost host in half a minute."""
     return {**{f"OMPI_MCA_oob_tcp_keepalive_{name}": value for name, value in _KEEPALIVE.items()}, **_ABORT_DELAY}
 
 
 def by_rank(spec: LaunchSpec, *, own: str) -> tuple[str, ...]:
     """Return the host of each rank, "" where it is not known; `own` is this host's name for itself."""
-    # Elastic hosts change, and mpirun may be told to fill hosts otherwise than one after the other, as horovodrun does.
+    # Elastic hosts change. mpirun's options may say that it does not fill one host after the other, as horovodrun does.
     otherwise = spec.option_names() & _MAPPING and spec.option("-map-by", "--map-by") != "slot"
     if spec.elastic or (spec.is_mpirun and otherwise):
         return ("",) * spec.ranks

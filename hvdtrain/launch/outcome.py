@@ -53,10 +53,10 @@ class Outcome:
         return [_value(rank, self.answers.pop(rank)) for rank in range(self.size)]
 
     def problem(self, *, root_only: bool = False) -> Exception | None:
-        """Return what is to be raised; None where every rank has returned."""
+        """Return the exception to raise; None if every rank has returned."""
         failed, cause = self.of_kind("error"), self.cause
         own = {rank: answer for rank, answer in failed.items() if not answer.facts["others"]}
-        # What the peers of a rank that was killed, or has left, raise is a consequence, not the reason.
+        # If a rank was killed or has left, the errors of other ranks are a consequence, not the cause.
         silent = cause if cause is not None and cause.rank not in self.answers else None
         killed = silent is not None and silent.killed
         left = killed or (silent is not None and silent.rank is not None) or self.of_kind("exit")

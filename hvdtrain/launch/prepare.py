@@ -21,7 +21,7 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
     """Return what to run, and its folder.
 
     Raises:
-        UsageError: what was asked for cannot be done.
+        UsageError: the settings cannot be satisfied.
     """
     if settings.launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
         raise UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {settings.launcher}")
@@ -50,7 +50,7 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
     if spec.is_mpirun:
         flags += other_hosts.exports(spec, environment) if not network.is_here(named) else []
     else:
-        # mpirun asks Slurm itself, and takes a host without a number.
+        # mpirun reads Slurm's hosts itself, and accepts a host without a number.
         listed = (spec.option("-H", "--hosts") or "").split(",")
         flags += ["-H", slurm.listed(spec.hosts)] if given or any(":" not in host for host in listed if host) else []
         flags += loopback.elastic_flags(options) if elastic else []
