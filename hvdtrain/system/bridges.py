@@ -62,7 +62,7 @@ def _leads_nowhere(name: str) -> bool:
 
 
 def _default_routes() -> set[str]:
-    """Return the interfaces by which this host reaches all that is in no network of its own."""
+    """Return the interfaces of the default routes."""
     try:
         rows = [line.split() for line in _ROUTES.read_text().splitlines()[1:]]
     except OSError:
@@ -72,11 +72,11 @@ def _default_routes() -> set[str]:
 
 def _is_chosen_in_files() -> bool:
     """Return whether one of Open MPI's parameter files chooses interfaces: beside it, ours would be an error."""
-    asked = open_mpi.program("ompi_info")
-    if asked is None:
+    program = open_mpi.program("ompi_info")
+    if program is None:
         return False
     try:
-        said = subprocess.run([asked, *_TOLD], capture_output=True, text=True, timeout=_LIMIT_S, check=False).stdout
+        said = subprocess.run([program, *_TOLD], capture_output=True, text=True, timeout=_LIMIT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return False
     sources = re.findall(r"btl_tcp_if_(?:include|exclude):source:(.*)", said)

@@ -1,6 +1,6 @@
 """Open MPI 4 and 5: where this environment has its programs, and what each version calls the same setting.
 
-5 has another launcher, PRRTE, with variables of its own. Each version ignores the other's names, so both are set.
+Version 5 has another launcher, PRRTE, with other variables. Each version ignores the other's names, so both are set.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ SHARE = "HVDTRAIN_SHARE_FILES"
 
 
 def is_shared() -> bool:
-    """Return whether the umask decides who may read a run's files."""
+    """Return whether a run's files have the umask's permissions, instead of the owner's alone."""
     return os.environ.get(SHARE) == "1"
 
 

@@ -24,7 +24,7 @@ def horovodrun(python: Path) -> list[str]:
 def rank_environment(chosen: Mapping[str, str], *, without: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the environment for ranks: this process's own, without a launcher's marks, and `chosen`, which wins.
 
-    `without` has beginnings of further names to leave out.
+    `without` has prefixes of further names to leave out.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith((*_MARKS, *without))}
     # The package's parent comes first, so that the ranks import this hvdtrain from wherever they start.

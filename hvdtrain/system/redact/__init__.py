@@ -1,7 +1,7 @@
-"""Leave out of what is shown or kept whatever is secret, or says who and where somebody is.
+"""Remove secrets, and names of users and hosts, from text that is shown or saved.
 
-`names` knows which names are a secret's, `secrets` hides values, `machines` hides people and hosts. Whoever writes a
-file, a log or a report calls one of the functions here.
+`names` knows the names of secrets, `secrets` hides values, `machines` hides users and hosts. Code that writes a file, a
+log or a report calls one of the functions here.
 """
 
 from hvdtrain.system.redact.machines import Scrubber as Scrubber

@@ -71,15 +71,15 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def document(value: Any) -> Any:
-    """Return what JSON can hold without secrets: in nested mappings, lists and texts."""
+    """Return a JSON value without secrets, also in nested mappings, lists and texts."""
     try:
         return _document(value, _known(_of_document(value)))
-    except RecursionError:  # who nests so deep may not be read
+    except RecursionError:  # nested too deep to be checked
         return HIDDEN
 
 
 def strings(value: Any) -> Any:
-    """Return what JSON can hold without secrets in its texts; names tell nothing here: "token" may be a metric."""
+    """Return a JSON value without secrets in its texts. Names are not checked: "token" may be a metric."""
     if isinstance(value, dict):
         return {name: strings(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -88,7 +88,7 @@ def strings(value: Any) -> Any:
 
 
 def values(said: str) -> str:
-    """Return a text without known values, keys that services issue and passwords in addresses; names are not asked."""
+    """Return a text without known secrets, services' keys, and passwords in addresses. Names are not checked."""
     return _values(said, _known())
 
 
