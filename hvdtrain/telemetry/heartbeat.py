@@ -1,4 +1,4 @@
-"""Exchange between ranks, about once a second and after the same step, how their steps went."""
+"""Exchange step times and stop requests between ranks: about once a second, after the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MOST_STEPS = 1000
 
 @dataclass(frozen=True)
 class HeartbeatReport:
-    """What ranks reported to each other, equal on all of them.
+    """What all ranks reported, equal on all of them.
 
     Attributes:
-        stop: whether a rank was requested to stop.
+        stop: whether a stop was requested on any rank.
         steps: since the last report.
-        seconds: that these took, on the slowest rank.
+        seconds: how long these took on the slowest rank.
         times: of each rank.
     """
 
@@ -34,12 +34,12 @@ class HeartbeatReport:
 class Heartbeat:
     """Exchanges a flag and times about once a second: after a number of steps that all ranks agree on.
 
-    That number follows from how long steps take. A flag in every step would cost a round of its own in each.
+    That number is computed from step times. A flag in every step would cost every step an additional exchange.
 
     Args:
         world: the ranks.
         interval_s: seconds between two exchanges.
-        times: records where this rank's time goes.
+        times: the recorder of this rank's times.
     """
 
     def __init__(self, world: World, *, interval_s: float = 1.0, times: Recorder = recorder) -> None:
@@ -51,10 +51,10 @@ class Heartbeat:
         self._steps, self._left = 0, 1
 
     def beat(self, stop: bool) -> HeartbeatReport | None:
-        """Count a step; return what ranks reported if it was time to exchange, the same on all of them.
+        """Count a step; if an exchange is due, return what ranks reported, equal on all of them.
 
         Args:
-            stop: whether this rank was requested to stop.
+            stop: whether a stop was requested on this rank.
         """
         self._steps += 1
         self._left -= 1

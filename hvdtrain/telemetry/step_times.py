@@ -35,7 +35,7 @@ _SAVED_STEPS = 10_000  # the newest; a step is seven floats
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of what was measured, in its own unit."""
+    """Median and quartiles of measured values, in their unit."""
 
     median: float
     low: float
@@ -166,7 +166,7 @@ class RankReport:
 
 @functools.cache
 def from_environment() -> StepTimes:
-    """Return the steps that HVDTRAIN_STEP_TIMES asks for, the same object each time; they are reported at exit.
+    """Return the object that records the steps for HVDTRAIN_STEP_TIMES, always the same one; it reports at exit.
 
     Raises:
         HvdTrainError: the variable is not a number of steps.
@@ -224,7 +224,7 @@ def process_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"cores": cores}
     try:
         if backend == "tensorflow" and tensorflow is not None:
-            # 0 leaves it to TensorFlow, which asks the environment, and else takes one a core.
+            # 0 lets TensorFlow decide: it reads the environment, else it uses one thread per core.
             chosen = tensorflow.config.threading.get_intra_op_parallelism_threads()
             facts["threads"] = chosen or int(os.environ.get("TF_NUM_INTRAOP_THREADS") or cores)
         elif backend in (None, "torch") and torch is not None:
