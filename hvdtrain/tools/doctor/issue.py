@@ -1,4 +1,4 @@
-"""What doctor found, as Markdown to paste into an issue: nothing in it says who or where somebody is."""
+"""What doctor found, as Markdown to paste into an issue: without names of users or hosts."""
 
 from __future__ import annotations
 

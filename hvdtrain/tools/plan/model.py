@@ -77,15 +77,15 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the ranks are connected by, and how gradients travel over it.
+    """The links between ranks, and how gradients are sent over them.
 
     Attributes:
-        link_bytes_per_s: nominal speed of a host's link, each direction; None where there is one host only.
+        link_bytes_per_s: nominal speed of a host's link, each direction; None for a single host.
         ranks_per_host: ranks that share a host and its link.
-        intra_bytes_per_s: what an allreduce reaches between ranks of one host; None where each host has one rank.
-        link_efficiency: share of the nominal speed that is left for gradients. 0.93: RoCE v2 with 1024 bytes a packet
-            keeps 1024 / (1024 + 82) after Ethernet's, IP's, UDP's and InfiniBand's headers, TCP with a 1500-byte MTU
-            1448 / 1538.
+        intra_bytes_per_s: speed of an allreduce between ranks of one host; None if each host has one rank.
+        link_efficiency: share of the nominal speed that is left for gradients. 0.93: RoCE v2 with 1024 bytes per
+            packet has 1024 / (1024 + 82) after the headers of Ethernet, IP, UDP and InfiniBand; TCP with a 1500-byte
+            MTU has 1448 / 1538.
         latency_s: one hop between hosts; the default is about what NCCL's tuning table gives a network hop.
         intra_latency_s: one hop within a host; likewise.
         overhead_s: starting one allreduce: agreeing among ranks, and Horovod's cycle time (1 ms by default).
@@ -271,7 +271,7 @@ def _travel(cluster: Cluster, size_bytes: float, ranks: int, algorithm: Algorith
         hops_within, hops_between = 2 * (local - 1), 2 * math.ceil(math.log2(hosts))
         sent_s = 2 * size_bytes * slowest
     else:
-        # Each rank of a host rings its share of the bytes across hosts; the shares meet on the host's one link.
+        # Each rank of a host sends its share of the bytes on a ring across hosts; all shares use the host's one link.
         hops_within, hops_between = 2 * (local - 1), 2 * (hosts - 1)
         sent_s = 2 * size_bytes * ((local - 1) / local * within + (hosts - 1) / hosts * between)
     latency_s = hops_within * cluster.intra_latency_s + hops_between * cluster.latency_s

@@ -263,9 +263,9 @@ def _thinned(runs: Sequence[RecordedRun]) -> str:
 
 
 def _plot(title: str, figure: Figure, legend: list[tuple[str, str]], note: str) -> Plot:
-    """Return the figure as SVG that can stand in HTML: no prolog, no metadata, no ids that another has too."""
+    """Return the figure as SVG to embed in HTML: without prolog and metadata, with unique ids."""
     buffer = io.StringIO()
-    # With the salt each picture has clip paths of its own, and the same run gives the same page.
+    # The salt makes ids of clip paths unique per plot, and equal each time.
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with mpl.rc_context({"svg.hashsalt": ascii(title)}):
         figure.savefig(buffer, format="svg", dpi=120, transparent=True, metadata=metadata)
