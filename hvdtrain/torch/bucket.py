@@ -14,13 +14,13 @@ from hvdtrain.torch import engine, wire
 from hvdtrain.torch.compression import FP16Compressor, NoneCompressor
 from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, dense_gradient, store_gradient
 
-# A gradient below the first is cheaper to copy than to send alone: 20 us of Python and a negotiation against two passes
-# through the cache. A bucket is sent when it is full.
+# Below the first size, copying a gradient is cheaper than sending it alone: two passes through the cache against 20 us
+# of Python and a negotiation. The second is the largest size of a bucket.
 _SMALL_BYTES = 2**18
 _BUCKET_BYTES = 2**20
-# All ranks wait for the last bucket of backward, so it holds little of what could have been sent before.
+# All ranks wait for backward's last bucket, so it is small: other gradients are sent earlier.
 _LAST_BYTES = 2**15
-# Of a model this small nothing goes before: what a negotiation of its own costs is more than what it would hide.
+# A model this small uses one bucket: another negotiation would cost more than it hides.
 _TINY_BYTES = 2**19
 
 
@@ -139,7 +139,7 @@ class Bucket(ReductionUnit):
                 gradients.append(grad.detach())
                 results.append(result)
             else:
-                # A missing gradient becomes a tensor of its own: the next step writes over the bucket.
+                # A copy, because the next step overwrites the bucket.
                 store_gradient(param, result.clone())
         if gradients:
             torch._foreach_copy_(gradients, results)

@@ -65,12 +65,12 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
     if any(group.get(name, "unknown") != value for name, value in _UNDECIDED.items()):
         return False
     if group.get("capturable") or isinstance(group["lr"], Tensor) or torch.get_default_dtype() != torch.float32:
-        return False  # state would be made of another type, or kept in another place
+        return False  # state would be created with another type, or on another device
     params = [param for param in group["params"] if param.grad is not None]
-    kept = [optimizer.state.get(param, {}) for param in params]
-    if len({len(state) for state in kept}) > 1:
+    states = [optimizer.state.get(param, {}) for param in params]
+    if len({len(state) for state in states}) > 1:
         return False  # SGD's kernel takes momentum from all parameters or from none
-    return all(_fits(param, state) for param, state in zip(params, kept, strict=True))
+    return all(_fits(param, state) for param, state in zip(params, states, strict=True))
 
 
 def _fits(param: Tensor, state: dict[str, Any]) -> bool:

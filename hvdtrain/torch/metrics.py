@@ -72,7 +72,7 @@ class Totals:
 
     def __init__(self, metrics: dict[str, Metric], device: torch.device) -> None:
         self._metrics = metrics
-        # float64: a mean over 10^7 samples keeps all its digits.
+        # float64, so that a mean over 10^7 samples loses no digits.
         self._sums = torch.zeros(2, 1 + len(metrics), dtype=torch.float64, device=device)
         # Counts of masked values are on the device; all other counts are on the host.
         self._cells, self._masked_counts = (row.unbind() for row in self._sums)

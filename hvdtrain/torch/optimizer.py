@@ -145,8 +145,8 @@ class DistributedMixin(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step reads this just before it checks the gradients: the last chance to reduce them. A rank with an
-        # infinity of its own would skip the step alone.
+        # GradScaler.step reads this just before it checks the gradients, so reduce them now. Else a rank with a local
+        # infinity would skip the step alone.
         reducer = self._reducer()
         if self._hvd_should_synchronize and not reducer.is_synchronized:
             reducer.synchronize()
@@ -234,7 +234,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     mixin: type[DistributedMixin] = DistributedMixin
     if op == Adasum and engine.native().size() > 1:
         if not engine.is_global(process_set):
-            raise NotImplementedError("Adasum runs over all ranks. Received: a process set of its own.")
+            raise NotImplementedError("Adasum runs over all ranks. Received: another process set.")
         check_adasum(named[0][1])
         mixin = type("AdasumDistributedMixin", (AdasumMixin, DistributedMixin), {})
     plain = type(optimizer)

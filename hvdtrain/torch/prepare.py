@@ -41,7 +41,7 @@ def _prepare_loader(loader: Any, model: torch.nn.Module, world: World) -> Prepar
     if not isinstance(source, LoaderSource):
         raise TypeError(
             "prepare needs a DataLoader over a map-style dataset with a batch_size. Received: an iterable dataset or a "
-            f"batch_sampler on rank {world.rank}. Use hvdtrain.Trainer, which keeps such data in step."
+            f"batch_sampler on rank {world.rank}. Use hvdtrain.Trainer, which accepts such data."
         )
     return PreparedLoader(loader, source, model, world)
 

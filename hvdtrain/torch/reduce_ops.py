@@ -335,7 +335,7 @@ def join(device: int = -1) -> int:
     """
     native = engine.native()
     if device == -1 and torch.cuda.is_initialized() and native.cuda_built():
-        device = torch.cuda.current_device()  # zeros on the CPU would never meet what other ranks wait for in NCCL
+        device = torch.cuda.current_device()  # other ranks wait in NCCL, where zeros on the CPU never arrive
     last = int(native.join(device))
     engine.joined_together()
     return last

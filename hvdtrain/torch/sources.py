@@ -116,8 +116,8 @@ def _shard_sampler(loader: DataLoader[Any], *, world: World, seed: int) -> Shard
     given = loader.sampler
     if hasattr(given, "num_replicas") and not isinstance(given, DistributedSampler):
         raise TypeError(
-            f"{type(given).__name__} gives each rank a part of its own. Received: it in a DataLoader to be shared "
-            f"out, on rank {world.rank}. Use a plain DataLoader, or hvdtrain.Sharded(loader) to take parts as they are."
+            f"{type(given).__name__} gives each rank its own part. Received: a DataLoader with this sampler, on "
+            f"rank {world.rank}. Use a plain DataLoader, or hvdtrain.Sharded(loader) to use the parts as they are."
         )
     options: dict[str, Any] = {
         "shuffle": isinstance(given, RandomSampler)
