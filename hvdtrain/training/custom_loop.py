@@ -14,15 +14,15 @@ def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32) -> tup
 
     The model is on this rank's device and holds rank 0's weights; the optimizer reduces gradients over ranks (see
     `DistributedOptimizer`); data is shared out, and yields the same number of batches on every rank. Where the samples
-    do not divide evenly, a short batch's gradient weighs what it holds; a rank that has none left gets a filler batch
-    that weighs nothing.
+    do not divide evenly, a short batch's gradient is weighted by its samples; a rank without samples gets a filler
+    batch of weight 0.
 
     Args:
         model: a torch.nn.Module, or a keras.Model that is built.
         optimizer: the framework's own optimizer.
         data: torch: DataLoaders over map-style datasets. Keras: arrays `(x, y)` or `(x, y, sample_weight)`, or
-            map-style datasets. What can only be iterated (IterableDataset, tf.data, PyDataset) is the Trainer's.
-        batch_size: samples a rank takes in a step, in Keras; a DataLoader keeps its own.
+            map-style datasets. Data that can only be iterated (IterableDataset, tf.data, PyDataset) needs the Trainer.
+        batch_size: samples per rank and step, for Keras; a DataLoader has its own batch size.
 
     Raises:
         TypeError: a model or data of another kind.
