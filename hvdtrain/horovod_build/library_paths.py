@@ -1,7 +1,7 @@
 """Check where a wheel's libraries look for other libraries: in their own environment and the system's folders only.
 
 A user who can write to a folder that a library names can run code in the process of everybody who loads the library.
-If the folder was in /tmp and is removed, any user can make it again.
+If the folder was in /tmp and is removed, any user can create it again.
 """
 
 from __future__ import annotations
@@ -116,5 +116,5 @@ def _refused(entry: str, library: str) -> str:
     if not entry.startswith("/") or "$" in entry:
         return "which is another folder for each program"
     if sys.prefix != sys.base_prefix and Path(entry).is_relative_to(sys.prefix):
-        return "the environment of who built it"
+        return "the environment in which it was built"
     return "" if owners.is_systems(entry) else "which is not the system's alone"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found: os.stat_result | None = None) -> str:
-    """Return who can change `path` besides the system and, with `ours`, this user; "" if nobody can.
+    """Return which users can change `path`, other than the system and, with `ours`, this user; "" if none.
 
     Args:
         path: a file or a folder; it must exist.

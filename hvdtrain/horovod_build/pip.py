@@ -67,8 +67,8 @@ def _has(distribution: str) -> bool:
 def pip_command(cache: Path) -> list[str]:
     """Return the command that runs pip for this environment.
 
-    Without a pip of its own: the one that Python has for new environments, else one that uv fetches. Both are stored
-    in `cache`; the environment does not change.
+    If the environment has no pip, use the one that Python has for new environments, else one that uv fetches. Both are
+    stored in `cache`; the environment does not change.
 
     Raises:
         MissingToolError: there is no pip, and none can be had.
@@ -93,7 +93,7 @@ def pip_command(cache: Path) -> list[str]:
 
 def _bring(target: Path) -> str:
     """Put pip's package into `target`; return "" or why not."""
-    # Debian has the wheels of python3-venv in a folder of its own.
+    # Debian has the wheels of python3-venv in another folder.
     folders = [Path(sysconfig.get_path("stdlib")) / "ensurepip" / "_bundled", sysconfig.get_config_var("WHEEL_PKG_DIR")]
     wheels = [wheel for folder in folders if folder for wheel in sorted(Path(folder).glob("pip-*.whl"))]
     if wheels:

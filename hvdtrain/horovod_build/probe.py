@@ -88,10 +88,10 @@ def allreduce(
     """Start `ranks` processes and let them sum an array.
 
     Args:
-        framework: "torch" or "tensorflow": whose Horovod library takes part.
-        plane: "mpi" and "gloo" sum host memory, "nccl" GPU memory, for which each rank needs a GPU of its own.
+        framework: the Horovod library to use, "torch" or "tensorflow".
+        plane: "mpi" and "gloo" sum host memory; "nccl" sums GPU memory, and each rank needs its own GPU.
         ranks: number of processes, all on this host.
-        timeout_s: then everything is ended and the probe has failed.
+        timeout_s: after this time all processes are ended, and the probe has failed.
         python: interpreter of the environment to probe; by default this one.
         step: also take a training step, in host memory, and compare its weights with one process's.
 
@@ -125,7 +125,7 @@ def allreduce(
 
 
 def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Path) -> tuple[str, str]:
-    """Run `line` in a session of its own and return (error, output)."""
+    """Run `line` in a new session and return (error, output)."""
     # To a file, not a pipe: a grandchild that outlives its parent would hold a pipe open.
     with log.open("wb") as stream:
         try:

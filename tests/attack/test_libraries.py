@@ -85,7 +85,7 @@ def test_a_wheel_in_the_cache_is_looked_into_again(gone: Path, tmp_path: Path) -
         ("lib", "another folder for each program"),
         ("/usr/lib:", "another folder for each program"),
         ("/usr/lib/$PLATFORM", "another folder for each program"),
-        (f"{sys.prefix}/lib", "the environment of who built it"),
+        (f"{sys.prefix}/lib", "the environment in which it was built"),
         ("/tmp", "not the system's alone"),
         ("/dev/shm/x", "not the system's alone"),
         ("/usr/../tmp/x", "not the system's alone"),
