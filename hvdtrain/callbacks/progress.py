@@ -130,7 +130,7 @@ class Progress(Callback):
             # One write: launchers prefix what they read, and print() would send the line's end separately.
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
-        except (OSError, ValueError) as problem:  # nobody reads any more, or the disk is full: training continues
+        except (OSError, ValueError) as problem:  # no reader is left, or the disk is full: training continues
             self._style, self._lines = "off", False
             log.warning("progress is shown no more: %s", problem)
 

@@ -32,7 +32,7 @@ _VARIABLES = (
     "HOROVOD_", "OMPI_MCA_", "PRTE_MCA_", "NCCL_", "HVDTRAIN_", "OMP_NUM_THREADS", "KERAS_BACKEND",
     "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-# Set by a launcher for its ranks to find each other: nobody's choice, and different each time.
+# Set by a launcher so that its ranks find each other: not chosen by the user, and different each time.
 _OF_THE_LAUNCH = re.compile(
     r"OMPI_MCA_(orte_|ess|initial_wdir|pmix|shmem_RUNTIME|PREFIXES|cpu_type|num_procs)|PRTE_MCA_prte_|HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_RENDEZVOUS)"
 )
@@ -140,7 +140,7 @@ def default_name() -> str:
 
 
 def describe_environment(trainer: RunContext) -> dict[str, Any]:
-    """Return where and with what this runs; values that look like secrets are left out."""
+    """Return host, versions and variables of this run; values that look like secrets are left out."""
     versions = {}
     for name in _PACKAGES:
         try:

@@ -12,8 +12,8 @@ from hvdtrain.telemetry.interval import WORDS, Interval, RankTimes, lower_median
 
 log = logging.getLogger("hvdtrain")
 
-_IN_A_ROW = 3  # intervals: one slow second is nobody's fault
-_LEAST_SHARE = 0.1  # of a step that the others lose: less is not worth a word
+_IN_A_ROW = 3  # intervals: a single slow second is not reported
+_LEAST_SHARE = 0.1  # of a step that the other ranks lose: less is not reported
 _ADVICE = {
     "compute": "Look at its host: other processes, clocks and heat, a GPU or core shared with another rank.",
     "data": "Look at what feeds it: its disk or network file system, DataLoader workers, other jobs' I/O.",
@@ -75,7 +75,7 @@ def _late(times: RankTimes, factor: float) -> list[int]:
 
 
 def describe(rank: int, host: str, times: RankTimes) -> str:
-    """Return what to say of a slow rank: by how much it is slow, and what it is slow at."""
+    """Return the message about a slow rank: how much slower it is, and in which part of a step."""
     own, median = times.own[rank], lower_median(times.own)
     cause = max(_ADVICE, key=lambda part: getattr(times, part)[rank] - lower_median(getattr(times, part)))
     mine, others = getattr(times, cause)[rank], lower_median(getattr(times, cause))
