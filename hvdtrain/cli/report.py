@@ -97,7 +97,7 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
 
 
 def _floor(summary: Summary, measured: Path, link: str | None) -> float:
-    """Return the allreduce floor of a run from what bench measured; nothing is guessed where that is not enough."""
+    """Return the allreduce floor of a run from bench's measurements; without guesses if these are not enough."""
     from hvdtrain.tools.bench.sweep import floor_s
     from hvdtrain.tools.report.reading import ReportError
 
