@@ -79,7 +79,7 @@ def read_parquet(
                 _unpack(table, wanted, casts, folder)
     os.utime(folder)
     kinds = json.loads((folder / _INDEX).read_text())
-    # Mode "c": a page that is written to is copied, so nobody else's data changes.
+    # Mode "c": a page is copied when it is written to, so the data of other processes does not change.
     return {
         name: np.asarray(np.memmap(folder / str(i), dtype, "c", shape=tuple(shape)))
         for i, (name, (dtype, shape)) in enumerate(zip(wanted, kinds, strict=True))
