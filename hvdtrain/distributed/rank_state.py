@@ -54,8 +54,8 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
 
     With `everywhere`, all ranks get them.
 
-    "mean.x" and "max.x" that are equal on all ranks are there once, as rank 0's: masks and tables of
-    models are buffers too.
+    Values "mean.x" and "max.x" that are equal on all ranks are included once, as rank 0's, because masks and
+    tables of models are buffers too.
     """
     equal = _equal_on_all(mine, world=world)
     if not world.is_root:
@@ -75,11 +75,11 @@ def _equal_on_all(mine: Arrays, *, world: World) -> set[str]:
 
 
 def deal(saved: Arrays, *, world: World) -> Arrays:
-    """Return this rank's values of what `gather` returned on the root; a collective.
+    """Return this rank's part of the values that `gather` returned on the root; a collective.
 
     Args:
-        saved: on the root; that of other ranks is ignored.
-        world: the present ranks, perhaps not as many as then.
+        saved: used on the root; other ranks' argument is ignored.
+        world: the current ranks; their number may have changed.
     """
     packed = world.allgather_bytes(_pack(saved) if world.is_root else b"", name="rank_state")[0]
     ranks: dict[int, Arrays] = {}

@@ -173,7 +173,7 @@ def gpu_async() -> bool:
 
 
 def _set(wanted: dict[str, str]) -> list[str]:
-    """Set variables of the environment, but for those that the user has set; return the names of those."""
+    """Set environment variables, except those that the user has set; return the names of the latter."""
     yours = []
     for variable, value in wanted.items():
         if os.environ.get(variable, value) in (_ours.get(variable, value), _HOROVODRUNS.get(variable)):

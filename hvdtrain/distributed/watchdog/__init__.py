@@ -77,7 +77,7 @@ def horovods_limits() -> dict[str, str]:
     check = max(1, min(60, int(limit / 4)))
     own = os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "")
     if own.isdecimal() and int(own):
-        check = min(check, int(own))  # Horovod ends only what it has warned of
+        check = min(check, int(own))  # Horovod ends only an operation of which it has warned
     return {
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(check),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(int(limit) + check),

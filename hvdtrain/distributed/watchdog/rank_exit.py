@@ -106,7 +106,7 @@ class RankExit:
             self.leave(code)
 
     def _report(self, error: BaseException, hook: Callable[..., Any]) -> None:
-        """Print this rank's own exception: whole, but for one that another rank has just printed word for word."""
+        """Print this rank's exception: completely, unless another rank has just printed the same one."""
         text = "".join(traceback.format_exception(error)).rstrip()
         last = _last_line(error)
         if not self.facts.claim("first") and os.environ.get(DEBUG) != "1":
