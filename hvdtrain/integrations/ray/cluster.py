@@ -53,7 +53,7 @@ class Worker:
     """An actor that is a rank, or will be one."""
 
     handle: Any
-    asked: Any  # Ray's reference to its facts
+    facts_ref: Any  # Ray's reference to its facts
     facts: dict[str, Any] = field(default_factory=dict)  # where it is; {} until it has started
 
     def who(self, rank: int | None) -> str:
@@ -123,9 +123,9 @@ class RayCluster:
         Raises:
             HvdTrainError: it could not be started.
         """
-        if not worker.facts and self.ray.wait([worker.asked], timeout=0)[0]:
+        if not worker.facts and self.ray.wait([worker.facts_ref], timeout=0)[0]:
             try:
-                worker.facts = self.ray.get(worker.asked)
+                worker.facts = self.ray.get(worker.facts_ref)
             except self.ray.exceptions.RayError as problem:
                 raise HvdTrainError(
                     f"a rank could not be started on the Ray cluster: {_why(problem)}. Every node needs the same "

@@ -129,12 +129,12 @@ class ElasticJob:
                 follow(self._ended, self._pool.present)
             finally:
                 self._end()
-            told = self._driver.get_results().error_message
+            message = self._driver.get_results().error_message
         outcome = self._outcome()
         outcome.seconds = time.monotonic() - began
-        if told is not None:
+        if message is not None:
             last = f"; the last death: {self._deaths[-1]}" if self._deaths else ""
-            raise RankFailedError(f"{told}{last}")
+            raise RankFailedError(f"{message}{last}")
         return outcome
 
     def work(self, slot: Any, events: Sequence[threading.Event]) -> tuple[int, float]:

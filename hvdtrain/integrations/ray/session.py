@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"([\w.-]{1,200}|\[[\da-fA-F:.]{2,60}\]):(\d{1,5})")
 _LISTENS = "0A"  # in /proc/net/tcp
 # With it, Ray's sockets stay below the 107 bytes that the path of one may have.
 _LONGEST_BASE = 23
-_LAST_LINES_S = 0.5  # Ray looks for what ranks print ten times a second
+_LAST_LINES_S = 0.5  # Ray reads the ranks' output ten times a second
 
 
 class Session:
@@ -70,7 +70,7 @@ class Session:
             where = base if len(base) <= _LONGEST_BASE else "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="hvdtrain-", dir=where))  # this user's alone
             _close_token()
-            self._ray.init(address="local", _temp_dir=str(self._folder / "r"))  # one that Ray opens to everybody
+            self._ray.init(address="local", _temp_dir=str(self._folder / "r"))  # Ray opens this folder to all users
             _close_token()  # Ray may have made it just now
 
     def disconnect(self, *, keep_logs: bool = False) -> None:
@@ -109,7 +109,7 @@ def running() -> str:
 
 @contextlib.contextmanager
 def _naming(address: str) -> Iterator[None]:
-    """Give Ray the address in a file that nobody else can change.
+    """Give Ray the address in a file that no other user can change.
 
     With the address as an argument, Ray would not send its token.
     """
