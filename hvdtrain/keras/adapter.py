@@ -346,7 +346,7 @@ def _readable(leaf: Any) -> Any:
 
 
 def _set_precision(model: keras.Model, precision: str) -> None:
-    """Give every layer the mixed policy: float32 variables, and the lower precision for what is computed."""
+    """Give every layer the mixed policy: float32 variables, computation in the lower precision."""
     policy = _POLICIES[precision]
     if policy is None:
         return

@@ -79,7 +79,7 @@ class GradientReduction:
         return wire
 
     def buckets(self, variables: Sequence[Any]) -> list[list[int]] | None:
-        """Return positions of `variables` that travel together; None where Horovod may fuse as it likes."""
+        """Return groups of positions in `variables` to reduce together; None if Horovod may fuse as it likes."""
         count = len(variables)
         if self.groups is None:
             return None

@@ -54,9 +54,9 @@ def distribute_model(model: Any, **options: Any) -> None:
 
 
 def adopt_optimizer(model: Any, distributed: Any) -> None:
-    """Give a compiled model a distributed optimizer, in what it runs and in what it saves."""
+    """Give a compiled model a distributed optimizer, for training and for saving."""
     model.optimizer = distributed
-    compiled = model._compile_config.config  # what the next save writes down
+    compiled = model._compile_config.config  # what the next save writes
     wrapped = isinstance(compiled.get("optimizer"), keras.optimizers.LossScaleOptimizer)
     compiled["optimizer"] = model.optimizer if wrapped else distributed_part(model.optimizer)
     model.train_function = None  # it may hold the plain optimizer

@@ -94,7 +94,7 @@ def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
 
 
 def set_rank_state(held: Arrays, model: keras.Model) -> None:
-    """Load what `rank_state` returned, but for metrics, as far as it is there."""
+    """Load the entries that `rank_state` returned, except for metrics. Missing entries are ignored."""
     _assign({**_seeds(model), **_statistics(model)}, held)
     if keras.backend.backend() == "torch":
         from hvdtrain.torch import training_state
@@ -103,12 +103,12 @@ def set_rank_state(held: Arrays, model: keras.Model) -> None:
 
 
 def set_metrics(held: Arrays, model: keras.Model) -> None:
-    """Load the running metrics in what `rank_state` returned; they exist once the model has seen a batch."""
+    """Load the running metrics from `rank_state`; they exist once the model has seen a batch."""
     _assign(_metrics(model), held)
 
 
 def has_metrics(held: Arrays) -> bool:
-    """Return whether running metrics are in what `rank_state` returned."""
+    """Return whether the result of `rank_state` contains running metrics."""
     return any(name.split(".")[1] == "metric" for name in held)
 
 

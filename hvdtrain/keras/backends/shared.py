@@ -1,4 +1,4 @@
-"""What several backends do alike."""
+"""Code that several backends share."""
 
 from __future__ import annotations
 
