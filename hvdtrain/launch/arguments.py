@@ -51,7 +51,7 @@ HOROVODRUN_OPTIONS = {
     ),
     "--blacklist-cooldown-range": 2,
 }
-# Open MPI's take one or two dashes alike.
+# Open MPI's options may have one dash or two.
 _MPIRUN_VALUES = {
     **_each(
         "x H host hostfile machinefile default-hostfile map-by bind-to rank-by wd wdir path prefix N npernode "

@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 ADDRESS, KEY = "HVDTRAIN_CALL_SOCKET", "HVDTRAIN_CALL_KEY"
-_BYTES = 32  # of a challenge, and of what SHA-256 makes of one
+_BYTES = 32  # of a challenge, and of a SHA-256 digest
 ANSWER_BYTES = 2 * _BYTES  # a rank's own challenge, and its proof
 _DEPTH = 6
 

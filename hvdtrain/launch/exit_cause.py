@@ -101,7 +101,7 @@ class Listener:
         return self._by_rank[rank] if rank < len(self._by_rank) else "" if self._by_rank else self._host
 
     def text(self) -> str:
-        """Return the end of what was printed."""
+        """Return the end of the output."""
         with self._lock:
             return "".join(bytes(end).decode(errors="replace") for end in self._ends.values())
 
@@ -160,7 +160,7 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
 
 
 def _traceback(lines: list[str]) -> str:
-    """Return the first traceback in what a rank printed, "" if there is none."""
+    """Return the first traceback in a rank's output, "" if there is none."""
     begin = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), None)
     if begin is None:
         return ""

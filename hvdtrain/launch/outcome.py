@@ -77,7 +77,7 @@ class Outcome:
         elif code in (0, EXIT_STOPPED) or rank in self.of_kind("error"):  # that rank was not the first
             rank = next(iter([*exits, *(rank for rank in range(self.size) if rank not in self.answers)]))
             text = f"rank {rank} ended by itself, with status {exits.get(rank, code)}"
-        # Lines that nobody has seen yet.
+        # Lines that were not shown yet.
         lines = [line for line in self.tails.get(rank, ()) if line.strip() and (rank is None or (root_only and rank))]
         end = "; the end of what it printed:\n" + "\n".join(lines) if lines else ""
         return RankFailedError(f"{text}, before the function had returned{end}", rank=rank)
