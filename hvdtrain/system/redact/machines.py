@@ -66,7 +66,7 @@ _LISTED = re.compile(
     rf"|\bhosts (?P<prose>{_NAME}(?:, {_NAME})* and {_NAME})"
 )
 _IN_ADDRESS = re.compile(r"(?<=\w://)[\w.-]+")
-# What may stand where a name does, and public places that everybody knows.
+# Words that may stand in the place of a name, and public addresses.
 _NO_NAMES = listed(
     "a all alone an and any are as at be by can cannot cpu did do does each every file files for from gpu had has "
     "have here host hosts if in is it its itself key keys list may memory must name named names network no nobody "
@@ -106,7 +106,7 @@ class Scrubber:
         self._kept = {"root", "localhost", "", *keep}
         self._users = _users() if users is None else set(users)
         self._hosts = _hosts() if hosts is None else set(hosts)
-        homes = {os.path.expanduser("~")} if homes is None else homes  # "~" itself where nobody knows it
+        homes = {os.path.expanduser("~")} if homes is None else homes  # "~" itself if it is not known
         # The longest first: a name may be the beginning of another one.
         self._homes = sorted((home.rstrip("/") for home in homes if len(home.rstrip("/")) > 1), key=len, reverse=True)
 

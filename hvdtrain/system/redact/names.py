@@ -13,7 +13,7 @@ def listed(words: str) -> frozenset[str]:
 
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
-# Parts of a name that say it wherever they stand, also run together as in dbpassword.
+# Parts of a name that mark a secret at any place, also without a separator as in dbpassword.
 _STEM = re.compile(r"secret(?!ar)|passw|passphrase|passcode|credential|apikey|accesskey|privatekey|webhook|pwd")
 _FOLDERS = frozenset({"PWD", "OLDPWD"})  # the shell's
 _ALONE = listed("auth oauth authorization authentication bearer cookie cookies cred creds jwt otp token")

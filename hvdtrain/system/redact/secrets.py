@@ -17,7 +17,7 @@ from hvdtrain.system.redact.names import is_secret, listed
 
 HIDDEN = "(hidden)"
 
-_LEAST = 8  # characters of a value that is hidden wherever it stands: a shorter one may be any word
+_LEAST = 8  # characters of a value that is hidden everywhere: a shorter one may be an ordinary word
 _COMMON = listed(
     "default disabled enabled required optional kerberos password passphrase username localhost anonymous "
     "undefined keychain automatic external internal negotiate"
@@ -189,7 +189,7 @@ def _value_at(said: str, found: re.Match[str]) -> re.Match[str] | None:
 
 
 def _json_in(said: str) -> Iterator[tuple[int, int, Any]]:
-    """Yield where a text has mappings and lists in JSON, and what they are."""
+    """Yield begin, end and value of each JSON mapping and list in a text."""
     at = 0
     for found in itertools.islice(_JSON_BEGINS.finditer(said), _MOST_JSON):
         if found.start() < at:
@@ -244,7 +244,7 @@ def _spellings(value: str) -> Iterator[str]:
 
 
 def _is_distinct(value: str) -> bool:
-    """Return whether a value is a secret's wherever it stands: no word, number, path or address."""
+    """Return whether a value can be hidden everywhere: it is no word, number, path or address."""
     if len(value) < _LEAST or value.lower() in _COMMON or value.startswith(("/", "~", "./", "../", "file:", HIDDEN)):
         return False
     if re.match(r"\w+://", value):
