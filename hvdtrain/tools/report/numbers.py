@@ -22,13 +22,13 @@ class Slowest:
     """The rank that others wait for."""
 
     rank: int
-    host: str  # its host's name, "" where the run does not say
-    # Seconds that a step takes it by itself: data, compute and callbacks; the mean over steps, so that a while in which
-    # it was slow counts by what the others waited.
+    host: str  # its host's name, "" if it was not recorded
+    # Seconds of a step without waiting: data, compute and callbacks. The mean over steps, so that a slow phase counts
+    # by the wait time of the other ranks.
     own_s: float
     median_own_s: float  # the same of the median rank, the lower one of two
     above_median: float  # own_s / median_own_s - 1
-    cause: str  # "data", "compute" or "other": at which of them it loses most against the median rank
+    cause: str  # "data", "compute" or "other": where it loses most against the median rank
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,6 @@ def _median(values: Floats) -> float | None:
 
 
 def _mean(values: Floats, *, axis: int, weights: Floats | None = None) -> Floats:
-    """Return the mean of what is finite; unlike np.nanmean, without a warning where nothing is."""
+    """Return the mean of the finite values; unlike np.nanmean, without a warning if there is none."""
     found: Floats = np.ma.filled(np.ma.average(np.ma.masked_invalid(values), axis=axis, weights=weights), np.nan)
     return found

@@ -11,9 +11,9 @@ from hvdtrain.tools.report.plots import Plot
 from hvdtrain.tools.report.reading import RecordedRun
 from hvdtrain.tools.report.words import comparison, sentences
 
-# No network, no script: a browser holds the page to it, whatever a file managed to put into it.
+# No network, no script: the browser enforces this, whatever the input files contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-# In the dark pictures are turned over: what is light becomes dark, and colours stay what they are called.
+# In dark mode, plots are inverted: light becomes dark, and hues stay.
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1a1a1a; --pale: #505050; --line: #e0e0e0; --box: #f3f6f9;
         --mark: #0072b2; --turned: none; }

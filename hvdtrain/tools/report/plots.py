@@ -1,4 +1,4 @@
-"""Draw runs as inline SVG. No text from a file is drawn: names stand in the page's legends, where they are escaped."""
+"""Draw runs as inline SVG. No text from a file is drawn: names are in the page's legends, which are escaped."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture with what stands around it."""
+    """A figure with its title, legend and note."""
 
     title: str
     svg: str
-    legend: list[tuple[str, str]]  # of each line its colour, and what it is
-    note: str = ""  # what to know to read it
+    legend: list[tuple[str, str]]  # color and name of each line
+    note: str = ""  # how to read it
 
 
 def draw(runs: Sequence[RecordedRun], *, floor_s: float | None = None) -> list[Plot]:
@@ -119,7 +119,7 @@ def _curves(
     dashed: bool = False,
     note: str = "",
 ) -> Plot | None:
-    """Draw a line for each run, and circles for what History has of its epochs under the name `epochs`."""
+    """Draw a line for each run, and circles for its epochs: the entry `epochs` of History."""
     figure, axis = _axes(unit)
     drawn, circles = False, False
     for index, run in enumerate(runs):

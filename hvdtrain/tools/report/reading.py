@@ -143,7 +143,7 @@ def _same(counted: Sequence[tuple[int, dict[str, Any]]], step: float, kind: str)
 
 
 def number(value: Any) -> float:
-    """Return a number of JSON; NaN for what is none, or not finite."""
+    """Return a number of JSON; NaN if it is no number, or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

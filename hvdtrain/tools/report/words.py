@@ -39,7 +39,7 @@ def _what(summary: Summary) -> str:
 
 
 def comparison(a: Summary, b: Summary) -> str:
-    """Return which of two runs is faster, by how much, and in what the difference lies; "" where that is not known."""
+    """Return which of two runs is faster, by how much, and in which part of a step; "" if that is not known."""
     if not a.step_s or not b.step_s:
         return ""
     times = f"({format_time(b.step_s)} against {format_time(a.step_s)})"
