@@ -27,7 +27,7 @@ _TINY_BYTES = 2**19
 def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
     """Return the small ones among `params` in buckets of one type and device, in about the order of backward.
 
-    Depends on the order of `params`, their shapes, types and devices alone, and so is the same on all ranks.
+    The result depends only on the order of `params`, their shapes, types and devices, so it is equal on all ranks.
     """
     native = [param for param in reversed(list(params)) if wire.is_native_type(param.dtype)]
     is_tiny = sum(param.nbytes for param in native) <= _TINY_BYTES
@@ -44,7 +44,7 @@ def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
 
 
 def _split_end(params: list[Parameter]) -> list[list[Parameter]]:
-    """Return a bucket in two: the second with what backward makes last, of `_LAST_BYTES` at most if it can be."""
+    """Split a bucket: the second part has backward's last gradients, if possible at most `_LAST_BYTES`."""
     room, first = _LAST_BYTES, len(params)
     while first > 0 and (room := room - params[first - 1].nbytes) >= 0:
         first -= 1

@@ -18,7 +18,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return `tensor` as it was before `compress`, but for what was lost."""
+        """Return `tensor` as it was before `compress`, except for rounding."""
         raise NotImplementedError
 
 

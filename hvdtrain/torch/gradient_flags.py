@@ -1,4 +1,4 @@
-"""What ranks exchange at the end of a step: which gradients they have, how many ranks are active, what they weigh."""
+"""Exchanged at the end of a step: which gradients ranks have, how many ranks are active, the sum of their weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.torch.engine import Average
 from hvdtrain.torch.reduce_ops import Reduction
 
-# For each unit, on how many ranks each parameter's gradient is dense, and on how many sparse.
+# For each unit and parameter: on how many ranks the gradient is dense, and on how many it is sparse.
 Counts = list[tuple[list[int], list[int]]]
 
 
@@ -19,7 +19,7 @@ class GradientFlags:
     Attributes:
         active: ranks that have not joined.
         weight: the sum of the ranks' weights; None where none were given.
-        counts: None where every rank has the gradients that this one has, and no others.
+        counts: None if every rank has exactly the gradients of this one.
     """
 
     active: int
@@ -42,15 +42,15 @@ def read(
         received: reduced from each rank's 1.0, its weight, and two flags a parameter (`ReductionUnit.flags`).
         flags: this rank's.
         members: how many parameters each unit has.
-        how: how the numbers were reduced, which is undone here.
-        counts_ranks: False where no rank can have joined.
+        how: how the numbers were reduced; this is undone here.
+        counts_ranks: False if no rank can have joined.
         weighted: whether ranks gave a weight.
     """
     size = how.process_set.size()
     factor = how.prescale_factor * how.postscale_factor
     one = factor / size if how.op == Average else factor  # what a rank adds to a received number
     weight = received[1] / one if weighted else None
-    # The mean of what all ranks have alike is this one's: so it is in nearly all steps.
+    # In nearly all steps, all ranks have the same flags, so that their mean equals this rank's.
     if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
         return GradientFlags(size, weight, None)
     active = round(received[0] / one) if counts_ranks else size

@@ -162,7 +162,7 @@ class DistributedMixin(torch.optim.Optimizer):
         return self._hvd_reducer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, to be reduced too; on all ranks alike."""
+        """Add parameters, which are then reduced too; call it on all ranks, with the same parameters."""
         super().add_param_group(param_group)
         self._reducer()
 

@@ -338,7 +338,7 @@ class Reducer:
         """Take part in the reductions of gradients that this rank lacks."""
         for unit, (dense, sparse) in zip(self._units, counts, strict=True):
             if unit.takes_sparse and dense[0] and sparse[0]:
-                unit.reset()  # no other rank takes part in what was started: do not wait for it
+                unit.reset()  # no other rank takes part in this unit's operation: do not wait for it
                 raise HvdTrainError(
                     f"The gradient of {unit.names[0]} is sparse on {sparse[0]} rank(s) and dense on {dense[0]}. Use "
                     "the same layer on every rank, or sparse_as_dense=True."
