@@ -88,7 +88,7 @@ def _refuse(why: str, folder: Path, command: str) -> None:
 
 def _can_be_written(folder: Path) -> bool:
     """Return whether files can be made in `folder` and below it, without making any."""
-    if not folder.is_absolute():  # "~/.cache" where nobody knows this user's home
+    if not folder.is_absolute():  # "~/.cache", if this user has no known home
         return False
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     below = list(folder.iterdir()) if there == folder and os.access(folder, os.R_OK) else []

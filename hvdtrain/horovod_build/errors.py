@@ -26,7 +26,7 @@ class CacheError(BuildError):
 
 
 class SdistError(BuildError):
-    """Horovod's sdist cannot be had, or is not the one that was checked."""
+    """Horovod's sdist cannot be fetched, or has another hash."""
 
 
 class PatchError(BuildError):
