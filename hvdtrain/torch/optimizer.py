@@ -29,7 +29,7 @@ _OURS = ("_hvd_reducer", "_hvd_should_synchronize")
 
 
 class DistributedMixin(torch.optim.Optimizer):
-    """What `DistributedOptimizer` adds to the user's class; stands before it in the order of methods.
+    """The base class that `DistributedOptimizer` puts before the user's optimizer class.
 
     Instances share the attributes of the optimizer that the user passed in: state, parameter groups, defaults, hooks.
     """
@@ -42,8 +42,8 @@ class DistributedMixin(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Reduce the gradients and take the user's optimizer's step.
 
-        With a closure, each of its calls reduces the gradients and the loss it returns, so that all ranks search along
-        the same line (LBFGS).
+        With a closure, each call of it reduces the gradients and the returned loss, so that all ranks search along the
+        same line (LBFGS).
         """
         reducer = self._reducer()
         closure = args[0] if args else kwargs.get("closure")
@@ -62,13 +62,13 @@ class DistributedMixin(torch.optim.Optimizer):
         watchdog.step_done()
         return result
 
-    # torch times and hooks the step of each class; this one calls a step that already is.
+    # torch would wrap this `step` for profiling and hooks; the `step` that it calls is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return `closure` with its gradients and its loss reduced."""
         reducer = self._reducer()
-        if reducer.is_in_flight:  # gradients of a backward before step()
+        if reducer.is_in_flight:  # gradients of a backward pass before step()
             reducer.synchronize()
 
         @functools.wraps(closure)
@@ -95,7 +95,7 @@ class DistributedMixin(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, `step` does not reduce: `synchronize` was called before."""
+        """Within the block, `step` does not reduce, because `synchronize` was called before."""
         self._hvd_should_synchronize = False
         try:
             yield
@@ -118,12 +118,12 @@ class DistributedMixin(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, and drop the step in flight; to be called on all ranks or on none."""
+        """Load state, and drop the step in flight; call it on all ranks."""
         self._hvd_reducer.forget()
         super().load_state_dict(state_dict)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the number of backward passes a step, from the next step on."""
+        """Change the number of backward passes per step, from the next step on."""
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0. Received: {passes}")
         self._hvd_reducer.set_passes_per_step(passes)

@@ -17,8 +17,8 @@ from hvdtrain.training.checkpointing import Snapshot
 class FitState(elastic.State):
     """The last commit, and what Horovod's driver reports of hosts.
 
-    A commit is in every rank's memory, because any rank may die. `fit` itself gives ranks the root's commit, as it
-    gives them a checkpoint.
+    A commit is in every rank's memory, because any rank may die. `fit` gives all ranks the root's commit, like a
+    checkpoint.
 
     Args:
         adapter: takes the steps.
@@ -33,11 +33,11 @@ class FitState(elastic.State):
 
     @property
     def hosts_have_changed(self) -> bool:
-        """Whether the driver has reported it, which it does to rank 0 alone."""
+        """Whether the driver has reported a change of hosts. It reports to rank 0 only."""
         return not self._host_messages.empty()
 
     def commit(self, snapshot: Snapshot) -> None:
-        """Copy the present state, in place of the last commit; a collective call."""
+        """Replace the last commit by a copy of the current state; a collective call."""
         everyones = rank_state.gather(snapshot.arrays, world=self._world, everywhere=True)
         self._saved = checkpointing.pack(self._adapter.state(), everyones, snapshot.meta, world=self._world, copy=True)
 
@@ -45,7 +45,7 @@ class FitState(elastic.State):
         """Load the root's last commit, if it has one; see `checkpointing.load`."""
 
         def find() -> tuple[Path, Contents] | None:
-            # Restoring takes parts out of the meta data.
+            # A copy of the meta data, because restoring removes parts of it.
             if self._saved is None:
                 return None
             return Path("in memory"), Contents(self._saved.arrays, dict(self._saved.meta))
@@ -56,20 +56,20 @@ class FitState(elastic.State):
         """End this round of `fit`, on all ranks.
 
         Raises:
-            HostsUpdatedInterrupt: for `run`.
+            HostsUpdatedInterrupt: handled by `run`.
         """
         raise importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt(False)
 
     def restore(self) -> None:
-        """Load this rank's own copy, so that nothing is left of a step that has failed."""
+        """Load this rank's copy, to undo a step that has failed."""
         if self._saved is not None:
             self._adapter.load_state(checkpointing.unpack(self._saved))
 
     def sync(self) -> None:
-        """Do nothing: `fit` begins with it."""
+        """Do nothing: `fit` synchronizes at its beginning."""
 
 
 def run(fit_round: Callable[[], None], state: FitState, framework: str) -> None:
-    """Call `fit_round`, which trains from the last commit on, again whenever ranks come, go or die."""
+    """Call `fit_round`, and again whenever ranks come, go or die; it resumes from the last commit."""
     reset = frameworks.load(framework, "elastic").reset
     elastic.run_fn(lambda _: fit_round(), reset)(state)

@@ -53,7 +53,7 @@ class LearningRate:
         return [rate * (start + (self.factor - start) * (step + 1) / ramp) for rate in self.base]
 
     def describe(self, *, batch_size: int | None, accumulate: int) -> list[str]:
-        """Return log lines: the effective batch, and the rate, or the option that scales it."""
+        """Return log lines: the effective batch, and how the rate is scaled or can be scaled."""
         ranks = f"{self._size} rank{'s' if self._size > 1 else ''}"
         lines = []
         if batch_size and self._size * accumulate > 1:

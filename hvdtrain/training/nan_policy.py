@@ -25,13 +25,11 @@ _ADVICE = (
     'NaN; then start again with nan_policy="raise", which names the first step, rank and samples, or with '
     'nan_policy="skip", which leaves such steps out. If there was a finite checkpoint, the newest one is kept.'
 )
-_ADVICE_UNDER_POLICY = (
-    "Steps whose gradients are not finite are not taken, so look at the loss itself and at the data it is taken over."
-)
+_ADVICE_UNDER_POLICY = "No step with non-finite gradients is taken, so look at the loss itself and at its data."
 
 
 class NanPolicy:
-    """Raises, stops or continues where a step's gradients are not finite; the same on all ranks.
+    """Raises, stops or continues when a step's gradients are not finite; the same on all ranks.
 
     Args:
         policy: "raise", "skip" or "stop"; see `Trainer`.
@@ -62,16 +60,16 @@ class NanPolicy:
         self._in_a_row = 0
 
     def step_refused(self, fault: Fault, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
-        """Handle a step that the adapter refused; return whether training is to stop, the same on all ranks.
+        """Handle a step that the adapter refused; return whether training must stop, equal on all ranks.
 
         Args:
             fault: this rank's.
-            batches: of the step.
-            step: its number in the epoch, from 0.
-            epoch: likewise.
+            batches: the step's.
+            step: the step's number in the epoch, from 0.
+            epoch: the epoch's number, from 0.
 
         Raises:
-            NonFiniteError: on every rank, with the policy "raise", or after too many in a row.
+            NonFiniteError: on every rank, with the policy "raise", or after too many such steps in a row.
         """
         self._in_a_row += 1
         indices = [batch.indices for batch in batches if batch.indices is not None]
