@@ -1,7 +1,7 @@
 """The contract between the Trainer and a framework, on one screen.
 
 The Trainer decides what happens and when. An adapter does it with one framework. An adapter reduces over ranks in its
-optimizer. It reads the world size from World, and never needs its own rank.
+optimizer. It reads the world size from World, and uses its own rank in messages only.
 """
 
 from __future__ import annotations
