@@ -33,7 +33,7 @@ class Progress(Callback):
     Only rank 0 prints, and each line in one piece, so that a launcher's prefixes do not garble it.
 
     Args:
-        style: "live" for a display that is redrawn, "lines" for a line every so often and one an epoch, "epochs" for
+        style: "live" for a display that is redrawn, "lines" for a line every so often and one per epoch, "epochs" for
             the latter alone, "off"; "auto" is live where standard output is a terminal and no launcher has started
             this rank, and lines elsewhere. The environment variable HVDTRAIN_PROGRESS wins over "auto".
         every_s: seconds between two lines within an epoch.

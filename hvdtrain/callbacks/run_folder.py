@@ -43,7 +43,7 @@ _runs_here = itertools.count(1)  # of a job with a name
 class RunFolder(RecordingCallback):
     """Write a folder for this run: config.json, environment.json, and metrics.jsonl, a line at a time.
 
-    metrics.jsonl holds one JSON object a line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
+    metrics.jsonl has one JSON object per line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
     over all ranks, "learning_rate", "metrics" of the epoch so far, and "rank_s", each rank's mean seconds of a step:
     {"step": [...], "data": [...], "compute": [...], "reduction": [...], "other": [...]}, as in `RankTimes`. `"kind":
     "epoch"` has the metrics of History. NaN and infinity are null, because JSON has no such numbers. A resumed run

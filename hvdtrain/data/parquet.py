@@ -44,7 +44,7 @@ def read_parquet(
     dtypes: Mapping[str, DTypeLike] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Return columns of a Parquet file, or of a folder of them, as arrays: one row a sample, types preserved.
+    """Return columns of a Parquet file, or of a folder of them, as arrays: one row per sample, types preserved.
 
     A column of numbers has the shape (rows,), one of lists of one length (rows, length). Rows have the order of the
     files' names, and within a file its own, on every rank. The arrays are memory-mapped: rows are read when they are

@@ -180,6 +180,6 @@ def samples_in_step(step: int, num_samples: int, *, batch_size: int, size: int) 
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raise ValueError unless batch_size, in samples a rank, is a whole number >= 1."""
+    """Raise ValueError unless batch_size, in samples per rank, is a whole number >= 1."""
     if not isinstance(batch_size, int | np.integer) or isinstance(batch_size, bool) or batch_size < 1:
         raise ValueError(f"batch_size is samples per rank and must be an int >= 1. Received: batch_size={batch_size!r}")

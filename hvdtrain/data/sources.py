@@ -388,5 +388,5 @@ def _common_length(parts: Sequence[Any], world: World) -> int:
     lengths = {name: num_rows(part) for name, part in zip(names, parts, strict=False) if part is not None}
     every = {num_rows(leaf) for part in parts if part is not None for leaf in leaves(part)}
     if len(every) > 1:
-        raise ValueError(f"Arrays must have one row a sample. Received lengths: {lengths} on rank {world.rank}")
+        raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {world.rank}")
     return every.pop()

@@ -17,7 +17,7 @@ def first_difference(
     """Return where lists of ranks first differ from the first list; None if all are equal.
 
     Args:
-        lists: one a rank; their items are not None.
+        lists: one per rank; their items are not None.
         normal: returns what is compared of an item.
 
     Returns:

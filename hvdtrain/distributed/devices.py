@@ -90,7 +90,7 @@ def introduce(
         module: Horovod's, initialised.
         allgather: of its framework, for host arrays.
         gpu: returns UUID and name of a GPU that this process sees.
-        nccl: whether gradients travel over NCCL, which takes one rank a GPU.
+        nccl: whether gradients are sent over NCCL, which takes one rank per GPU.
     """
     global _compare
     if module.size() == 1:
@@ -129,7 +129,7 @@ def compare(mine: RankDevice, module: ModuleType, allgather: Callable[..., Bytes
         mine: this rank's.
         module: Horovod's, initialised.
         allgather: of its framework, for host arrays.
-        nccl: whether gradients travel over NCCL, which takes one rank a GPU.
+        nccl: whether gradients are sent over NCCL, which takes one rank per GPU.
 
     Raises:
         LaunchError: with NCCL: ranks share a GPU, or some have none.

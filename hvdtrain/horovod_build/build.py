@@ -35,7 +35,7 @@ class BuildOptions:
         sdist: Horovod's sdist as a file, for machines without a network.
         through_host: GPU tensors travel through host memory instead of NCCL.
         cuda_arch: GPU architectures, e.g. "80,90"; by default those of the GPUs that are here.
-        jobs: compiler processes at once; by default one a core.
+        jobs: compiler processes at once; by default one per core.
         prove: run an allreduce and a training step between two processes at the end.
         install: install the wheel into this environment; False needs prove=False.
     """

@@ -149,7 +149,7 @@ def _make_tensor(framework: str, values: np.ndarray[Any, Any], device: str) -> A
     module = importlib.import_module(framework)
     if framework == "torch":
         return module.from_numpy(values).to(device)
-    with module.device("/GPU:0"):  # TensorFlow numbers the GPUs that it was shown: one a rank
+    with module.device("/GPU:0"):  # TensorFlow numbers the GPUs that it was shown: one per rank
         return module.constant(values)
 
 

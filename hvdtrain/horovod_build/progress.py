@@ -1,4 +1,4 @@
-"""Say what a long command is doing and how far it is: one line a step, and percent with elapsed time below it."""
+"""Say what a long command is doing and how far it is: one line per step, and percent with elapsed time below it."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
 
 
 def _scalars(results: dict[str, Any]) -> dict[str, float]:
-    """Return one float a name: a metric with a value per class, say, becomes "name/0", "name/1" and so on."""
+    """Return one float per name: a metric with a value per class, say, becomes "name/0", "name/1" and so on."""
     values = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in results.items()}
     return {
         name if value.ndim == 0 else f"{name}/{index}": float(each)

@@ -64,7 +64,7 @@ class PreparedData(keras.utils.PyDataset):
 
     Args:
         data: arrays `(x, y)` or `(x, y, sample_weight)`, or a map-style dataset of such samples.
-        batch_size: samples a rank takes in a step.
+        batch_size: samples per rank and step.
         world: the ranks that share the data.
 
     Raises:

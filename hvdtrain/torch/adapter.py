@@ -74,7 +74,7 @@ class TorchAdapter:
 
     @property
     def learning_rates(self) -> list[float]:
-        """One a parameter group."""
+        """One per parameter group."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     @learning_rates.setter

@@ -52,7 +52,7 @@ class Exchange(Handle):
         self._first_half.wait()
 
     def _start_second_half(self, scattered: tuple[Tensor, Tensor]) -> Any:
-        # (size, shard): one row a rank, added up in rank order
+        # (size, shard): one row per rank, added up in rank order
         mine = scattered[0].view(torch.bfloat16).view(self._process_set.size(), -1).float().sum(0)
         if self._postscale != 1.0:
             mine *= self._postscale

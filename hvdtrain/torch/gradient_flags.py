@@ -39,7 +39,7 @@ def read(
     """Return the flags of all ranks, from numbers that were reduced as gradients are.
 
     Args:
-        received: reduced from each rank's 1.0, its weight, and two flags a parameter (`ReductionUnit.flags`).
+        received: reduced from each rank's 1.0, its weight, and two flags per parameter (`ReductionUnit.flags`).
         flags: this rank's.
         members: how many parameters each unit has.
         how: how the numbers were reduced; this is undone here.

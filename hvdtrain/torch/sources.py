@@ -27,7 +27,7 @@ class ShardSampler(Sampler[int]):
         shuffle: False keeps the dataset's order.
         seed: must be equal on all ranks.
         drop_last: leave out the samples at the end that do not fill a batch of `batch_size` on every rank.
-        batch_size: samples a rank takes in a step; needed for drop_last alone.
+        batch_size: samples per rank and step; needed for drop_last only.
         world: whose ranks share the samples; the current World by default.
 
     Raises:
@@ -48,7 +48,7 @@ class ShardSampler(Sampler[int]):
         num_samples = dataset if isinstance(dataset, int) else len(dataset)
         if drop_last:
             if batch_size is None:
-                raise ValueError("drop_last needs batch_size, in samples a rank. Received: batch_size=None")
+                raise ValueError("drop_last needs batch_size, in samples per rank. Received: batch_size=None")
             num_samples -= num_samples % (batch_size * self._world.size)
         self.num_samples = num_samples  # over all ranks
         self.shuffle = shuffle

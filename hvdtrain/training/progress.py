@@ -11,7 +11,7 @@ from hvdtrain.errors import CheckpointError
 
 
 class History(dict[str, list[float]]):
-    """A metric's name -> one float an epoch, equal on every rank.
+    """A metric's name -> one float per epoch, equal on every rank.
 
     Besides the metrics it holds "samples_per_s", over all ranks, and "seconds", the slowest rank's training time.
     """

@@ -30,7 +30,7 @@ __all__ = ["BenchError", "BenchOptions", "run"]
 
 QUICK = {"max_bytes": 1 << 20, "budget_s": 0.1, "steps": 8, "hidden": 256}
 SCRIPT_STEPS = 100
-# One thread a rank, so that figures of different numbers of ranks compare; what the user has set stays.
+# One thread per rank, so that figures of different numbers of ranks compare; what the user has set stays.
 _ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 

@@ -32,7 +32,7 @@ class WorkerPlan:
     budget_s: float = 1.0  # about how long each size is measured
     steps: int = 30  # of the standard model
     hidden: int = 4096  # width of its two hidden layers
-    batch_size: int = 64  # samples a rank takes in a step
+    batch_size: int = 64  # samples per rank and step
 
 
 INPUTS, CLASSES = 784, 10

@@ -175,7 +175,7 @@ def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Sl
     """Return the rank that costs the others most.
 
     Args:
-        times: of each part the seconds a step, shape (n, ranks).
+        times: of each part the seconds per step, shape (n, ranks).
         hosts: the ranks' hosts, as far as known.
         steps: how many steps each interval stands for, shape (n,).
     """

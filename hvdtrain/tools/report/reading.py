@@ -41,7 +41,7 @@ class Intervals(Series):
     samples_per_s: Floats
     learning_rate: Floats
     start: NDArray[np.int64]  # which start of the run it belongs to, from 0
-    rank_s: dict[str, Floats]  # seconds a step by part of `RECORDED`, shape (n, ranks); NaN where a rank was not there
+    rank_s: dict[str, Floats]  # seconds per step by part of `RECORDED`, shape (n, ranks); NaN if a rank was not there
 
     @property
     def ranks(self) -> int:
@@ -68,7 +68,7 @@ class RecordedRun:
     config: dict[str, Any]
     environment: dict[str, Any]
     intervals: Intervals
-    epochs: Series  # one entry an epoch, metrics as History has them
+    epochs: Series  # one entry per epoch, metrics as History has them
     starts: int  # how often it began, as far as the files show: by steps that were taken again
     seconds: float | None = None  # that its starts took together, None where the files do not say
     notes: list[str] = field(default_factory=list)  # what could not be read, in words

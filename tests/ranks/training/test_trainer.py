@@ -201,7 +201,7 @@ def test_ranks_that_each_pass_a_part_of_their_own_are_told_so(kit, world, call):
 @pytest.mark.world_size(2)
 def test_data_that_fails_on_one_rank_fails_on_all(kit, world):
     x, y = data(8)
-    with pytest.raises((ValueError, HvdTrainError), match=r"one row a sample.*rank 1"):
+    with pytest.raises((ValueError, HvdTrainError), match=r"one row per sample.*rank 1"):
         kit.trainer(kit.model()).fit((x, y[: 8 - world.rank]), progress=False)
 
 
