@@ -23,12 +23,6 @@ def with_defaults(
 
     While `hvdtrain bench` runs the script, callbacks that write files are left out, and checkpoints go to a temporary
     folder.
-
-    Args:
-        given: ours, and Keras's own.
-        run_folder: where the run is recorded; None for no folder.
-        checkpoint_dir: where a checkpoint is saved after each epoch, None for nowhere.
-        progress: whether rank 0 shows progress.
     """
     hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
     for kind in (*[Progress] * progress, Stragglers, SyncCheck):

@@ -119,11 +119,7 @@ class KerasStyle(Callback):
 
 
 def as_callback(callback: Any) -> Callback:
-    """Return `callback` itself; a Keras callback is wrapped.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Return `callback` itself; a Keras callback is wrapped."""
     if isinstance(callback, Callback):
         return callback
     if hasattr(callback, "set_model") and hasattr(callback, "on_train_batch_end"):

@@ -22,15 +22,7 @@ class Display(progress.Progress):
         self._bar = self.add_task("", total=steps, left="")
 
     def show(self, place: str, step: int, *, steps: int | None, words: str = "", left: str = "") -> None:
-        """Say where training is.
-
-        Args:
-            place: the epoch.
-            step: of the epoch.
-            steps: how many the epoch has, if that is known.
-            words: how it went, for the second line.
-            left: how much time is left.
-        """
+        """Say where training is, by the epoch's name and step, how it went, and how much time is left."""
         self._words = words
         self.update(self._bar, completed=step, total=steps, description=place, left=left)
 

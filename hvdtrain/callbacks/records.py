@@ -15,16 +15,7 @@ Facts = dict[str, Any]
 
 
 class RecordingCallback(Callback):
-    """Calls `record` for intervals and epochs; `RunFolder` documents what a record holds.
-
-    Args:
-        every_s: seconds between two recorded intervals; an epoch's last interval is always recorded.
-        options: the script's own options, as JSON; recorded with the configuration.
-
-    Raises:
-        ValueError: every_s is below 0.
-        TypeError: options are not JSON.
-    """
+    """Calls `record` for intervals and epochs; `RunFolder` documents its arguments, and what a record holds."""
 
     def __init__(self, every_s: float, options: dict[str, Any] | None) -> None:
         if not every_s >= 0:

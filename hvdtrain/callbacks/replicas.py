@@ -19,9 +19,7 @@ _NAMED = 8  # ranks that a message names
 def digests(state: State, *, settled: bool) -> dict[str, bytes]:
     """Return the digest of each tensor and of the settings, by name.
 
-    Args:
-        state: is read before this returns, so views suffice.
-        settled: False leaves out what each rank changes on its own until `Adapter.settle`.
+    settled=False leaves out what each rank changes on its own until `Adapter.settle`.
     """
     arrays = {name: array for name, array in state.arrays.items() if settled or name not in state.unsettled}
     tensors = {name: checksums.of_array(array) for name, array in arrays.items()}
@@ -45,16 +43,10 @@ def difference(mine: Mapping[str, bytes], *, world: World) -> tuple[str, bool]:
 
 
 def describe(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-    """Say which tensor differs first, on which ranks and hosts.
-
-    Args:
-        reports: host and digests of each rank, in rank order.
+    """Say which tensor differs first, on which ranks and hosts, by each rank's host and digests.
 
     Returns:
         A message; and whether rank 0 is in a minority, with this tensor or a later one.
-
-    Raises:
-        ValueError: nothing differs.
     """
     size, hosts = len(reports), [report["host"] for report in reports]
     names = dict.fromkeys(name for report in reports for name in report["digests"])

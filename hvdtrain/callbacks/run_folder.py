@@ -110,10 +110,7 @@ class RunFolder(RecordingCallback):
 def make_folder() -> Path:
     """Make runs/<name> and return it: a new one, unless HVDTRAIN_RUN_NAME says that several starts are one run.
 
-    The run of a script's second Trainer is <name>-2, in every start.
-
-    Raises:
-        OSError: it cannot be made.
+    A script's second run, of another Trainer, is <name>-2, in every start.
     """
     runs = Path(os.environ.get(RUNS, "runs"))
     private_files.make_folder(runs)

@@ -37,27 +37,17 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Attributes:
-        arrays: groups of arrays by the stem of their file: "model" is model.safetensors.
-        meta: anything that JSON can say.
-        trained: names in the group "model" of weights, which must be finite; what is not among them may hold infinity.
-        finite: of one that was read, whether training can resume from its numbers.
-    """
-
-    arrays: dict[str, Arrays]
-    meta: dict[str, Any]
+    arrays: dict[str, Arrays]  # groups of arrays by the stem of their file: "model" is model.safetensors
+    meta: dict[str, Any]  # anything that JSON can say
+    # names in the group "model" of weights, which must be finite; what is not among them may hold infinity
     trained: frozenset[str] = frozenset()
-    finite: bool = True
+    finite: bool = True  # of one that was read, whether training can resume from its numbers
 
 
 def write(directory: str | os.PathLike[str], contents: Contents) -> None:
-    """Write a checkpoint at `directory`, and replace one that is there.
-
-    Args:
-        directory: its path; missing parents are created.
-        contents: its arrays must not change meanwhile.
+    """Write a checkpoint at `directory`, and replace one that is there; its arrays must not change meanwhile.
 
     Raises:
         CheckpointError: the disk is full, the folder is read-only or holds other things, an array is of a type that
@@ -90,11 +80,7 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
 
 
 def read(directory: str | os.PathLike[str]) -> Contents:
-    """Read a checkpoint and check all of it.
-
-    Raises:
-        CheckpointError: it is missing, damaged in any way, or of another format.
-    """
+    """Read a checkpoint and check all of it; CheckpointError if it is missing, damaged or of another format."""
 
     def read_all(folder: int) -> Contents:
         found, meta = _read_meta(folder)
@@ -109,35 +95,21 @@ def read(directory: str | os.PathLike[str]) -> Contents:
 
 
 def read_meta(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read and check a checkpoint's meta data alone, whatever the size of its arrays.
-
-    Raises:
-        CheckpointError: as `read`.
-    """
+    """Read and check a checkpoint's meta data alone, whatever the size of its arrays."""
     return _in_folder(directory, lambda folder: _read_meta(folder)[1])
 
 
 def is_finite(directory: str | os.PathLike[str]) -> bool:
-    """Return whether training can resume from a checkpoint's numbers.
-
-    Its manifest says so; only where it is an older version's, all of it is read.
-
-    Raises:
-        CheckpointError: as `read`.
-    """
+    """Return whether training can resume from a checkpoint's numbers: its manifest says so, except an older version's."""
     known = _in_folder(directory, lambda folder: _read_meta(folder)[0].finite)
     return read(directory).finite if known is None else known
 
 
 def has_finite_numbers(arrays: dict[str, Arrays], trained: frozenset[str]) -> bool:
-    """Return whether weights are finite, and no buffer, statistic or optimizer state is NaN.
+    """Return whether weights, named `trained`, are finite, and no buffer, statistic or optimizer state is NaN.
 
     Infinity counts in weights alone: masks (-inf) and observed ranges (inf, -inf) hold it by design. Running metrics
     may be NaN: the loss of a step that was skipped, for one.
-
-    Args:
-        arrays: by group, as `Contents` has them.
-        trained: names of weights in the group "model".
     """
     model, optimizer = arrays.get("model", {}), arrays.get("optimizer", {})
     if not all(np.isfinite(_ends(array)).all() for name, array in model.items() if name in trained):
@@ -213,11 +185,7 @@ def _write_arrays(path: Path, arrays: Arrays, *, like: Path) -> FileEntry:
 
 
 def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result]) -> Result:
-    """Call `action` with the open folder: a rename meanwhile does not mix two checkpoints' files.
-
-    Raises:
-        CheckpointError: `action` failed, and not because the checkpoint was replaced meanwhile.
-    """
+    """Call `action` with the open folder: a rename meanwhile does not mix two checkpoints' files."""
     while True:
         found = folders.locate(Path(directory))
         try:

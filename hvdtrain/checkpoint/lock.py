@@ -31,23 +31,14 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder.
+    """Who holds a folder."""
 
-    Attributes:
-        run: its id.
-        name: its name, for people.
-        job: the id that all starts of one `hvdtrain run` share; None under another launcher.
-        host: where its process runs.
-        pid: its process id.
-        since: when it locked the folder, in ISO 8601.
-    """
-
-    run: str
-    name: str
-    job: str | None
-    host: str
-    pid: int
-    since: str
+    run: str  # its id
+    name: str  # its name, for people
+    job: str | None  # the id that all starts of one `hvdtrain run` share; None under another launcher
+    host: str  # where its process runs
+    pid: int  # its process id
+    since: str  # when it locked the folder, in ISO 8601
 
     @classmethod
     def here(cls, run: str, name: str, job: str | None) -> Holder:
@@ -65,11 +56,7 @@ class _HeldError(Exception):
 
 
 class FolderLock:
-    """Holds a folder of checkpoints for this process; several locks of one process may hold the same.
-
-    Args:
-        folder: the folder; made where it is missing.
-    """
+    """Holds a folder of checkpoints for this process; several locks of one process may hold the same."""
 
     def __init__(self, folder: Path) -> None:
         self._path = Path(os.path.realpath(folder)) / NAME
@@ -78,12 +65,8 @@ class FolderLock:
     def acquire(self, holder: Holder, *, is_own: Callable[[Holder], bool], limit_s: float) -> None:
         """Lock the folder; do nothing if it cannot be written or its filesystem has no locks.
 
-        Args:
-            holder: this process.
-            is_own: returns whether a holder is an earlier start of this run, which is about to end. This method waits
-                for such a holder. It also waits for a holder on another host: if that host is lost, a shared disk
-                holds its lock for some time.
-            limit_s: how long to wait.
+        Wait up to `limit_s` for an earlier start of this run (`is_own`), which is about to end, and for a holder on
+        another host: if that host is lost, a shared disk holds its lock for some time.
 
         Raises:
             CheckpointError: another run holds it.
@@ -170,11 +153,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _lock(path: Path) -> int | None:
-    """Return the descriptor of a file that is now locked; None if no lock is possible.
-
-    Raises:
-        _HeldError: another process has it.
-    """
+    """Return the descriptor of a file that is now locked; None if no lock is possible. Raises _HeldError."""
     for _ in range(_MOST_TRIES):
         try:
             folders.make(path.parent)

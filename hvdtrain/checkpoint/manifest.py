@@ -31,11 +31,7 @@ class FileEntry:
 
 
 def file_of(stem: str) -> str:
-    """Return the file name of the arrays under `stem`.
-
-    Raises:
-        ValueError: it is no plain lower-case name.
-    """
+    """Return the file name of the arrays under `stem`, a plain lower-case name."""
     if not _STEM.fullmatch(stem):
         raise ValueError(
             f"a group of arrays must have a name of lower-case letters, digits, - and _. Received: {stem!r}"
@@ -51,15 +47,10 @@ def stem_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """What a manifest says."""
 
-    Attributes:
-        files: by name.
-        finite: whether training can resume from its numbers; None in older manifests, which do not say.
-    """
-
-    files: dict[str, FileEntry]
-    finite: bool | None
+    files: dict[str, FileEntry]  # by name
+    finite: bool | None  # whether training can resume from its numbers; None in older manifests, which do not say
 
 
 def render(manifest: Manifest) -> bytes:
@@ -71,11 +62,7 @@ def render(manifest: Manifest) -> bytes:
 
 
 def parse(content: bytes) -> Manifest:
-    """Return what a manifest says.
-
-    Raises:
-        CheckpointError: it is damaged, of another format, or names a file that no checkpoint has.
-    """
+    """Return what a manifest says; CheckpointError if it is damaged, of another format, or names any other file."""
     signed = _OWN_DIGEST.fullmatch(content)
     if signed and hashlib.sha256(signed["body"]).hexdigest().encode() != signed["digest"]:
         raise CheckpointError(f"{NAME} does not match its own sha256: it is damaged")

@@ -26,14 +26,7 @@ _NAME = re.compile(r"epoch-([0-9]{6,})(?:-step-([0-9]{8,}))?")
 class Store:
     """The checkpoints in one folder: "epoch-000003" after three epochs, "epoch-000003-step-00000120" 120 steps later.
 
-    Args:
-        root: the folder; the first write creates it.
-        keep_last: number of newest checkpoints that `prune` does not delete; None for all.
-        best: a name in meta["metrics"]; the checkpoint with its best value is not deleted either.
-        mode: whether a lower or a higher value is better, as for EarlyStopping.
-
-    Raises:
-        ValueError: keep_last is not positive, or mode is unknown.
+    The options are those of `hvdtrain.callbacks.Checkpoint`; `best` is a name in meta["metrics"].
     """
 
     def __init__(
@@ -54,11 +47,7 @@ class Store:
         return self.root / _name(epochs_done, steps_done)
 
     def newest_first(self) -> list[Path]:
-        """Return the paths of the checkpoints, newest first. They may be damaged, which is found by reading.
-
-        Raises:
-            CheckpointError: the folder cannot be listed.
-        """
+        """Return the paths of the checkpoints, newest first. They may be damaged: only reading tells."""
         try:
             paths = {folders.target_of(path) for path in self.root.iterdir()}
         except (FileNotFoundError, NotADirectoryError):
@@ -69,11 +58,7 @@ class Store:
         return [found[order] for order in sorted(found, reverse=True)]
 
     def check_writable(self, num_bytes: int) -> None:
-        """Create the folder, and check that a checkpoint of this size can be written to it.
-
-        Raises:
-            CheckpointError: permissions, a read-only disk, a quota, or too little space prevent it.
-        """
+        """Create the folder; CheckpointError if no checkpoint of this size can be written to it."""
         try:
             folders.make(self.root)
             with folders.temporary(self.place(0)) as probe:
@@ -152,11 +137,7 @@ class Store:
         folders.clear_leftovers(self.root, lambda name: _order(name) is not None)
 
     def set_aside(self) -> Path | None:
-        """Move the checkpoints into a folder "old-N"; return it, or None if there are no checkpoints.
-
-        Raises:
-            CheckpointError: they cannot be moved.
-        """
+        """Move the checkpoints into a folder "old-N"; return it, or None if there are no checkpoints."""
         found = self.newest_first()
         if not found:
             return None

@@ -122,11 +122,7 @@ class _Table:
         self._types = dict(zip(schema.names, schema.types, strict=True))
 
     def choose(self, columns: Columns | None, casts: Mapping[str, np.dtype[Any]]) -> dict[str, list[str]]:
-        """Return {name of an array: its columns}, all of them in the table and of numbers.
-
-        Raises:
-            ValueError: see `read_parquet`.
-        """
+        """Return {name of an array: its columns}, all of them in the table and of numbers."""
         if isinstance(columns, str):
             columns = [columns]
         named = columns if isinstance(columns, Mapping) else {name: name for name in (columns or self._types)}
@@ -238,11 +234,7 @@ def _unpack(
 
 
 def _array(column: Any, name: str, file: str, first: int) -> NDArray[Any]:
-    """Return a column of a record batch: shape (rows,), or (rows, length) of lists.
-
-    Raises:
-        ValueError: a null, or lists of several lengths.
-    """
+    """Return a column of a record batch: shape (rows,), or (rows, length) of lists."""
     if column.null_count:
         row = first + int(np.flatnonzero(np.asarray(column.is_null()))[0])
         raise ValueError(f"column {name!r} is null in row {row} of {file}. Fill or drop such rows before")
@@ -281,11 +273,7 @@ def _cache(given: str | os.PathLike[str] | None) -> Path:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock on this host; it ends with this process.
-
-    Raises:
-        HvdTrainError: another process has held it for an hour.
-    """
+    """Hold a lock of this host, which ends with its process."""
     until = time.monotonic() + _WAIT_S
     with path.open("a") as file:
         while True:

@@ -42,17 +42,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Consumed:
-    """The part of an epoch that is done.
+    """The part of an epoch that is done."""
 
-    Attributes:
-        samples: over all ranks.
-        batches: over all ranks; batches without samples count.
-        size: the number of ranks.
-    """
-
-    samples: int = 0
-    batches: int = 0
-    size: int = 1
+    samples: int = 0  # over all ranks
+    batches: int = 0  # over all ranks; batches without samples count
+    size: int = 1  # the number of ranks
 
 
 NOTHING = Consumed()
@@ -87,15 +81,7 @@ class Sharded:
 
 
 class IndexedSource:
-    """Samples that can be read by index.
-
-    Args:
-        num_samples: dataset length, over all ranks.
-        fetch: indices -> (inputs, targets, sample_weight) of these samples.
-        batch_size: samples per rank in a full step.
-        world: the ranks.
-        seed: order of the shuffle; must be equal on all ranks.
-    """
+    """Samples that can be read by index; `fetch` returns (inputs, targets, sample_weight) of indices."""
 
     def __init__(
         self,
@@ -232,21 +218,9 @@ class IteratedSource:
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Source:
-    """Return the source of steps for the user's data.
+    """Return the source of steps for the user's data: `Trainer.fit` says of what kinds. A collective.
 
-    Args:
-        data: arrays `(x, y)` or `(x, y, sample_weight)`, where x and y may be trees (dicts, tuples) of arrays; a
-            map-style dataset; a torch DataLoader; a tf.data.Dataset; a keras PyDataset.
-        batch_size: samples per rank in a full step. Batched data has its own.
-        world: the ranks.
-        seed: order of the shuffle; must be equal on all ranks.
-
-    A collective: if it fails on one rank, or ranks have different data, every rank raises.
-
-    Raises:
-        ValueError: no samples, arrays of different lengths, or batch_size < 1.
-        TypeError: unknown kind of data.
-        DesyncError: ranks have different numbers of samples, arrays or options.
+    If it fails on one rank, or ranks have different numbers of samples, arrays or options, every rank raises.
     """
     with agreement.everywhere(world=world, name="data"):
         sharding.check_batch_size(batch_size)

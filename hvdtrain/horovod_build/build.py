@@ -23,43 +23,25 @@ _PROOF_TIMEOUT_S = 180
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What a user may choose; the defaults build for whatever is installed.
+    """What a user may choose; the defaults build for whatever is installed."""
 
-    Attributes:
-        without: parts to leave out: "torch", "tensorflow", "mpi", "nccl".
-        rebuild: compile even where the cache has the wheel.
-        dry_run: say what would be built, and stop.
-        force: take framework versions older than the tests', and leave a build installed whose proof failed on a
-            version that no test has seen.
-        wheel_dir: put a copy of the wheel there.
-        sdist: Horovod's sdist as a file, for machines without a network.
-        through_host: GPU tensors travel through host memory instead of NCCL.
-        cuda_arch: GPU architectures, e.g. "80,90"; by default those of the GPUs that are here.
-        jobs: compiler processes at once; by default one per core.
-        prove: run an allreduce and a training step between two processes at the end.
-        install: install the wheel into this environment; False needs prove=False.
-    """
-
-    without: frozenset[str] = frozenset()
-    rebuild: bool = False
-    dry_run: bool = False
+    without: frozenset[str] = frozenset()  # parts to leave out: "torch", "tensorflow", "mpi", "nccl"
+    rebuild: bool = False  # compile even where the cache has the wheel
+    dry_run: bool = False  # say what would be built, and stop
+    # take framework versions older than the tests', and leave a build installed whose proof failed on a version that
+    # no test has seen
     force: bool = False
-    wheel_dir: Path | None = None
-    sdist: Path | None = None
-    through_host: bool = False
-    cuda_arch: str | None = None
-    jobs: int | None = None
-    prove: bool = True
-    install: bool = True
+    wheel_dir: Path | None = None  # put a copy of the wheel there
+    sdist: Path | None = None  # Horovod's sdist as a file, for machines without a network
+    through_host: bool = False  # GPU tensors travel through host memory instead of NCCL
+    cuda_arch: str | None = None  # GPU architectures, e.g. "80,90"; by default those of the GPUs that are here.
+    jobs: int | None = None  # compiler processes at once; by default one a core
+    prove: bool = True  # run an allreduce and a training step between two processes at the end
+    install: bool = True  # install the wheel into this environment; False needs prove=False
 
 
 def build(options: BuildOptions) -> Path | None:
-    """Build, install and prove Horovod; return the wheel, or None after a dry run.
-
-    Raises:
-        BuildError: a subclass that says what is wrong and what to do next.
-        OSError: the system's own trouble, e.g. a full disk.
-    """
+    """Build, install and prove Horovod; return the wheel, or None after a dry run."""
     progress = BuildProgress(_STEPS)
     progress.step("Looking at what is installed")
     found = find_all(without=options.without, force=options.force, through_host=options.through_host)
@@ -204,11 +186,7 @@ def record(found: Found, key: str) -> str:
 
 
 def prove(found: Found, *, progress: BuildProgress) -> None:
-    """Run an allreduce for each framework over each data plane that was built, and a training step in host memory.
-
-    Raises:
-        ProofError: at least one failed; all of them were tried.
-    """
+    """Try an allreduce for each framework over each data plane that was built, and a training step in host memory."""
     from hvdtrain.horovod_build import probe
 
     failed: list[str] = []

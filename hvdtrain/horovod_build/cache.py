@@ -40,9 +40,6 @@ def cache_folder() -> tuple[Path, str]:
 
     It is $HVDTRAIN_CACHE, else hvdtrain/ in $XDG_CACHE_HOME, else in ~/.cache. If the last two cannot be written, as in
     containers, it is .cache/hvdtrain in this environment: its user owns that, unlike a folder in /tmp.
-
-    Raises:
-        CacheError: none of them can be written, or other users can write to it: its wheels are installed and run.
     """
     chosen = os.environ.get("HVDTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -61,11 +58,7 @@ def cache_folder() -> tuple[Path, str]:
 
 
 def check_owners(folder: Path) -> None:
-    """Check that only this user and the system can change the cache: `folder`, what it holds, and the folders above.
-
-    Raises:
-        CacheError: another user can change it; the message has the command that fixes it.
-    """
+    """Check that only this user and the system can change the cache: `folder`, what it holds, and the folders above."""
     for path in owners.up_to_home(folder):
         if path.exists():
             _refuse(owners.who_can_change(path, sticky=path != folder), folder, f"chmod go-w {shlex.quote(str(path))}")
@@ -96,12 +89,7 @@ def _can_be_written(folder: Path) -> bool:
 
 
 def key_parts(found: Found, chosen: dict[str, str]) -> dict[str, str]:
-    """Return everything that changes the wheel, by name.
-
-    Args:
-        found: what the wheel is built for.
-        chosen: the build's settings, from `native.settings`.
-    """
+    """Return everything that changes the wheel, by name."""
     parts = {
         "horovod": sdist.VERSION,
         "sdist": sdist.SHA256,
@@ -147,11 +135,7 @@ def load(folder: Path, key: str) -> Entry | None:
 
 
 def store(folder: Path, key: str, wheel: Path, *, parts: dict[str, str], seconds: float) -> Entry:
-    """Copy `wheel` into the cache; the entry appears whole or not at all.
-
-    Raises:
-        LibraryPathError: a library in it would load others from a folder that is not the system's.
-    """
+    """Copy `wheel` into the cache, if its libraries look in allowed folders; the entry appears whole or not at all."""
     library_paths.check(wheel)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{key[:12]}-") as scratch:
         made = Path(scratch) / "entry"

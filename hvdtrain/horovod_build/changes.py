@@ -39,20 +39,12 @@ class Patch:
 
 
 def read_patches(root: Path = ROOT) -> list[Patch]:
-    """Return the patches in the order in which they are applied.
-
-    Raises:
-        PatchError: a file is not a unified diff.
-    """
+    """Return the patches in the order in which they are applied."""
     return [_read(path) for path in sorted((root / "patches").glob("*.patch"))]
 
 
 def change(source: Path, root: Path = ROOT) -> None:
-    """Make all changes in the unpacked sdist at `source`.
-
-    Raises:
-        PatchError: a hunk's lines are not exactly where they are expected, or a file is not what ours was made from.
-    """
+    """Make all changes in the unpacked sdist at `source`; PatchError where it is not what ours were made from."""
     apply(source, read_patches(root))
     words = (root / "replaced/originals.sha256").read_text(encoding="utf-8").split()
     originals = dict(zip(words[1::2], words[::2], strict=True))
@@ -67,11 +59,7 @@ def change(source: Path, root: Path = ROOT) -> None:
 
 
 def apply(source: Path, patches: list[Patch]) -> None:
-    """Apply `patches` to the unpacked sdist at `source`, each hunk at its line alone.
-
-    Raises:
-        PatchError: a hunk's lines are not there; the message names patch, file, hunk and line.
-    """
+    """Apply `patches` to the unpacked sdist at `source`, each hunk at its line alone."""
     for patch in patches:
         for hunk in patch.hunks:
             target = source / hunk.path

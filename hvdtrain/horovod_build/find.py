@@ -94,11 +94,7 @@ def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
 
 
 def find_compiler() -> str:
-    """Return the C++ compiler's version line.
-
-    Raises:
-        MissingToolError: no C++ compiler or no make.
-    """
+    """Return the C++ compiler's version line; MissingToolError if there is no compiler or no make."""
     compiler = toolchain.compiler_command()
     version = output_of([*compiler.split(), "--version"]) if compiler else None
     if version is None:
@@ -113,12 +109,7 @@ def find_compiler() -> str:
 
 
 def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
-    """Compile a few lines with the C++ standard that the frameworks' headers require.
-
-    Raises:
-        MissingToolError: the compiler does not support the standard, or has no C++ library; or Python's headers, which
-            torch's need, are missing.
-    """
+    """Compile a few lines with the C++ standard that the frameworks' headers require."""
     if any(framework.name == "torch" for framework in frameworks) and (problem := toolchain.missing_python_header()):
         raise MissingToolError(problem)
     compiler = toolchain.compiler_command() or "c++"
@@ -175,10 +166,7 @@ def find_gpus() -> tuple[str, ...]:
 def find_cuda(major: str = "") -> Cuda | None:
     """Return the CUDA toolkit: in CUDA_HOME, beside the nvcc on PATH, in /usr/local/cuda, or from pip's wheels.
 
-    If HOROVOD_CUDA_HOME is set, only that folder counts.
-
-    Args:
-        major: the preferred major version; another one is returned only if this one is missing.
+    If HOROVOD_CUDA_HOME is set, only that folder counts. Other major versions count only if `major` is missing.
     """
     nvcc = shutil.which("nvcc")
     # /usr/local/bin/nvcc may be a script that calls the toolkit's: its parent then has no headers.
@@ -220,13 +208,7 @@ def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
 
 
 def find_all(*, without: frozenset[str] = frozenset(), force: bool = False, through_host: bool = False) -> Found:
-    """Find everything.
-
-    Args:
-        without: any of "torch", "tensorflow", "mpi", "nccl".
-        force: accept framework versions older than the tests'.
-        through_host: send GPU tensors through host memory.
-    """
+    """Find everything; see `BuildOptions` for the arguments."""
     frameworks = find_frameworks(without=without, force=force)
     compiler = find_compiler()
     standard = find_cxx_standard(frameworks)

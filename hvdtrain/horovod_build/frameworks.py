@@ -57,16 +57,7 @@ def find_tensorflow() -> Framework | None:
 
 
 def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = False) -> tuple[Framework, ...]:
-    """Return torch and TensorFlow as installed.
-
-    Args:
-        without: names to leave out.
-        force: take versions older than the tests'.
-
-    Raises:
-        NoFrameworkError: neither is installed, or both were left out, or one is ROCm's.
-        UntestedVersionError: a version older than the tests', and `force` is False. Of a newer one the proof decides.
-    """
+    """Return torch and TensorFlow as installed, if they are not too old. Of a version that is too new the proof decides."""
     finders: dict[str, Callable[[], Framework | None]] = {"torch": find_torch, "tensorflow": find_tensorflow}
     found = tuple(f for name, find in finders.items() if name not in without and (f := find()) is not None)
     if not found:
@@ -115,11 +106,7 @@ def _version(framework: Framework) -> Version | None:
 
 
 def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
-    """Return the C++ standard that the frameworks' headers need: 17, 20...; both are compiled with one.
-
-    Raises:
-        NoFrameworkError: a framework came without its headers.
-    """
+    """Return the C++ standard that the frameworks' headers need: 17, 20...; both are compiled with one."""
     standards = [17]
     for framework in frameworks:
         header = (package_folder(framework.name) or Path()) / "include" / _ASKS_FOR_A_STANDARD[framework.name]

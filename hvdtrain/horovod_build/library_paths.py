@@ -53,11 +53,7 @@ def check(wheel: Path) -> None:
 
 
 def dynamic(data: bytes) -> list[tuple[str, str]]:
-    """Return the texts of an ELF file's dynamic section, as (tag, text): ("RUNPATH", "$ORIGIN/../lib").
-
-    Raises:
-        ValueError: it is no ELF file of x86_64 or aarch64, for which alone there are build tools, or a damaged one.
-    """
+    """Return the texts of a dynamic section, of x86_64's or aarch64's ELF files: ("RUNPATH", "$ORIGIN/../lib"), ..."""
     if data[:6] != _MAGIC + b"\x02\x01":
         raise ValueError("not an ELF file of 64 bits, little-endian")
 

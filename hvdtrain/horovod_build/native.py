@@ -73,11 +73,8 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
 def runpath(found: Found) -> list[str]:
     """Return where Horovod's libraries look for others: MPI's folder and NCCL's, in any environment that has them.
 
-    A patch switches off CMake's own list, which names this environment and the build's folder in /tmp. A user who can
-    create that folder later could put a library there. The frameworks load their libraries before Horovod.
-
-    Raises:
-        MissingToolError: Open MPI is in a folder that is not the system's alone, and LD_LIBRARY_PATH does not name it.
+    A patch switches off CMake's own list: it names this environment and the build's folder in /tmp, and whoever
+    can write that folder later could have its library loaded. The frameworks load their libraries before Horovod.
     """
     folders = []
     if found.mpi and found.mpi.library:
@@ -149,11 +146,7 @@ def link_folder(cuda: Cuda, nccl: Nccl, scratch: Path) -> Path:
 
 
 def run(source: Path, *, env: dict[str, str], log: Path, progress: BuildProgress) -> Path:
-    """Run setup.py in `source` and return the wheel.
-
-    Raises:
-        CompileError: it failed; names the log and the first error in it.
-    """
+    """Run setup.py in `source` and return the wheel; CompileError names the log and its first error."""
     started = time.monotonic()
     out = source / "hvdtrain-dist"
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(out)]

@@ -26,11 +26,7 @@ _OPTIONS = ("--disable-pip-version-check", "--no-input")
 
 
 def install(wheel: Path, *, cache: Path) -> None:
-    """Install `wheel` over whatever Horovod is there; the frameworks stay as they are.
-
-    Raises:
-        InstallError: pip failed.
-    """
+    """Install `wheel` over whatever Horovod is there; the frameworks stay as they are."""
     missing = [name for name in _NEEDS if not _has(name)]
     commands = [["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]]
     if missing:
@@ -41,11 +37,7 @@ def install(wheel: Path, *, cache: Path) -> None:
 
 
 def remove(*, cache: Path) -> None:
-    """Uninstall Horovod.
-
-    Raises:
-        InstallError: pip failed.
-    """
+    """Uninstall Horovod."""
     _run(["uninstall", "--quiet", "--yes", "horovod"], cache=cache)
     importlib.invalidate_caches()
 
@@ -67,11 +59,8 @@ def _has(distribution: str) -> bool:
 def pip_command(cache: Path) -> list[str]:
     """Return the command that runs pip for this environment.
 
-    If the environment has no pip, use the one that Python has for new environments, else one that uv fetches. Both are
-    stored in `cache`; the environment does not change.
-
-    Raises:
-        MissingToolError: there is no pip, and none can be had.
+    Without a pip of its own: the one that Python has for new environments, else one that uv fetches. Both are stored
+    in `cache`; the environment does not change.
     """
     own = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
     if own.returncode == 0:

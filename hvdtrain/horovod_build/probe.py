@@ -34,27 +34,16 @@ _STEP_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Probe:
-    """What came back from the ranks.
+    """What came back from the ranks."""
 
-    Attributes:
-        framework: "torch" or "tensorflow".
-        plane: the requested data plane.
-        ranks: how many were started.
-        error: "" if every rank got the right sum, and the right weights, else what was printed last.
-        start_s: from the launch to the end, seconds.
-        allreduce_ms: median time of one allreduce of 1 MiB, milliseconds; None after an error.
-        device: where rank 0's tensor was: "cpu" or "cuda:0".
-        command: what was run; typed by hand, it prints the rank's answer and everything else.
-    """
-
-    framework: str
-    plane: Plane
-    ranks: int
-    error: str
-    start_s: float
-    allreduce_ms: float | None = None
-    device: str = "cpu"
-    command: tuple[str, ...] = ()
+    framework: str  # "torch" or "tensorflow"
+    plane: Plane  # the requested data plane
+    ranks: int  # how many were started
+    error: str  # "" if every rank got the right sum, and the right weights, else what was printed last
+    start_s: float  # from the launch to the end, seconds
+    allreduce_ms: float | None = None  # median time of one allreduce of 1 MiB, milliseconds; None after an error
+    device: str = "cpu"  # where rank 0's tensor was: "cpu" or "cuda:0"
+    command: tuple[str, ...] = ()  # what was run; typed by hand, it prints the rank's answer and everything else
 
     @property
     def ok(self) -> bool:
@@ -85,18 +74,10 @@ def allreduce(
     python: Path | None = None,
     step: bool = False,
 ) -> Probe:
-    """Start `ranks` processes and let them sum an array.
+    """Let `ranks` processes of this host sum an array; what fails is in the Probe's `error`, and not raised.
 
-    Args:
-        framework: the Horovod library to use, "torch" or "tensorflow".
-        plane: "mpi" and "gloo" sum host memory; "nccl" sums GPU memory, and each rank needs its own GPU.
-        ranks: number of processes, all on this host.
-        timeout_s: after this time all processes are ended, and the probe has failed.
-        python: interpreter of the environment to probe; by default this one.
-        step: also take a training step, in host memory, and compare its weights with one process's.
-
-    Returns:
-        A Probe; a failure is in its `error`, and not raised.
+    "mpi" and "gloo" sum host memory, "nccl" GPU memory, for which each rank needs a GPU of its own. With `step` they
+    also take a training step, in host memory, and compare its weights with one process's.
     """
     environment = rank_environment(
         {

@@ -40,11 +40,7 @@ def sha256_of(path: Path) -> str:
 
 
 def check(path: Path) -> Path:
-    """Return `path` if it is the sdist that the patches were made for.
-
-    Raises:
-        SdistError: another file.
-    """
+    """Return `path` if it is the sdist that the patches were made for."""
     found = sha256_of(path)
     if found != SHA256:
         raise SdistError(
@@ -66,11 +62,7 @@ def tools_folder(cache: Path) -> Path:
 
 
 def fetch_tools(cache: Path) -> Path:
-    """Return a folder with setuptools and CMake for the build only: the user's own are neither used nor changed.
-
-    Raises:
-        SdistError: they cannot be downloaded, or are not the expected files.
-    """
+    """Return a folder with setuptools and CMake for the build only: the user's own are neither used nor changed."""
     folder = tools_folder(cache)
     if folder.is_dir():
         return folder
@@ -97,9 +89,6 @@ def fetch(cache: Path, *, tools: Path) -> Path:
     """Return the sdist, from the cache or fetched with pip from wherever pip is configured to look.
 
     pip checks the hash before it runs anything of the sdist, and we check it again before we use it.
-
-    Raises:
-        SdistError: it cannot be downloaded, or is not the expected file.
     """
     folder = cache / "sdists"
     cached = folder / FILE_NAME

@@ -16,29 +16,17 @@ _RATES = _BIT_RATES | {f"{unit}/s": scale for unit, scale in _SIZES.items()}
 
 
 def parse_time(text: str) -> float:
-    """Return seconds for text such as "200ms", "5us" or "1.5h".
-
-    Raises:
-        ValueError: if text is not a number with a unit of time, or is negative.
-    """
+    """Return seconds for text such as "200ms", "5us" or "1.5h"; ValueError for anything else."""
     return _parse(text, _TIMES, "time", "200ms")
 
 
 def parse_size(text: str) -> float:
-    """Return bytes for text such as "80MB" (10^6) or "64MiB" (2^20).
-
-    Raises:
-        ValueError: if text is not a number with a unit of size, or is negative.
-    """
+    """Return bytes for text such as "80MB" (10^6) or "64MiB" (2^20); ValueError for anything else."""
     return _parse(text, _SIZES, "size", "80MB")
 
 
 def parse_rate(text: str) -> float:
-    """Return bytes per second for text such as "25Gb/s" (bits) or "3.9GB/s" (bytes).
-
-    Raises:
-        ValueError: if text is not a number with a unit of rate, or is negative.
-    """
+    """Return bytes per second for text such as "25Gb/s" (bits) or "3.9GB/s" (bytes); ValueError for anything else."""
     return _parse(text, _RATES, "data rate", "25Gb/s or 3.9GB/s; b is bits, B is bytes")
 
 

@@ -40,29 +40,17 @@ _CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds besides `Adapter.state`.
+    """What a checkpoint holds besides `Adapter.state`."""
 
-    Attributes:
-        arrays: this rank's own state, named as in `rank_state`.
-        meta: the run's progress, history and options, as JSON.
-    """
-
-    arrays: Arrays
-    meta: dict[str, Any]
+    arrays: Arrays  # what this rank alone holds, named as in `rank_state`
+    meta: dict[str, Any]  # the run's progress, history and options, as JSON
 
 
 class RunCheckpoints:
     """A run's checkpoints in one folder, written in the background.
 
-    Every rank has such an object, and all ranks call it together; rank 0 does the I/O. If a write fails, every rank
-    raises the error at the next `save` or `wait`.
-
-    Args:
-        options: where to save, when, and which checkpoints to retain.
-        world: the ranks.
-
-    Attributes:
-        saved_at: the global step of the newest checkpoint, or the one at which the run began.
+    Every rank has one and calls it at the same moments; rank 0's does the I/O. If a write fails, every rank raises at
+    the next `save` or `wait`: rank 0 the CheckpointError, the others a HvdTrainError that says so.
     """
 
     def __init__(self, options: CheckpointOptions, world: World) -> None:
@@ -76,12 +64,7 @@ class RunCheckpoints:
     def hold(self, run: RunId, *, before: RunId | None) -> None:
         """Lock the folder for this run, until `release`; a collective call.
 
-        Args:
-            run: this run, unless it resumes another.
-            before: this process's run in the previous round of an elastic job; its writer may not have finished.
-
-        Raises:
-            CheckpointError: another run holds the lock; on other ranks, a HvdTrainError that says so.
+        `before` is this process's run of the round before, in an elastic job: its writer may still be at work.
         """
         job = os.environ.get(RUN_ID)
 
@@ -92,15 +75,7 @@ class RunCheckpoints:
         self._on_root(lambda: self._lock.acquire(holder, is_own=is_own, limit_s=_OWN_WRITER_S), "lock")
 
     def check_writable(self, adapter: Adapter, run: RunId) -> None:
-        """Check that a checkpoint can be written, before training begins; a collective call.
-
-        Args:
-            adapter: its state will be written.
-            run: this run, or the one that it resumes.
-
-        Raises:
-            CheckpointError: it cannot be written; on other ranks, a HvdTrainError that says so.
-        """
+        """Check that a checkpoint can be written, before training begins; a collective call."""
 
         def check() -> None:
             self._lock.describe(Holder.here(run.id, run.name, os.environ.get(RUN_ID)))
@@ -114,11 +89,7 @@ class RunCheckpoints:
         self._on_root(check, "checkpoint folder")
 
     def save(self, adapter: Adapter, snapshot: Snapshot) -> None:
-        """Save the current state. Training waits while it is copied, and until the previous checkpoint is written.
-
-        Raises:
-            CheckpointError: an earlier checkpoint could not be written; on other ranks, a HvdTrainError that says so.
-        """
+        """Save the present state; training waits while it is copied, and until an earlier one is written."""
         progress, background = snapshot.meta["position"], self.options.background
         self.saved_at = progress["global_step"]
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
@@ -134,7 +105,7 @@ class RunCheckpoints:
         self._on_root(submit, "save")
 
     def wait(self) -> None:
-        """Return once everything is written; a collective call. Raises CheckpointError as `save` does."""
+        """Return once everything is written; a collective call."""
         self._on_root(self._writer.wait, "save")
 
     def release(self) -> None:
@@ -156,10 +127,7 @@ class RunCheckpoints:
         self._on_root(move, "set aside")
 
     def restore(self, adapter: Adapter, *, lr_factor: float) -> Snapshot | None:
-        """Load the newest complete checkpoint, and warn of each that is skipped; None if there is none.
-
-        See `load` for arguments and errors.
-        """
+        """Load the newest whole checkpoint as `load` does, with a warning for each that is skipped; None if there is none."""
 
         def find() -> tuple[Path, Contents] | None:
             self._store.clear_leftovers()
@@ -192,11 +160,7 @@ def held(
 
 
 def save(directory: Any, adapter: Adapter, snapshot: Snapshot, *, world: World) -> None:
-    """Write one checkpoint to `directory`; a collective call.
-
-    Raises:
-        CheckpointError: it could not be written; on other ranks, a HvdTrainError that says so.
-    """
+    """Write one checkpoint to `directory`; a collective call."""
     everyones = rank_state.gather(snapshot.arrays, world=world)
 
     def write() -> None:
@@ -215,13 +179,7 @@ def read_config(directory: Any, *, world: World) -> dict[str, Any]:
 
 
 def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) -> Snapshot:
-    """Load a checkpoint on the root; `adapter.start` gives the others the root's state.
-
-    Args:
-        directory: one checkpoint; the other ranks need not see rank 0's disk.
-        adapter: loads the state.
-        lr_factor: this run's scaling. Restored learning rates contain the scaling of the ranks that wrote them.
-        world: the ranks.
+    """Load a checkpoint on the root; `adapter.start` gives the others, which need not see its disk, the root's state.
 
     Returns:
         Its meta data, and this rank's own state, to be loaded after everything else.
@@ -293,15 +251,7 @@ def unpack(contents: Contents) -> State:
 
 
 def pack(state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, copy: bool) -> Contents:
-    """Return what a checkpoint holds.
-
-    Args:
-        state: the adapter's.
-        ranks: the ranks' own state, as `rank_state.gather` returns it.
-        meta: the snapshot's.
-        world: the ranks.
-        copy: True if training continues while the checkpoint is written.
-    """
+    """Return what a checkpoint holds; `ranks` as `rank_state.gather` returns it, copied if training continues."""
     files: dict[str, Arrays] = {name: {} for name in _FILES}
     for name, array in state.arrays.items():
         file, _, key = name.partition(".")

@@ -17,12 +17,8 @@ from hvdtrain.training.checkpointing import Snapshot
 class FitState(elastic.State):
     """The last commit, and what Horovod's driver reports of hosts.
 
-    A commit is in every rank's memory, because any rank may die. `fit` gives all ranks the root's commit, like a
-    checkpoint.
-
-    Args:
-        adapter: takes the steps.
-        world: the ranks.
+    A commit is in every rank's memory, because any rank may die. `fit` itself gives ranks the root's commit, as it
+    gives them a checkpoint.
     """
 
     def __init__(self, adapter: Adapter, world: World) -> None:
@@ -53,11 +49,7 @@ class FitState(elastic.State):
         return checkpointing.restore(find, self._adapter, lr_factor=lr_factor, world=self._world)
 
     def begin_next_round(self) -> None:
-        """End this round of `fit`, on all ranks.
-
-        Raises:
-            HostsUpdatedInterrupt: handled by `run`.
-        """
+        """End this round of `fit`, on all ranks."""
         raise importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt(False)
 
     def restore(self) -> None:

@@ -12,14 +12,8 @@ class LearningRate:
     """The rate of each parameter group at each optimizer step.
 
     Linear scaling and gradual warmup follow Goyal et al., "Accurate, Large Minibatch SGD" (2017): with k ranks the rate
-    rises from the base rate to k times the base rate over the first epochs. Without scaling, or with one rank, the ramp
-    starts near zero.
-
-    Args:
-        base: the user's rate of each parameter group.
-        scaling: "none", "linear" (factor `size`) or "sqrt" (factor sqrt(size), Krizhevsky 2014).
-        size: number of ranks.
-        warmup_epochs: length of the ramp; 0 for none.
+    rises from the base rate to k times the base rate over the first epochs; "sqrt" scaling is Krizhevsky's (2014).
+    Without scaling, or with one rank, the ramp starts near zero.
     """
 
     def __init__(self, base: Sequence[float], *, scaling: str, size: int, warmup_epochs: float) -> None:

@@ -36,22 +36,7 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """Runs the epochs and steps of a Trainer, and saves and restores the run's progress.
-
-    Args:
-        context: the run, as callbacks see it.
-        adapter: takes the steps.
-        learning_rate: of each step.
-        config: the Trainer's options, as JSON.
-
-    Attributes:
-        progress: how far the run has come.
-        history: what has been recorded so far.
-        run_id: which run it is; None before the first.
-        in_epoch: whether an epoch's steps are running; other metrics must not be mixed with theirs.
-        stop_requested: whether a callback has ended the run on this rank.
-        commits: holds the last commit, in an elastic job.
-    """
+    """Runs the epochs and steps of a Trainer, and saves and restores the run's progress."""
 
     def __init__(
         self, context: RunContext, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]
@@ -140,15 +125,7 @@ class Loop:
         *,
         resume: str,
     ) -> None:
-        """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint.
-
-        Args:
-            facts: `Source.facts` of the data.
-            hooks: called around epochs and steps.
-            run_id: the id to use for a new run.
-            checkpoints: to resume from and to write.
-            resume: "never" resumes from no checkpoint, and moves existing ones into a folder "old-1", "old-2", ...
-        """
+        """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint."""
         commit = None if self.commits is None else self.commits.find(lr_factor=self._lr.factor)
         self.restore(commit)
         for each in checkpoints if commit is None else ():
@@ -180,12 +157,7 @@ class Loop:
         self._adapter.start()
 
     def run(self, train: Source, held_out: Source | None) -> None:
-        """Run the epochs that are left.
-
-        Args:
-            train: data of the steps.
-            held_out: data that is evaluated after each epoch, if any.
-        """
+        """Run the epochs that are left."""
         hooks, context = self._hooks, self._context
         try:
             for hook in hooks:
@@ -227,9 +199,7 @@ class Loop:
     def agree_to_stop(self, *, after_epoch: bool) -> bool:
         """Return whether a callback on any rank has ended the run; exit if a signal to any rank requested a stop.
 
-        Args:
-            after_epoch: False ignores signals: before its first step, a resumed run has not yet loaded all that a
-                checkpoint must contain.
+        Before the first step signals wait: a resumed run has not loaded everything yet that it would have to save.
         """
         requested = after_epoch and preemption.requested() is not None
         flags = np.array([self.stop_requested, requested], np.int32)
@@ -239,11 +209,7 @@ class Loop:
         return bool(stop)
 
     def _leave(self) -> NoReturn:
-        """Save the current state and end the process, on all ranks.
-
-        Raises:
-            SystemExit: with `preemption.EXIT_CODE`.
-        """
+        """Save the present state and end the process, on all ranks."""
         self._save_and_wait()
         if self._world.is_root:
             what = "nothing is saved without checkpoint_dir"
@@ -261,11 +227,7 @@ class Loop:
     # Steps
 
     def run_epoch(self, source: Source) -> dict[str, float] | None:
-        """Take the steps that are left of an epoch.
-
-        Returns:
-            The epoch's metrics, equal on all ranks; None if nan_policy="stop" ends the run.
-        """
+        """Take the steps that are left of an epoch; return its metrics, or None where nan_policy="stop" ends the run."""
         progress, hooks, context, adapter = self.progress, self._hooks, self._context, self._adapter
         epoch, resumed_at, stopped = progress.epoch, progress.step, False
         if not resumed_at:

@@ -29,12 +29,7 @@ _ADVICE_UNDER_POLICY = "No step with non-finite gradients is taken, so look at t
 
 
 class NanPolicy:
-    """Raises, stops or continues when a step's gradients are not finite; the same on all ranks.
-
-    Args:
-        policy: "raise", "skip" or "stop"; see `Trainer`.
-        world: the ranks.
-    """
+    """Raises, stops or continues where a step's gradients are not finite; the same on all ranks."""
 
     def __init__(self, policy: str | None, world: World) -> None:
         self._policy = policy
@@ -43,12 +38,7 @@ class NanPolicy:
         self._warned = False
 
     def epoch_taken(self, logs: Mapping[str, float], *, epoch: int) -> None:
-        """Warn of an epoch whose loss is not finite; once for several in a row.
-
-        Args:
-            logs: the epoch's metrics, equal on all ranks.
-            epoch: its number, from 0.
-        """
+        """Warn of an epoch whose loss is not finite; once for several in a row."""
         bad = [name for name in ("loss", "val_loss") if not math.isfinite(logs.get(name, 0.0))]
         if bad and not self._warned and self._world.is_root:
             advice = _ADVICE if self._policy is None else _ADVICE_UNDER_POLICY
@@ -60,17 +50,7 @@ class NanPolicy:
         self._in_a_row = 0
 
     def step_refused(self, fault: Fault, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
-        """Handle a step that the adapter refused; return whether training must stop, equal on all ranks.
-
-        Args:
-            fault: this rank's.
-            batches: the step's.
-            step: the step's number in the epoch, from 0.
-            epoch: the epoch's number, from 0.
-
-        Raises:
-            NonFiniteError: on every rank, with the policy "raise", or after too many such steps in a row.
-        """
+        """Handle a step that the adapter refused; return whether training is to stop, the same on all ranks."""
         self._in_a_row += 1
         indices = [batch.indices for batch in batches if batch.indices is not None]
         report = {

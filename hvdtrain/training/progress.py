@@ -24,21 +24,13 @@ class History(dict[str, list[float]]):
 
 @dataclass
 class RunProgress:
-    """How far a run has come.
+    """How far a run has come."""
 
-    Attributes:
-        epoch: epochs done, and so the number of the current one.
-        step: optimizer steps done of the current epoch, with any number of ranks.
-        global_step: optimizer steps done in all.
-        consumed: what has been read of the epoch's data.
-        seconds: training time of the epoch, up to the checkpoint that the run resumed from.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    global_step: int = 0
-    consumed: Consumed = NOTHING
-    seconds: float = 0.0
+    epoch: int = 0  # epochs done, and so the number of the current one
+    step: int = 0  # optimizer steps done of the current epoch, with any number of ranks
+    global_step: int = 0  # optimizer steps done in all
+    consumed: Consumed = NOTHING  # what has been read of the epoch's data
+    seconds: float = 0.0  # training time of the epoch, up to the checkpoint that the run resumed from
 
     def advance(self, batches: Sequence[Batch], *, size: int) -> None:
         """Count a step over `batches`."""
@@ -68,26 +60,14 @@ class RunProgress:
 
 
 def steps_done(consumed: Consumed, facts: dict[str, Any], *, size: int, accumulate: int) -> int:
-    """Return how many of this run's optimizer steps have read `consumed`.
-
-    Args:
-        consumed: what has been read of the epoch's data, perhaps in batches of another size by other ranks.
-        facts: `Source.facts` of this run; without a batch size, batches are counted as they are.
-        size: number of ranks.
-        accumulate: batches of a rank in a step.
-    """
+    """Return how many of this run's optimizer steps have read `consumed`, perhaps in other batches by other ranks."""
     batch_size = facts.get("batch_size")
     batches = consumed.batches if batch_size is None else -(-consumed.samples // batch_size)
     return -(-batches // (size * accumulate))
 
 
 def check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise CheckpointError if an epoch would resume with other data than it began with.
-
-    Args:
-        before: `Source.facts` of the run that wrote the checkpoint.
-        now: `Source.facts` of this run. The batch size may differ: samples are counted, not batches.
-    """
+    """Raise CheckpointError if an epoch would resume with other data (`Source.facts`) than it began with."""
     for name in before:
         if name not in ("batch_size", "steps") and before[name] != now.get(name):
             raise CheckpointError(

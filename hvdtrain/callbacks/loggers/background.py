@@ -48,12 +48,7 @@ class Background:
             self._fail(f"it takes nothing, and {_MOST_WAITING} records wait for it")
 
     def close(self, *, well: bool, limit_s: float) -> None:
-        """Finish the queued calls, call `release`, and wait for both up to `limit_s` seconds.
-
-        Args:
-            well: whether the run succeeded.
-            limit_s: the longest wait.
-        """
+        """Finish the queued calls, call `release`, and wait for both up to `limit_s`; `well`: the run succeeded."""
         self._well = well
         until = time.monotonic() + limit_s
         with suppress(queue.Full):

@@ -75,17 +75,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Package:
-    """What a sink needs that hvdtrain does not bring.
+    """What a sink needs that hvdtrain does not bring."""
 
-    Attributes:
-        name: that pip knows it by.
-        module: that is imported on rank 0 when fit begins.
-        variables: set in the environment before that, unless they are.
-    """
-
-    name: str
-    module: str
-    variables: dict[str, str] = field(default_factory=dict)
+    name: str  # that pip knows it by
+    module: str  # that is imported on rank 0 when fit begins
+    variables: dict[str, str] = field(default_factory=dict)  # set in the environment before that, unless they are
 
     def require(self, who: str) -> None:
         """Raise unless the package can be imported. It is not imported here, because other ranks do not need it.

@@ -36,15 +36,10 @@ class BenchUsageError(BenchError, UsageError):
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks run.
+    """Where the ranks run."""
 
-    Attributes:
-        ranks: how many.
-        names: {host: slots}; empty means this host.
-    """
-
-    ranks: int
-    names: Mapping[str, int]
+    ranks: int  # how many
+    names: Mapping[str, int]  # {host: slots}; empty means this host
 
     @property
     def is_one(self) -> bool:
@@ -53,16 +48,7 @@ class Hosts:
 
 
 def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
-    """Return where `ranks` ranks run.
-
-    Args:
-        text: "host1:2,host2:2" as for horovodrun -H; None for this host.
-        ranks: number of ranks.
-        cores: usable cores of this host.
-
-    Raises:
-        UsageError: fewer than one rank, more ranks than slots, or a list that does not parse.
-    """
+    """Return where `ranks` ranks run, by a list as for horovodrun -H; UsageError if there are too few slots or cores."""
     arguments.whole_number("-np", str(ranks), least=1)
     names = {} if text is None else arguments.hosts(["-H", text])
     arguments.check_ranks(ranks, slots=names, elastic=False, cores=cores)
@@ -71,19 +57,13 @@ def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """How a launch ended.
+    """How a launch ended."""
 
-    Attributes:
-        status: horovodrun's exit status; None where it had to be ended.
-        stdout: rank -> what it printed there.
-        streams: rank -> all that it printed; -1 is what no rank can be named for, such as the launcher's own words.
-        seconds: how long it took.
-    """
-
-    status: int | None
-    stdout: dict[int, str]
+    status: int | None  # horovodrun's exit status; None where it had to be ended
+    stdout: dict[int, str]  # rank -> what it printed there
+    # rank -> all that it printed; -1 is what no rank can be named for, such as the launcher's own words
     streams: dict[int, str]
-    seconds: float
+    seconds: float  # how long it took
 
     def marked(self, mark: str) -> dict[int, str]:
         """Return rank -> the rest of the rank's line that begins with `mark`."""
@@ -118,17 +98,9 @@ def _exception_line(lines: Sequence[str]) -> str:
 def run_ranks(
     hosts: Hosts, program: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, mark: str, answers: int
 ) -> LaunchOutcome:
-    """Run `python PROGRAM...` on every rank and return what came of it.
+    """Run `python PROGRAM...` on every rank, beside `environment`, and return what came of it.
 
     Once `answers` lines that begin with `mark` were printed, the ranks get 20 s to end, and are then ended.
-
-    Args:
-        hosts: where.
-        program: arguments of this interpreter.
-        environment: variables of the ranks, beside this process's own.
-        timeout_s: limit of the whole.
-        mark: see above.
-        answers: see above.
 
     Raises:
         BenchError: horovodrun does not start, or another host cannot be reached.

@@ -20,25 +20,15 @@ from hvdtrain.tools.quantities import three_digits
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that was found.
+    """Everything that was found."""
 
-    Attributes:
-        title: what was run, for people.
-        steps: of the standard model, or of the script.
-        advice: {rule: sentence}.
-        points: the sweep; empty where there was none.
-        fit: the line through it.
-        link_bytes_per_s: as --link says; None without it.
-        notes: how the figures were taken, where that matters to the reader.
-    """
-
-    title: str
-    steps: Steps
-    advice: dict[str, str]
-    points: Sequence[Point] = ()
-    fit: Fit | None = None
-    link_bytes_per_s: float | None = None
-    notes: Sequence[str] = field(default_factory=list)
+    title: str  # what was run, for people
+    steps: Steps  # of the standard model, or of the script
+    advice: dict[str, str]  # {rule: sentence}
+    points: Sequence[Point] = ()  # the sweep; empty where there was none
+    fit: Fit | None = None  # the line through it
+    link_bytes_per_s: float | None = None  # as --link says; None without it
+    notes: Sequence[str] = field(default_factory=list)  # how the figures were taken, where that matters to the reader
 
 
 def as_json(result: Result) -> dict[str, Any]:

@@ -52,11 +52,7 @@ class BenchOptions:
 
 
 def run(options: BenchOptions) -> None:
-    """Measure and print.
-
-    Raises:
-        BenchError: options that cannot be, or a run that came to nothing.
-    """
+    """Measure and print; BenchError for options that cannot be, or a run that came to nothing."""
     hosts = parse_hosts(options.hosts, ranks=options.ranks, cores=usable_cores())
     _check(options)
     link = None if options.link is None else parse_link(options.link)
@@ -89,11 +85,7 @@ def _check(options: BenchOptions) -> None:
 
 
 def parse_link(text: str) -> float:
-    """Return the bytes a second of a link such as "25Gb/s" (bits) or "3GB/s" (bytes).
-
-    Raises:
-        BenchUsageError: it does not parse, or is not above zero and finite.
-    """
+    """Return the bytes a second of a link such as "25Gb/s" (bits) or "3GB/s" (bytes)."""
     try:
         rate = parse_rate(text)
     except ValueError as problem:

@@ -48,12 +48,9 @@ class Steps:
         return min(self.ranks, key=lambda rank: rank.own_s)
 
     def plan_input(self, fit: Fit | None) -> dict[str, Any]:
-        """Return what `hvdtrain plan --measured` reads: in SI units, of the slowest rank.
+        """Return what `hvdtrain plan --measured` reads, of the slowest rank; what was not measured is left out.
 
-        What was not measured is left out.
-
-        Args:
-            fit: of the sweep; None where there was none. Ranks on several hosts say nothing of a host's own speed.
+        The sweep's `fit` counts on one host only: ranks on several say nothing of a host's own speed.
         """
         summary, facts, size = self.slowest.summary, self.slowest.facts, len(self.ranks)
         own_s = self.slowest.own_s
@@ -74,16 +71,7 @@ class Steps:
 
 
 def collect(found: Sequence[RankReport], *, name: str, ranks: int) -> Steps:
-    """Return the steps of every rank.
-
-    Args:
-        found: what the ranks reported.
-        name: the script, for messages.
-        ranks: how many were started.
-
-    Raises:
-        BenchError: a rank is missing, or took too few steps.
-    """
+    """Return every rank's steps; BenchError, which names the script, if a rank is missing or took too few."""
     found = sorted(found, key=lambda each: each.rank)
     if not found:
         raise BenchError(
@@ -109,11 +97,7 @@ def collect(found: Sequence[RankReport], *, name: str, ranks: int) -> Steps:
 
 
 def from_script(outcome: LaunchOutcome, *, name: str, ranks: int, timeout_s: float) -> Steps:
-    """Return the steps that the ranks of a script reported.
-
-    Raises:
-        BenchError: the script failed, did not end, or took no steps.
-    """
+    """Return the steps that a script's ranks reported; BenchError if it failed, did not end, or took none."""
     found = []
     for text in outcome.marked(MARK).values():
         try:

@@ -34,21 +34,13 @@ def floor_s(num_bytes: float, *, ranks: int, bytes_per_s: float) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """One size.
+    """One size."""
 
-    Attributes:
-        num_bytes: of the message.
-        time_s: an allreduce on the slowest rank, seconds.
-        repeats: how often it was measured.
-        copy_bytes_per_s: at which each rank copies as many bytes in memory while all do; mean over ranks.
-        floor_s: the time it takes at least; None where the speed is not known.
-    """
-
-    num_bytes: int
-    time_s: Spread
-    repeats: int
-    copy_bytes_per_s: Spread
-    floor_s: float | None = None
+    num_bytes: int  # of the message
+    time_s: Spread  # an allreduce on the slowest rank, seconds
+    repeats: int  # how often it was measured
+    copy_bytes_per_s: Spread  # at which each rank copies as many bytes in memory while all do; mean over ranks
+    floor_s: float | None = None  # the time it takes at least; None where the speed is not known
 
     def bus_bytes_per_s(self, ranks: int) -> float:
         """Bytes that each rank had to move, over the median time."""
@@ -71,22 +63,15 @@ class Fit:
     """time = alpha_s + bytes * beta_s_per_byte, by least squares of the relative errors; neither below zero.
 
     Relative, because the times span five powers of ten: plain least squares would see the largest size only.
-
-    Attributes:
-        worst: the largest relative distance of a median from the line.
     """
 
     alpha_s: float
     beta_s_per_byte: float
-    worst: float
+    worst: float  # the largest relative distance of a median from the line
 
 
 def sizes(max_bytes: int) -> list[int]:
-    """Return the sizes to measure: 4 B and each four times the one before, up to `max_bytes`, which is the last.
-
-    Raises:
-        BenchUsageError: max_bytes is not at least 4.
-    """
+    """Return the sizes to measure: 4 B and each four times the one before, up to `max_bytes`, which is the last."""
     if max_bytes < ELEMENT_BYTES:
         raise BenchUsageError(f"--max-bytes must be at least {ELEMENT_BYTES}, one float32. Received: {max_bytes}")
     last = max_bytes - max_bytes % ELEMENT_BYTES
@@ -108,13 +93,9 @@ def measure(
     agree: Callable[[float], float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Time `reduce` repeatedly, without pauses; return the seconds of each call.
+    """Time one allreduce repeatedly, without pauses, for about `budget_s`; return the seconds of each call.
 
-    Args:
-        reduce: one allreduce; returns when it is done.
-        budget_s: about how long to repeat.
-        agree: returns the maximum of a number over ranks; all ranks must repeat equally often.
-        clock: returns seconds.
+    `agree` returns the maximum of a number over ranks: all ranks must repeat equally often.
     """
     for _ in range(WARMUP):
         reduce()
@@ -156,10 +137,7 @@ def copy_bandwidth(
 ) -> Spread:
     """Measure memory bandwidth: bytes copied a second by this rank, one thread, while all ranks copy at once.
 
-    Args:
-        barrier: returns once every rank has called it.
-        num_bytes: size of one copy. As large as the message that it is compared with: caches serve both alike.
-        clock: seconds.
+    A copy is as large as the message that it is compared with: caches serve both alike.
     """
     num_bytes = max(num_bytes, MIN_COPY_BYTES)
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)

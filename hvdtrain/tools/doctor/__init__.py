@@ -23,17 +23,7 @@ _PROBE_LIMIT_S = 90.0
 
 
 def run(*, as_json: bool = False, report: bool = False, out: Path | None = None, allreduce: bool = True) -> int:
-    """Look, judge, try, and print.
-
-    Args:
-        as_json: print one JSON object instead of a table.
-        report: print Markdown for an issue instead.
-        out: write the Markdown there.
-        allreduce: try a live allreduce for each framework and data plane.
-
-    Returns:
-        0 if training would work, 1 if not.
-    """
+    """Look, judge, try, and print, or write Markdown for an issue to `out`; return 0 if training would work, else 1."""
     facts = gather()
     verdicts = judge(facts)
     console = Console(soft_wrap=True, highlight=False)

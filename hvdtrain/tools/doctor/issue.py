@@ -36,13 +36,7 @@ _NAMES_HOSTS = ("HOST", "ADDR", "NODELIST", "_URL", "_URI")
 
 
 def markdown(facts: Facts, probes: Sequence[Probe], verdicts: Sequence[Verdict]) -> str:
-    """Return the report.
-
-    Args:
-        facts: as gathered on this machine.
-        probes: the live allreduces.
-        verdicts: what the rules found.
-    """
+    """Return the report."""
     scrub = redact.Scrubber(keep={*facts.versions, "hvdtrain", "python"})
     lines = ["### hvdtrain doctor --report", ""]
     lines += ["User, host, home folder, network addresses and secrets are left out. Read it before you send it.", ""]

@@ -33,7 +33,6 @@ def read_measured(path: Path) -> dict[str, float]:
     """Return what the file says, by the names of the fields of Step and Cluster; what it lacks is left out.
 
     Raises:
-        OSError: if the file cannot be read.
         ValueError: if it is not JSON, has no "plan_input", or has something in it that is not a number.
     """
     try:

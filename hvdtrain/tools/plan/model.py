@@ -49,23 +49,17 @@ class Algorithm(str, Enum):
 class Step:
     """One rank's step as measured, without communication.
 
-    Attributes:
-        compute_s: its time in seconds, waiting for data included.
-        gradient_bytes: what the rank hands to allreduce in one step.
-        samples: how many samples the rank takes in it.
-        backward_share: backward's share of compute_s. 2/3 where it was not measured: backward does about twice the
-            arithmetic of forward, once for the inputs and once for the weights.
-        spread_s: standard deviation of compute_s from step to step, in seconds.
-
     Raises:
         ValueError: for a time, size or share that no step can have.
     """
 
-    compute_s: float
-    gradient_bytes: float
-    samples: int
+    compute_s: float  # its time in seconds, waiting for data included
+    gradient_bytes: float  # what the rank hands to allreduce in one step
+    samples: int  # how many samples the rank takes in it
+    # backward's share of compute_s. 2/3 where it was not measured: backward does about twice the arithmetic of
+    # forward, once for the inputs and once for the weights.
     backward_share: float = 2 / 3
-    spread_s: float = 0.0
+    spread_s: float = 0.0  # standard deviation of compute_s from step to step, in seconds
 
     def __post_init__(self) -> None:
         require("the step's time (seconds)", self.compute_s, "above 0 and finite")
@@ -79,35 +73,27 @@ class Step:
 class Cluster:
     """The links between ranks, and how gradients are sent over them.
 
-    Attributes:
-        link_bytes_per_s: nominal speed of a host's link, each direction; None for a single host.
-        ranks_per_host: ranks that share a host and its link.
-        intra_bytes_per_s: speed of an allreduce between ranks of one host; None if each host has one rank.
-        link_efficiency: share of the nominal speed that is left for gradients. 0.93: RoCE v2 with 1024 bytes per
-            packet has 1024 / (1024 + 82) after the headers of Ethernet, IP, UDP and InfiniBand; TCP with a 1500-byte
-            MTU has 1448 / 1538.
-        latency_s: one hop between hosts; the default is about what NCCL's tuning table gives a network hop.
-        intra_latency_s: one hop within a host; likewise.
-        overhead_s: starting one allreduce: agreeing among ranks, and Horovod's cycle time (1 ms by default).
-        bucket_bytes: gradients that are reduced together. 64 MiB was Horovod's fusion threshold in its published runs.
-        overlap: how much of an allreduce can overlap with backward: 1 where network hardware does the work, 0 where it
-            takes the very cores that compute.
-        algorithm: how an allreduce travels.
-
     Raises:
         ValueError: for a speed, latency or share that no cluster can have.
     """
 
+    # nominal speed of a host's link, each direction; None where there is one host only
     link_bytes_per_s: float | None = None
-    ranks_per_host: int = 1
+    ranks_per_host: int = 1  # ranks that share a host and its link
+    # what an allreduce reaches between ranks of one host; None where each host has one rank
     intra_bytes_per_s: float | None = None
+    # share of the nominal speed that is left for gradients. 0.93: RoCE v2 with 1024 bytes a packet keeps 1024 / (1024
+    # + 82) after Ethernet's, IP's, UDP's and InfiniBand's headers, TCP with a 1500-byte MTU 1448 / 1538.
     link_efficiency: float = 0.93
-    latency_s: float = 10e-6
-    intra_latency_s: float = 6e-6
-    overhead_s: float = 1e-3
+    latency_s: float = 10e-6  # one hop between hosts; the default is about what NCCL's tuning table gives a network hop
+    intra_latency_s: float = 6e-6  # one hop within a host; likewise
+    overhead_s: float = 1e-3  # starting one allreduce: agreeing among ranks, and Horovod's cycle time (1 ms by default)
+    # gradients that are reduced together. 64 MiB was Horovod's fusion threshold in its published runs.
     bucket_bytes: float = 64 * 2.0**20
+    # how much of an allreduce can overlap with backward: 1 where network hardware does the work, 0 where it takes the
+    # very cores that compute
     overlap: float = 1.0
-    algorithm: Algorithm = Algorithm.auto
+    algorithm: Algorithm = Algorithm.auto  # how an allreduce travels
 
     def __post_init__(self) -> None:
         if self.link_bytes_per_s is not None:
@@ -129,22 +115,15 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A step on so many ranks. Times in seconds; efficiency is T(1) / T(R).
-
-    Attributes:
-        sync_s: T_sync, all of the step's allreduces, hidden or not.
-        exposed_s: the part of it that lengthens the step.
-        waiting_s: for the slowest rank.
-        bandwidth_s: the part of sync_s that only a faster link or fewer bytes would shorten; the rest is latency.
-    """
+    """A step on so many ranks. Times in seconds; efficiency is T(1) / T(R)."""
 
     ranks: int
     hosts: int
     compute_s: float
-    sync_s: float
-    bandwidth_s: float
-    exposed_s: float
-    waiting_s: float
+    sync_s: float  # T_sync, all of the step's allreduces, hidden or not
+    bandwidth_s: float  # the part of sync_s that only a faster link or fewer bytes would shorten; the rest is latency
+    exposed_s: float  # the part of it that lengthens the step
+    waiting_s: float  # for the slowest rank
     samples: int = field(repr=False)
 
     @property
@@ -183,11 +162,7 @@ class _Cost(NamedTuple):
 
 
 def forecast(step: Step, cluster: Cluster, ranks: int) -> Forecast:
-    """Return the forecast for one number of ranks.
-
-    Raises:
-        ValueError: if ranks < 1, or if the cluster lacks the speed of a connection that they need.
-    """
+    """Return the forecast for so many ranks; ValueError if the cluster lacks the speed of a connection they need."""
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1. Received: {ranks}")
     if ranks == 1:
@@ -226,15 +201,11 @@ def marginal_efficiency(fewer: Forecast, more: Forecast) -> float:
 
 
 def pays_up_to(forecasts: Sequence[Forecast], *, worth: float = 0.5) -> Forecast:
-    """Return the forecast at which adding ranks stops paying.
+    """Return the forecast at which adding ranks stops paying, of some in rising order that begin with one rank.
 
     From there, no larger number of ranks brings `worth` of a lone rank's work for each rank added. It counts from the
     last number that paid, not from the neighbour: where the second host is added, a rank brings little, but many hosts
     may pay again.
-
-    Args:
-        forecasts: in rising order of ranks, beginning with one rank.
-        worth: the share of a lone rank's work that an added rank must bring, in (0, 1].
     """
     best = forecasts[0]
     for candidate in forecasts[1:]:

@@ -19,11 +19,6 @@ from hvdtrain.tools.quantities import format_size, format_time, three_digits
 class Plan:
     """The options, and the forecast for each number of ranks, in rising order from one rank.
 
-    Attributes:
-        run_samples: samples of the whole run, whose time and cost are shown.
-        price: of one rank for one hour, in any currency; None shows rank-hours in its place.
-        worth: the share of a lone rank's work that an added rank must bring.
-
     Raises:
         ValueError: for a price, a share or a number of samples that cannot be.
     """
@@ -31,9 +26,9 @@ class Plan:
     step: Step
     cluster: Cluster
     forecasts: Sequence[Forecast]
-    run_samples: int
-    price: float | None = None
-    worth: float = 0.5
+    run_samples: int  # samples of the whole run, whose time and cost are shown
+    price: float | None = None  # of one rank for one hour, in any currency; None shows rank-hours in its place
+    worth: float = 0.5  # the share of a lone rank's work that an added rank must bring
 
     def __post_init__(self) -> None:
         require("the samples of the run", self.run_samples, "above 0 and finite")

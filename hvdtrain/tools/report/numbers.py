@@ -172,12 +172,9 @@ def _samples_per_s(run: RecordedRun, settled: NDArray[np.bool_] | None) -> float
 
 
 def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Slowest | None:
-    """Return the rank that costs the others most.
+    """Return the rank that costs the others most, by each part's seconds a step, shape (n, ranks).
 
-    Args:
-        times: of each part the seconds per step, shape (n, ranks).
-        hosts: the ranks' hosts, as far as known.
-        steps: how many steps each interval stands for, shape (n,).
+    `steps`, shape (n,), is how many steps each interval stands for.
     """
     own = _mean(own_time(times), axis=0, weights=np.maximum(steps, 1.0))
     there = np.flatnonzero(np.isfinite(own))

@@ -53,12 +53,7 @@ class Plot:
 
 
 def draw(runs: Sequence[RecordedRun], *, floor_s: float | None = None) -> list[Plot]:
-    """Return the plots of one run, or of two runs over each other; of times, without each start's first interval.
-
-    Args:
-        runs: one or two.
-        floor_s: seconds that reducing the gradients takes at least; only drawn for one run.
-    """
+    """Return the plots of one run, or of two runs over each other; of times, without each start's first interval."""
     with style.context(["default", _STYLE]):
         # A first step that compiles takes a hundred times as long as others: beside it, nothing else would be seen.
         timed = [replace(run, intervals=run.intervals.only(not_first(run.intervals))) for run in runs]

@@ -80,12 +80,7 @@ class RecordedRun:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Return what `folder` holds.
-
-    Raises:
-        ReportError: it is not there, or is no run's; the message says what to type instead.
-        OSError: it cannot be read.
-    """
+    """Return what `folder` holds; ReportError, which says what to type instead, if it is no run's."""
     _require_run(folder)
     lines, unreadable = _lines(folder / METRICS)
     if not lines:
