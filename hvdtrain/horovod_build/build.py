@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.horovod_build import cache, changes, frameworks, installed, native, owners, pip, sdist
-from hvdtrain.horovod_build.errors import CompileError, ProofError, UntestedVersionError
+from hvdtrain.horovod_build.errors import BuildError, CompileError, ProofError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.horovod_build.progress import BuildProgress
@@ -28,16 +28,15 @@ class BuildOptions:
     without: frozenset[str] = frozenset()  # parts to leave out: "torch", "tensorflow", "mpi", "nccl"
     rebuild: bool = False  # compile even where the cache has the wheel
     dry_run: bool = False  # say what would be built, and stop
-    # take framework versions older than the tests', and leave a build installed whose proof failed on a version that
+    # Take framework versions older than the tests', and leave a build installed whose proof failed on a version that
     # no test has seen
     force: bool = False
     wheel_dir: Path | None = None  # put a copy of the wheel there
     sdist: Path | None = None  # Horovod's sdist as a file, for machines without a network
     through_host: bool = False  # GPU tensors travel through host memory instead of NCCL
-    cuda_arch: str | None = None  # GPU architectures, e.g. "80,90"; by default those of the GPUs that are here.
+    cuda_arch: str | None = None  # GPU architectures, e.g. "80,90"; by default those of the GPUs that are here
     jobs: int | None = None  # compiler processes at once; by default one a core
-    prove: bool = True  # run an allreduce and a training step between two processes at the end
-    install: bool = True  # install the wheel into this environment; False needs prove=False
+    install: bool = True  # install the wheel into this environment, and prove it
 
 
 def build(options: BuildOptions) -> Path | None:
@@ -45,8 +44,7 @@ def build(options: BuildOptions) -> Path | None:
     progress = BuildProgress(_STEPS)
     progress.step("Looking at what is installed")
     found = find_all(without=options.without, force=options.force, through_host=options.through_host)
-    chosen = native.settings(found, cuda_arch=options.cuda_arch)
-    parts = cache.key_parts(found, chosen)
+    parts = cache.key_parts(found, native.settings(found, cuda_arch=options.cuda_arch))
     key = cache.key_of(parts)
     home, elsewhere = cache.cache_folder()
     for line in [*describe(found), *filter(None, [elsewhere])]:
@@ -62,7 +60,7 @@ def build(options: BuildOptions) -> Path | None:
         entry = None if options.rebuild else cache.load(wheels, key)
         if entry is None:
             try:
-                entry = _compile(found, chosen, parts, home=home, options=options, progress=progress)
+                entry = _compile(found, parts, home=home, options=options, progress=progress)
             except CompileError as problem:
                 if not found.untested:
                     raise
@@ -73,13 +71,11 @@ def build(options: BuildOptions) -> Path | None:
     if options.wheel_dir is not None:
         options.wheel_dir.mkdir(parents=True, exist_ok=True)
         progress.note(f"copied to {shutil.copy(entry.wheel, options.wheel_dir)}")
-    untested = " and ".join(f"{framework.name} {framework.version}" for framework in found.untested)
     if options.install:
         _install_and_prove(entry, found, key=key, home=home, options=options, progress=progress)
-    if untested and options.install and options.prove:
-        progress.note(f"No test of hvdtrain has seen {untested}: it was proven here, by the lines above")
-    elif untested:
-        progress.note(f"No test of hvdtrain has seen {untested}, and nothing was proven here")
+    if found.untested:
+        proof = ": it was proven here, by the lines above" if options.install else ", and nothing was proven here"
+        progress.note(f"No test of hvdtrain has seen {_names(found)}{proof}")
     return entry.wheel
 
 
@@ -93,8 +89,6 @@ def _install_and_prove(
     else:
         progress.step("Installing the wheel")
         pip.install(entry.wheel, cache=home)
-    if not options.prove:
-        return
     progress.step("Proving it: an allreduce and a training step between two processes")
     try:
         prove(found, progress=progress)
@@ -105,13 +99,16 @@ def _install_and_prove(
     installed.mark_as_proven()
 
 
-def _refusal(found: Found, problem: str) -> UntestedVersionError:
+def _refusal(found: Found, problem: str) -> BuildError:
     """Return the error for a version that no test has seen and that does not work here."""
-    names = " and ".join(f"{framework.name} {framework.version}" for framework in found.untested)
     commands = " && ".join(frameworks.command_for_tested(framework.name) for framework in found.untested)
-    return UntestedVersionError(
-        f"{problem}\nNo test of hvdtrain has seen {names}. The last version that works: {commands}, then hvdtrain build"
+    return BuildError(
+        f"{problem}\nNo test of hvdtrain has seen {_names(found)}. The last version that works: {commands}, then hvdtrain build"
     )
+
+
+def _names(found: Found) -> str:
+    return " and ".join(f"{framework.name} {framework.version}" for framework in found.untested)
 
 
 def _take_back(before: cache.Entry | None, home: Path) -> str:
@@ -137,13 +134,7 @@ def describe(found: Found) -> list[str]:
 
 
 def _compile(
-    found: Found,
-    chosen: dict[str, str],
-    parts: dict[str, str],
-    *,
-    home: Path,
-    options: BuildOptions,
-    progress: BuildProgress,
+    found: Found, parts: dict[str, str], *, home: Path, options: BuildOptions, progress: BuildProgress
 ) -> cache.Entry:
     """Make the wheel and put it into the cache; the log stays where a failure names it."""
     key = cache.key_of(parts)
@@ -152,12 +143,12 @@ def _compile(
     progress.step(f"Compiling Horovod {sdist.VERSION} with {jobs} processes (about 2 minutes on 2 cores)")
     tools = sdist.fetch_tools(home)
     source = sdist.check(options.sdist) if options.sdist else sdist.fetch(home, tools=tools)
-    logs = home / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    log = home / "logs" / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as scratch:
         tree = sdist.unpack(source, Path(scratch))
         changes.change(tree)
+        chosen = native.settings(found, cuda_arch=options.cuda_arch)
         env = native.environment(
             found, chosen, tools=tools, scratch=Path(scratch), record=record(found, key), jobs=jobs
         )

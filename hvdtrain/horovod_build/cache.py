@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.horovod_build import changes, library_paths, owners, sdist
-from hvdtrain.horovod_build.errors import CacheError, LibraryPathError
+from hvdtrain.horovod_build.errors import BuildError, LibraryPathError
 from hvdtrain.horovod_build.find import Found
 
 _RECORD = "build.json"
@@ -51,7 +51,7 @@ def cache_folder() -> tuple[Path, str]:
     if not chosen and _can_be_written(own):
         check_owners(own)
         return own, f"{usual} cannot be written: the cache is in {own}"
-    raise CacheError(
+    raise BuildError(
         f"The cache's folder cannot be written: {usual}{'' if chosen else f', nor can {own}'}. "
         "Set HVDTRAIN_CACHE to a folder that you can write to."
     )
@@ -76,7 +76,7 @@ def _refuse(why: str, folder: Path, command: str) -> None:
     if "belongs to" in why:
         command = "set HVDTRAIN_CACHE to a folder of your own"
     if why:
-        raise CacheError(f"{why}, and wheels in the cache {folder} are installed and run. To fix it: {command}")
+        raise BuildError(f"{why}, and wheels in the cache {folder} are installed and run. To fix it: {command}")
 
 
 def _can_be_written(folder: Path) -> bool:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build.errors import PatchError
+from hvdtrain.horovod_build.errors import BuildError
 
 # patches/*.patch, applied in the order of their names; added/ and replaced/, whole files at the places that they have
 # in the sdist. replaced/originals.sha256 has the hashes of what is replaced, as sha256sum writes them.
@@ -44,7 +44,7 @@ def read_patches(root: Path = ROOT) -> list[Patch]:
 
 
 def change(source: Path, root: Path = ROOT) -> None:
-    """Make all changes in the unpacked sdist at `source`; PatchError where it is not what ours were made from."""
+    """Make all changes in the unpacked sdist at `source`; BuildError where it is not what ours were made from."""
     apply(source, read_patches(root))
     words = (root / "replaced/originals.sha256").read_text(encoding="utf-8").split()
     originals = dict(zip(words[1::2], words[::2], strict=True))
@@ -53,7 +53,7 @@ def change(source: Path, root: Path = ROOT) -> None:
         found = hashlib.sha256(target.read_bytes()).hexdigest() if target.exists() else None
         if found != originals.get(path):
             problem = "is not the file that ours takes the place of" if path in originals else "is where ours is to go"
-            raise PatchError(f"Horovod's {path} {problem}. {_UNKNOWN}")
+            raise BuildError(f"Horovod's {path} {problem}. {_UNKNOWN}")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
 
@@ -67,7 +67,7 @@ def apply(source: Path, patches: list[Patch]) -> None:
             found = lines[hunk.first : hunk.first + len(hunk.old)]
             if found != list(hunk.old):
                 same = next((i for i, line in enumerate(found) if line != hunk.old[i]), len(found))
-                raise PatchError(
+                raise BuildError(
                     f"Patch {patch.name} does not apply to {hunk.path}, hunk {hunk.header!r}: line "
                     f"{hunk.first + same + 1} is {found[same] if same < len(found) else None!r}, expected "
                     f"{hunk.old[same]!r}. {_UNKNOWN}"
@@ -101,7 +101,7 @@ def _read(path: Path) -> Patch:
                 or (len(old), len(new)) != (int(counts[1] or 1), int(counts[3] or 1))
                 or not all(line[:1] in (" ", "-", "+") for line in lines)
             ):
-                raise PatchError(f"{path}: {header!r} is not a hunk of a unified diff, or was cut short")
+                raise BuildError(f"{path}: {header!r} is not a hunk of a unified diff, or was cut short")
             hunks.append(Hunk(names.partition("\n")[0], header, int(counts[2]) - 1, old, new))
     return Patch(path.stem, reason.strip(), tuple(hunks))
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build.errors import MissingToolError
+from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.horovod_build.frameworks import Framework, find_cxx_standard, find_frameworks, is_tested
 from hvdtrain.horovod_build.installed import Plane, package_folders
 from hvdtrain.system import open_mpi, toolchain
@@ -94,28 +94,28 @@ def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
 
 
 def find_compiler() -> str:
-    """Return the C++ compiler's version line; MissingToolError if there is no compiler or no make."""
+    """Return the C++ compiler's version line; BuildError if there is no compiler or no make."""
     compiler = toolchain.compiler_command()
     version = output_of([*compiler.split(), "--version"]) if compiler else None
     if version is None:
         named = f"CXX={compiler} does not run" if compiler else "no c++, g++ or clang++ on PATH"
-        raise MissingToolError(
+        raise BuildError(
             f"No C++ compiler: {named}. Install one (Debian, Ubuntu: apt-get install g++ make; Fedora: dnf install "
             "gcc-c++ make; conda: conda install gxx make), or set CXX."
         )
     if not (shutil.which("make") or shutil.which("gmake")):
-        raise MissingToolError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make) and try again.")
+        raise BuildError("No make on PATH. Install it (Debian, Ubuntu: apt-get install make) and try again.")
     return version.splitlines()[0].strip()
 
 
 def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
     """Compile a few lines with the C++ standard that the frameworks' headers require."""
     if any(framework.name == "torch" for framework in frameworks) and (problem := toolchain.missing_python_header()):
-        raise MissingToolError(problem)
+        raise BuildError(problem)
     compiler = toolchain.compiler_command() or "c++"
     if said := toolchain.lacks_standard(compiler, standard):
         asking = " and ".join(f"{framework.name} {framework.version}" for framework in frameworks)
-        raise MissingToolError(
+        raise BuildError(
             f"{compiler} cannot compile C++{standard}, which the headers of {asking} require ({said}). gcc 11, "
             "clang 17 and newer ones can: apt-get install g++-12 (Red Hat: dnf install gcc-toolset-12; conda: conda "
             "install gxx), then CXX=g++-12 hvdtrain build"
@@ -222,7 +222,7 @@ def find_all(*, without: frozenset[str] = frozenset(), force: bool = False, thro
         notes += [why] if why else []
     found = Found(frameworks, compiler, mpi, cuda, nccl, gpus, tuple(notes), standard, through_host)
     if through_host and not found.gpu:
-        raise MissingToolError(f"--through-host is for GPUs. {'; '.join(notes) or 'No framework is a CUDA build.'}")
+        raise BuildError(f"--through-host is for GPUs. {'; '.join(notes) or 'No framework is a CUDA build.'}")
     return found
 
 
@@ -255,7 +255,7 @@ def _find_gpu_parts(frameworks: tuple[Framework, ...], gpus: tuple[str, ...]) ->
     if not why:
         return cuda, nccl, ""
     if gpus:
-        raise MissingToolError(
+        raise BuildError(
             f"This machine has {len(gpus)} GPU(s), but Horovod cannot be built with NCCL: {why}. Fix this, or build "
             "for CPUs only with --without nccl."
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from hvdtrain.horovod_build.errors import NoFrameworkError, UntestedVersionError
+from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.horovod_build.installed import framework_pin, framework_version, package_folder
 
 # [first, last): releases that the tests ran on. Widen after a test run, not before.
@@ -63,7 +63,7 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
     if not found:
         left_out = f" (left out: {', '.join(sorted(without & set(finders)))})" if without & set(finders) else ""
         others = [name for name, package in (("Keras", "keras"), ("JAX", "jax")) if package_folder(package)]
-        raise NoFrameworkError(
+        raise BuildError(
             f"Neither torch nor tensorflow is installed in this environment{left_out}"
             + (f", only {' and '.join(others)}. " if others else ". ")
             + ("JAX trains through Horovod for either: " if "JAX" in others else "Horovod is built for what is there: ")
@@ -71,13 +71,13 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
         )
     for framework in found:
         if framework.rocm:
-            raise NoFrameworkError(
+            raise BuildError(
                 f"{framework.name} {framework.version} is built for AMD GPUs (ROCm {framework.rocm}), which hvdtrain "
                 f"does not support. Install its CUDA or CPU build, or leave it out with --without {framework.name}."
             )
         version = _version(framework)
         if not force and version is not None and version < Version(TESTED[framework.name][0]):
-            raise UntestedVersionError(
+            raise BuildError(
                 f"{framework.name} {framework.version} is older than all that the tests ran on. Run: "
                 f"{command_for_tested(framework.name)}, or try all the same with --force."
             )
@@ -113,7 +113,7 @@ def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
         if not header.is_file():
             # What torch calls 2.13.0+cu130 is 2.13.0 on PyPI.
             pin = "==".join(framework_pin(framework.name) or (framework.name, framework.version))
-            raise NoFrameworkError(
+            raise BuildError(
                 f"{framework.name} {framework.version} came without its C++ headers: {header} is missing. Install it "
                 f"whole: pip install --force-reinstall --no-deps {pin}"
             )

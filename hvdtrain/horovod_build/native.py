@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from hvdtrain.horovod_build import owners
-from hvdtrain.horovod_build.errors import CompileError, MissingToolError
+from hvdtrain.horovod_build.errors import BuildError, CompileError
 from hvdtrain.horovod_build.find import Cuda, Found, Nccl, output_of
 from hvdtrain.horovod_build.progress import BuildProgress
 from hvdtrain.system import open_mpi
@@ -96,7 +96,7 @@ def _check_search_path(folders: list[str]) -> None:
     given = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     needed = [folder for folder in folders if next(Path(folder).glob("libmpi.so*"), None) and folder not in given]
     if needed:
-        raise MissingToolError(
+        raise BuildError(
             f"Open MPI is in {needed[0]}, where others than the system can put files, so the wheel cannot name that "
             f"folder. Set it wherever ranks start: export LD_LIBRARY_PATH={needed[0]}:$LD_LIBRARY_PATH (or take "
             "--without mpi, or pip install 'hvdtrain[mpi]')"

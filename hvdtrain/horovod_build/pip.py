@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hvdtrain.horovod_build import owners
-from hvdtrain.horovod_build.errors import InstallError, MissingToolError
+from hvdtrain.horovod_build.errors import BuildError
 
 # What uv fetches, where Python comes without a pip.
 PIP, PIP_HASHES = "pip==26.3", ("f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13",)
@@ -45,7 +45,7 @@ def remove(*, cache: Path) -> None:
 def _run(command: list[str], *, cache: Path) -> None:
     done = subprocess.run([*pip_command(cache), *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise InstallError(f"pip {' '.join(command)} failed: {last_lines(done.stderr)}")
+        raise BuildError(f"pip {' '.join(command)} failed: {last_lines(done.stderr)}")
 
 
 def _has(distribution: str) -> bool:
@@ -72,7 +72,7 @@ def pip_command(cache: Path) -> list[str]:
             target = Path(partial) / "pip"
             why = _bring(target)
             if why:
-                raise MissingToolError(
+                raise BuildError(
                     f"{sys.executable} has no pip, which fetches Horovod's source and installs the wheel, and none can "
                     f"be had: {why}. Run: {sys.executable} -m ensurepip --upgrade (or: uv pip install pip)"
                 )

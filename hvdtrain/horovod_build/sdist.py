@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from hvdtrain.horovod_build.errors import SdistError
+from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.horovod_build.pip import last_lines, move_into_place, pip_command, requirement
 
 VERSION = "0.28.1"
@@ -43,7 +43,7 @@ def check(path: Path) -> Path:
     """Return `path` if it is the sdist that the patches were made for."""
     found = sha256_of(path)
     if found != SHA256:
-        raise SdistError(
+        raise BuildError(
             f"{path} is not Horovod {VERSION}'s sdist: its sha256 is {found}, expected {SHA256}. Delete it and try "
             "again; if it is the same once more, the download was tampered with or cut short."
         )
@@ -74,13 +74,13 @@ def fetch_tools(cache: Path) -> Path:
         command += ["--target", str(target), "--require-hashes", "--requirement", str(requirements)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if "DO NOT MATCH THE HASHES" in done.stderr:
-            raise SdistError(
+            raise BuildError(
                 f"pip fetched build tools whose sha256 is not that of {' '.join(BUILD_TOOLS)} as hvdtrain knows them: "
                 f"{last_lines(done.stderr)}. If the index is the usual one, its files were tampered with, or this "
                 "machine is neither x86_64 nor aarch64 with glibc"
             )
         if done.returncode != 0:
-            raise SdistError(f"pip could not fetch the build tools {' '.join(BUILD_TOOLS)}: {last_lines(done.stderr)}")
+            raise BuildError(f"pip could not fetch the build tools {' '.join(BUILD_TOOLS)}: {last_lines(done.stderr)}")
         move_into_place(target, folder)
     return folder
 
@@ -106,9 +106,9 @@ def fetch(cache: Path, *, tools: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         fetched = Path(partial) / FILE_NAME
         if "DO NOT MATCH THE HASHES" in done.stderr:
-            raise SdistError(f"pip fetched a Horovod {VERSION} whose sha256 is not {SHA256}: {last_lines(done.stderr)}")
+            raise BuildError(f"pip fetched a Horovod {VERSION} whose sha256 is not {SHA256}: {last_lines(done.stderr)}")
         if done.returncode != 0 or not fetched.is_file():
-            raise SdistError(
+            raise BuildError(
                 f"pip could not download Horovod {VERSION}'s source: {last_lines(done.stderr)}. Without a network, "
                 f"bring {FILE_NAME} from elsewhere and pass it with --sdist."
             )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.horovod_build import cache, installed, library_paths, owners, sdist
-from hvdtrain.horovod_build.errors import CacheError, LibraryPathError
+from hvdtrain.horovod_build.errors import BuildError, LibraryPathError
 
 LIBRARY = "horovod/torch/mpi_lib_v2.so"
 
@@ -148,7 +148,7 @@ def test_a_cache_that_others_can_write_to_is_refused(home: Path, place: str) -> 
     assert cache.cache_folder() == (folder, "")
     (home / place).chmod(0o777)
     mend = f"chmod -R go-w {folder}" if "wheels" in place else f"chmod go-w {home / place}"
-    with pytest.raises(CacheError, match=f"every user can write to {home / place}") as caught:
+    with pytest.raises(BuildError, match=f"every user can write to {home / place}") as caught:
         cache.cache_folder()
     assert str(caught.value).endswith(mend)
     subprocess.run(mend, shell=True, check=True)
@@ -160,7 +160,7 @@ def test_a_cache_that_another_user_made_first_is_refused(
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_CACHE", str(gone))  # in /tmp, where anybody can be first
     stranger.run("import os, sys; os.makedirs(sys.argv[1] + '/wheels', 0o755)", gone)
-    with pytest.raises(CacheError, match=f"{gone} belongs to user .*: set HVDTRAIN_CACHE to a folder of your own"):
+    with pytest.raises(BuildError, match=f"{gone} belongs to user .*: set HVDTRAIN_CACHE to a folder of your own"):
         cache.cache_folder()
     shutil.rmtree(gone)
     with owners.alone():

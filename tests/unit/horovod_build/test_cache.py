@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import cache, changes, native
-from hvdtrain.horovod_build.errors import CacheError
+from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.horovod_build.find import Cuda, Found, Mpi, Nccl
 from hvdtrain.horovod_build.frameworks import Framework
 
@@ -156,7 +156,7 @@ def test_where_the_home_cannot_be_written_the_cache_is_in_the_environment(
     assert line == f"{home}/.cache/hvdtrain cannot be written: the cache is in {folder}"
 
     refused.add(environment)
-    with pytest.raises(CacheError, match="Set HVDTRAIN_CACHE to a folder that you can write to"):
+    with pytest.raises(BuildError, match="Set HVDTRAIN_CACHE to a folder that you can write to"):
         cache.cache_folder()
 
 
@@ -166,7 +166,7 @@ def test_a_folder_of_roots_below_a_cache_of_ones_own_is_seen_before_the_compile(
     monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path))
     (tmp_path / "wheels").mkdir()
     refused.add(tmp_path / "wheels")
-    with pytest.raises(CacheError, match=re.escape(f"cannot be written: {tmp_path}.")):
+    with pytest.raises(BuildError, match=re.escape(f"cannot be written: {tmp_path}.")):
         cache.cache_folder()
 
 

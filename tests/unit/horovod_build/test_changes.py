@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.horovod_build import changes
 from hvdtrain.horovod_build.changes import Patch
-from hvdtrain.horovod_build.errors import PatchError
+from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.system import open_mpi
 
 PATCHES = changes.read_patches()
@@ -67,7 +67,7 @@ def test_one_other_line_around_a_patch_is_refused_by_its_name(tmp_path: Path, nu
     assert lines[line] == hunk.old[0] == hunk.new[0], "a line of context"
     lines[line] += " "
     path.write_text("\n".join(lines))
-    with pytest.raises(PatchError) as info:
+    with pytest.raises(BuildError) as info:
         changes.apply(source, [patch])
     for said in (f"Patch {patch.name} does not apply to {hunk.path}, hunk {hunk.header!r}", repr(hunk.old[0] + " ")):
         assert said in str(info.value)
@@ -77,21 +77,21 @@ def test_lines_that_moved_are_refused(tmp_path: Path) -> None:
     source = source_of(tmp_path, PATCHES)
     path = source / "setup.py"
     path.write_text("one more\n" + path.read_text())
-    with pytest.raises(PatchError, match=r"06-build-settings does not apply to setup\.py"):
+    with pytest.raises(BuildError, match=r"06-build-settings does not apply to setup\.py"):
         changes.apply(source, PATCHES)
 
 
 def test_a_missing_file_is_refused_by_its_name(tmp_path: Path) -> None:
     source = source_of(tmp_path, PATCHES)
     (source / "setup.py").unlink()
-    with pytest.raises(PatchError, match=r"does not apply to setup\.py.*is None, expected"):
+    with pytest.raises(BuildError, match=r"does not apply to setup\.py.*is None, expected"):
         changes.apply(source, PATCHES)
 
 
 def test_a_patch_that_was_cut_short_is_refused(ours: Path) -> None:
     path = ours / "patches/01-cxx-standard.patch"
     path.write_text(path.read_text().rsplit("\n", 2)[0] + "\n")
-    with pytest.raises(PatchError, match=r"01-cxx-standard\.patch.*cut short"):
+    with pytest.raises(BuildError, match=r"01-cxx-standard\.patch.*cut short"):
         changes.read_patches(ours)
 
 
@@ -151,7 +151,7 @@ def test_files_of_ours_are_put_where_horovod_has_none_or_the_one_that_they_repla
     for target in (tmp_path / folder / path for folder in ("source", "other") for path in paths):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("theirs\n")
-    with pytest.raises(PatchError, match="not the file that ours takes the place of"):
+    with pytest.raises(BuildError, match="not the file that ours takes the place of"):
         changes.change(tmp_path / "other", ours)
     theirs = hashlib.sha256(b"theirs\n").hexdigest()
     replaced.write_text("".join(f"{theirs}  {path}\n" for path in paths))
@@ -159,7 +159,7 @@ def test_files_of_ours_are_put_where_horovod_has_none_or_the_one_that_they_repla
     added = "horovod/runner/common/util/proof.py"
     for folder, path in [("added", added), *(("replaced", path) for path in paths)]:
         assert (tmp_path / "source" / path).read_text() == (ours / folder / path).read_text()
-    with pytest.raises(PatchError, match="is where ours is to go"):
+    with pytest.raises(BuildError, match="is where ours is to go"):
         changes.change(tmp_path / "source", ours)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import find
-from hvdtrain.horovod_build.errors import MissingToolError
+from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.horovod_build.find import Cuda, Nccl
 from hvdtrain.horovod_build.frameworks import Framework
 from hvdtrain.system import open_mpi
@@ -88,19 +88,19 @@ def test_an_mpi_that_horovodrun_cannot_launch_is_left_out_with_the_reason(
 
 def test_a_missing_compiler_is_named(programs: dict[str, str]) -> None:
     programs["make"] = "GNU Make"
-    with pytest.raises(MissingToolError, match=r"No C\+\+ compiler.*apt-get install g\+\+"):
+    with pytest.raises(BuildError, match=r"No C\+\+ compiler.*apt-get install g\+\+"):
         find.find_compiler()
 
 
 def test_a_compiler_that_does_not_run_is_named(programs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++-99")
-    with pytest.raises(MissingToolError, match=r"CXX=g\+\+-99 does not run"):
+    with pytest.raises(BuildError, match=r"CXX=g\+\+-99 does not run"):
         find.find_compiler()
 
 
 def test_a_missing_make_is_named(programs: dict[str, str]) -> None:
     programs["g++"] = "g++ 12.2.0"
-    with pytest.raises(MissingToolError, match="No make on PATH"):
+    with pytest.raises(BuildError, match="No make on PATH"):
         find.find_compiler()
 
 
@@ -118,7 +118,7 @@ def test_a_compiler_that_does_not_know_the_standard_is_told_before_the_compile(
     said = "g++: error: unrecognized command line option '-std=c++20'"
     compiler(tmp_path, monkeypatch, f'case "$*" in *c++20*) echo "{said}" >&2; exit 1;; esac')
     find.check_compiler(17, (TORCH_CPU,))
-    with pytest.raises(MissingToolError) as info:
+    with pytest.raises(BuildError) as info:
         find.check_compiler(20, (TORCH_CPU,))
     for part in ("old-c++ cannot compile C++20", "torch 2.13.0+cpu", said, "CXX=g++-12 hvdtrain build"):
         assert part in str(info.value)
@@ -131,7 +131,7 @@ def test_a_compiler_that_takes_the_option_but_not_the_standard_is_told(
     # As gcc 10 does: it takes -std=c++20, and says of __cplusplus 201709.
     compiler(tmp_path, monkeypatch, f'exec {shutil.which("c++")} "$@" -std=c++17 -')
     find.check_compiler(17, (TORCH_CPU,))
-    with pytest.raises(MissingToolError, match=r"error.*no C\+\+20"):
+    with pytest.raises(BuildError, match=r"error.*no C\+\+20"):
         find.check_compiler(20, (TORCH_CPU,))
 
 
@@ -146,7 +146,7 @@ def test_pythons_missing_headers_are_told_to_torch_with_the_command_that_brings_
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(find.toolchain, "missing_python_header", lambda: f"{tmp_path}/Python.h is missing")
-    with pytest.raises(MissingToolError, match=rf"{tmp_path}/Python\.h is missing"):
+    with pytest.raises(BuildError, match=rf"{tmp_path}/Python\.h is missing"):
         find.check_compiler(17, (TORCH_CPU,))
     find.check_compiler(17, (TENSORFLOW,))
 
@@ -270,7 +270,7 @@ class TestWhole:
         assert found.planes == ("gloo",)
         assert any("NCCL left out: tensorflow is a CPU build" in note for note in found.notes)
         self.hardware(gpus=("9.0",), cuda="13.0", nccl="2.28.3")
-        with pytest.raises(MissingToolError, match="--without tensorflow"):
+        with pytest.raises(BuildError, match="--without tensorflow"):
             find.find_all()
         assert find.find_all(without=frozenset({"tensorflow"})).planes == ("gloo", "nccl")
 
@@ -279,7 +279,7 @@ class TestWhole:
             self.install(framework)
             cuda = framework.cuda
             self.hardware(gpus=("9.0",), cuda=cuda, nccl="2.28.3", driver=driver)
-            with pytest.raises(MissingToolError) as info:
+            with pytest.raises(BuildError) as info:
                 find.find_all()
             words = (f"the NVIDIA driver is {driver}", framework.version, f"CUDA {cuda}", f"needs {oldest} or newer")
             assert all(word in str(info.value) for word in (*words, f"nvidia-driver-{oldest}", "--without nccl"))
@@ -291,7 +291,7 @@ class TestWhole:
         self.install(TORCH_CUDA)
         self.hardware(gpus=("9.0",), cuda="12.8", nccl="2.28.3")
         self.monkeypatch.setenv("HOROVOD_CUDA_HOME", "/cuda")
-        with pytest.raises(MissingToolError, match=r"pip install 'cuda-toolkit.*unset HOROVOD_CUDA_HOME"):
+        with pytest.raises(BuildError, match=r"pip install 'cuda-toolkit.*unset HOROVOD_CUDA_HOME"):
             find.find_all()
 
     def test_through_the_host_there_is_no_nccl_and_no_gpu_is_an_error(self) -> None:
@@ -301,7 +301,7 @@ class TestWhole:
         assert found.gpu
         assert found.planes == ("gloo",)
         self.hardware(gpus=(), cuda=None, nccl=None)
-        with pytest.raises(MissingToolError, match=r"--through-host is for GPUs.*no CUDA toolkit"):
+        with pytest.raises(BuildError, match=r"--through-host is for GPUs.*no CUDA toolkit"):
             find.find_all(through_host=True)
 
     @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ class TestWhole:
     def test_gpus_are_not_left_idle_unasked(self, cuda: str | None, nccl: str | None, reason: str) -> None:
         self.install(TORCH_CUDA)
         self.hardware(gpus=("9.0",), cuda=cuda, nccl=nccl)
-        with pytest.raises(MissingToolError, match=reason):
+        with pytest.raises(BuildError, match=reason):
             find.find_all()
         assert find.find_all(without=frozenset({"nccl"})).planes == ("gloo",)
 

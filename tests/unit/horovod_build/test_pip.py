@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import pip
-from hvdtrain.horovod_build.errors import MissingToolError
+from hvdtrain.horovod_build.errors import BuildError
 
 
 @pytest.fixture
@@ -65,13 +65,11 @@ def test_what_uv_says_is_passed_on(bare: Path, monkeypatch: pytest.MonkeyPatch) 
     uv.write_text("#!/bin/sh\necho error: no network >&2; exit 2\n")
     uv.chmod(0o755)
     monkeypatch.setenv("UV", str(uv))  # as `uv run` sets it
-    with pytest.raises(MissingToolError, match=r"uv could not fetch it: error: no network. Run: .* -m ensurepip"):
+    with pytest.raises(BuildError, match=r"uv could not fetch it: error: no network. Run: .* -m ensurepip"):
         pip.pip_command(bare / "cache")
     assert list((bare / "cache" / "build-tools").iterdir()) == []
 
 
 def test_where_no_pip_can_be_had_the_commands_that_bring_it_are_named(bare: Path) -> None:
-    with pytest.raises(
-        MissingToolError, match=r"without ensurepip, and uv is not on PATH.*-m ensurepip.*uv pip install"
-    ):
+    with pytest.raises(BuildError, match=r"without ensurepip, and uv is not on PATH.*-m ensurepip.*uv pip install"):
         pip.pip_command(bare / "cache")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import sdist
-from hvdtrain.horovod_build.errors import SdistError
+from hvdtrain.horovod_build.errors import BuildError
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def pip_that(monkeypatch: pytest.MonkeyPatch, *, code: int = 0, stderr: str = ""
 def test_another_file_is_refused_with_both_hashes(tmp_path: Path) -> None:
     path = tmp_path / "other.tar.gz"
     path.write_bytes(b"not Horovod")
-    with pytest.raises(SdistError) as info:
+    with pytest.raises(BuildError) as info:
         sdist.check(path)
     assert hashlib.sha256(b"not Horovod").hexdigest() in str(info.value)
     assert sdist.SHA256 in str(info.value)
@@ -52,7 +52,7 @@ def test_another_file_is_refused_with_both_hashes(tmp_path: Path) -> None:
 def test_unpack_checks_the_hash_first(tmp_path: Path, fake_sdist: Path) -> None:
     assert (sdist.unpack(fake_sdist, tmp_path / "out") / "setup.py").read_text() == "print('hello')\n"
     fake_sdist.write_bytes(b"changed")
-    with pytest.raises(SdistError, match="sha256"):
+    with pytest.raises(BuildError, match="sha256"):
         sdist.unpack(fake_sdist, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -69,26 +69,26 @@ def test_a_fetched_sdist_is_kept_and_not_fetched_again(
 
 def test_a_download_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_that(monkeypatch, code=1, stderr="ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
-    with pytest.raises(SdistError, match=f"sha256 is not {sdist.SHA256}"):
+    with pytest.raises(BuildError, match=f"sha256 is not {sdist.SHA256}"):
         sdist.fetch(tmp_path, tools=tmp_path)
 
 
 def test_an_impossible_download_says_so_and_offers_sdist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_that(monkeypatch, code=1, stderr="ERROR: No matching distribution found for horovod==0.28.1")
-    with pytest.raises(SdistError, match=r"No matching distribution.*--sdist"):
+    with pytest.raises(BuildError, match=r"No matching distribution.*--sdist"):
         sdist.fetch(tmp_path, tools=tmp_path)
     assert list((tmp_path / "sdists").iterdir()) == []
 
 
 def test_build_tools_that_cannot_be_fetched_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_that(monkeypatch, code=1, stderr="ERROR: no network")
-    with pytest.raises(SdistError, match=r"setuptools==79.0.1 cmake==3.31.10 packaging==\S+: ERROR: no network"):
+    with pytest.raises(BuildError, match=r"setuptools==79.0.1 cmake==3.31.10 packaging==\S+: ERROR: no network"):
         sdist.fetch_tools(tmp_path)
 
 
 def test_build_tools_are_taken_by_hash_as_wheels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = pip_that(monkeypatch, code=1, stderr="ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS.")
-    with pytest.raises(SdistError, match="whose sha256 is not that of setuptools"):
+    with pytest.raises(BuildError, match="whose sha256 is not that of setuptools"):
         sdist.fetch_tools(tmp_path)
     (command,) = calls
     assert "--require-hashes" in command
