@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from hvdtrain.callbacks.context import RunContext
 from hvdtrain.callbacks.records import Facts, RecordingCallback
+from hvdtrain.horovod_build.installed import version_of
 from hvdtrain.system import private_files, redact
 from hvdtrain.system.settings import RUN_NAME
 
@@ -137,13 +137,7 @@ def default_name() -> str:
 
 
 def describe_environment(trainer: RunContext) -> dict[str, Any]:
-    """Return host, versions and variables of this run; values that look like secrets are left out."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    """Return where and with what this runs; values that look like secrets are left out."""
     chosen = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -159,7 +153,7 @@ def describe_environment(trainer: RunContext) -> dict[str, Any]:
         "engine": trainer.world.engine,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": versions,
+        "packages": {name: version for name in _PACKAGES if (version := version_of(name))},
         "variables": chosen,
     })  # fmt: skip
     return found

@@ -9,12 +9,4 @@ from hvdtrain.checkpoint.files import Arrays, Contents, read, read_meta, write
 from hvdtrain.checkpoint.store import Store
 from hvdtrain.checkpoint.writer import Writer
 
-__all__ = [
-    "Arrays",
-    "Contents",
-    "Store",
-    "Writer",
-    "read",
-    "read_meta",
-    "write",
-]
+__all__ = ["Arrays", "Contents", "Store", "Writer", "read", "read_meta", "write"]

@@ -100,7 +100,7 @@ def read_meta(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_finite(directory: str | os.PathLike[str]) -> bool:
-    """Return whether training can resume from a checkpoint's numbers: its manifest says so, except an older version's."""
+    """Return whether training can resume from a checkpoint's numbers; an older version's manifest does not say."""
     known = _in_folder(directory, lambda folder: _read_meta(folder)[0].finite)
     return read(directory).finite if known is None else known
 

@@ -103,7 +103,8 @@ def _refusal(found: Found, problem: str) -> BuildError:
     """Return the error for a version that no test has seen and that does not work here."""
     commands = " && ".join(frameworks.command_for_tested(framework.name) for framework in found.untested)
     return BuildError(
-        f"{problem}\nNo test of hvdtrain has seen {_names(found)}. The last version that works: {commands}, then hvdtrain build"
+        f"{problem}\nNo test of hvdtrain has seen {_names(found)}. The last version that works: {commands}, then "
+        "hvdtrain build"
     )
 
 

@@ -71,12 +71,8 @@ class Found:
     @property
     def planes(self) -> tuple[Plane, ...]:
         """Data planes of the wheel: Gloo always, then "mpi" and "nccl"."""
-        present: dict[Plane, bool] = {
-            "gloo": True,
-            "mpi": self.mpi is not None,
-            "nccl": self.gpu and not self.through_host,
-        }
-        return tuple(plane for plane, there in present.items() if there)
+        nccl = self.gpu and not self.through_host
+        return ("gloo", *(("mpi",) if self.mpi else ()), *(("nccl",) if nccl else ()))
 
     @property
     def untested(self) -> tuple[Framework, ...]:
@@ -148,13 +144,9 @@ def find_mpi() -> tuple[Mpi | None, str]:
             f"({wrapper}). Install both in one version: {_MPI_COMMAND}"
         )
     libraries = (output_of([wrapper, "--showme:libdirs"]) or "").split()
-    own = [Path(folder) for folder in libraries if _is_in_environment(Path(folder))]
+    is_venv = sys.prefix != sys.base_prefix
+    own = [Path(folder) for folder in libraries if is_venv and Path(folder).is_relative_to(sys.prefix)]
     return Mpi(version, Path(launcher), own[0] if own else None), ""
-
-
-def _is_in_environment(path: Path) -> bool:
-    """Return whether a path is inside this virtual environment."""
-    return sys.prefix != sys.base_prefix and path.is_relative_to(sys.prefix)
 
 
 def find_gpus() -> tuple[str, ...]:
@@ -185,12 +177,6 @@ def _cuda_in(home: Path) -> Cuda | None:
     return Cuda(release.group(1), home) if release else None
 
 
-def _nccl_version(header: Path) -> str:
-    text = header.read_text(encoding="utf-8", errors="replace")
-    numbers = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
-    return ".".join(n.group(1) for n in numbers if n)
-
-
 def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
     """Return NCCL: in HOROVOD_NCCL_HOME, in pip's wheel (which torch uses), or the system's."""
     homes = [(Path(h), False) for h in [os.environ.get("HOROVOD_NCCL_HOME")] if h]
@@ -203,7 +189,9 @@ def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
         folders = [home / "lib", home / "lib64", *sorted(home.glob("lib/*-linux-gnu"))]
         library = next((f / n for f in folders for n in ("libnccl.so", "libnccl.so.2") if (f / n).exists()), None)
         if header.is_file() and library is not None:
-            return Nccl(_nccl_version(header), header.parent, library, from_pip)
+            text = header.read_text(encoding="utf-8", errors="replace")
+            numbers = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", text)  # in this order
+            return Nccl(".".join(numbers), header.parent, library, from_pip)
     return None
 
 

@@ -57,7 +57,7 @@ def find_tensorflow() -> Framework | None:
 
 
 def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = False) -> tuple[Framework, ...]:
-    """Return torch and TensorFlow as installed, if they are not too old. Of a version that is too new the proof decides."""
+    """Return torch and TensorFlow as installed, if they are not too old. Of newer versions the proof decides."""
     finders: dict[str, Callable[[], Framework | None]] = {"torch": find_torch, "tensorflow": find_tensorflow}
     found = tuple(f for name, find in finders.items() if name not in without and (f := find()) is not None)
     if not found:

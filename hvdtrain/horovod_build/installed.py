@@ -22,14 +22,17 @@ _DISTRIBUTIONS = {
 }  # fmt: skip
 
 
+def version_of(distribution: str) -> str:
+    """Return an installed distribution's version; "" where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def framework_pin(framework: str) -> tuple[str, str] | None:
     """Return the distribution of "torch" or "tensorflow" and its version; None where it is not installed."""
-    for distribution in _DISTRIBUTIONS[framework]:
-        try:
-            return distribution, importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(((name, version) for name in _DISTRIBUTIONS[framework] if (version := version_of(name))), None)
 
 
 def framework_version(framework: str) -> str | None:

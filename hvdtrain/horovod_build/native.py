@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import time
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 
 from hvdtrain.horovod_build import owners
 from hvdtrain.horovod_build.errors import BuildError, CompileError
@@ -61,9 +61,8 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
             chosen["HOROVOD_GPU_OPERATIONS"] = "NCCL"
             chosen["HOROVOD_NCCL_LINK"] = "SHARED"
         chosen["HOROVOD_BUILD_CUDA_CC_LIST"] = cuda_architectures(found, cuda_arch)
-    for name in ("CXXFLAGS", "LDFLAGS", "HOROVOD_CPU_OPERATIONS"):
-        if os.environ.get(name):
-            chosen[name] = os.environ[name]
+    users = ("CXXFLAGS", "LDFLAGS", "HOROVOD_CPU_OPERATIONS")
+    chosen |= {name: os.environ[name] for name in users if os.environ.get(name)}
     flags = [chosen.get("LDFLAGS", ""), *(f"-Wl,-rpath,{folder}" for folder in runpath(found))]
     if any(flags):
         chosen["LDFLAGS"] = " ".join(filter(None, flags))
@@ -107,20 +106,19 @@ def environment(
     found: Found, chosen: dict[str, str], *, tools: Path, scratch: Path, record: str, jobs: int
 ) -> dict[str, str]:
     """Return the whole environment of the build: the user's, without stray HOROVOD_ variables, and `chosen`."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") and k != "PYTHONDONTWRITEBYTECODE"}
-    env.update(chosen)
-    # With an empty value Horovod's CMake would use the compiler's default.
-    if not env["HOROVOD_BUILD_ARCH_FLAGS"]:
-        del env["HOROVOD_BUILD_ARCH_FLAGS"]
-    env["HVDTRAIN_BUILD_RECORD"] = record
-    env["HOROVOD_CMAKE"] = str(tools / "cmake" / "data" / "bin" / "cmake")
-    # In front of the user's packages, so that setup.py gets this setuptools and still imports their frameworks.
-    env["PYTHONPATH"] = str(tools)
-    env["PATH"] = open_mpi.search_path()
-    env["MAKEFLAGS"] = f"-j{jobs}"
-    env["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    # A compile needs no GPU.
-    env["CUDA_VISIBLE_DEVICES"] = ""
+    users = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") and k != "PYTHONDONTWRITEBYTECODE"}
+    env = users | {
+        # With an empty value Horovod's CMake would use the compiler's default.
+        **{name: value for name, value in chosen.items() if value or name != "HOROVOD_BUILD_ARCH_FLAGS"},
+        "HVDTRAIN_BUILD_RECORD": record,
+        "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
+        # In front of the user's packages, so that setup.py gets this setuptools and still imports their frameworks.
+        "PYTHONPATH": str(tools),
+        "PATH": open_mpi.search_path(),
+        "MAKEFLAGS": f"-j{jobs}",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",  # a compile needs no GPU
+    }
     if found.gpu and found.cuda and found.nccl:
         links = link_folder(found.cuda, found.nccl, scratch)
         # A toolkit of wheels has lib, not lib64: neither nvcc, the linker nor CMake looks there.
@@ -152,32 +150,21 @@ def run(source: Path, *, env: dict[str, str], log: Path, progress: BuildProgress
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(out)]
     with (
         log.open("w", encoding="utf-8", errors="replace") as file,
-        subprocess.Popen(
-            command,
-            cwd=source,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
+        Popen(command, cwd=source, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace") as process,
     ):
         try:
             for line in process.stdout or ():
                 file.write(line)
-                match = _PERCENT.match(line)
-                if match:
+                if match := _PERCENT.match(line):
                     progress.percent(int(match.group(1)))
         except BaseException:
             # A full disk under the log, or Ctrl-C: make must not continue alone.
             process.terminate()
             raise
-    code = process.returncode
     wheels = sorted(out.glob("horovod-*.whl"))
-    if code != 0 or len(wheels) != 1:
+    if process.returncode != 0 or len(wheels) != 1:
         raise CompileError(
-            f"Horovod did not compile (exit status {code}, after {time.monotonic() - started:.0f} s).\n"
+            f"Horovod did not compile (exit status {process.returncode}, after {time.monotonic() - started:.0f} s).\n"
             f"  first error: {first_error(log)}\n  whole log:   {log}"
         )
     return wheels[0]
@@ -185,9 +172,5 @@ def run(source: Path, *, env: dict[str, str], log: Path, progress: BuildProgress
 
 def first_error(log: Path) -> str:
     """Return the first line of the log that looks like an error, else its last line."""
-    last = "the log is empty"
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        if _ERROR.search(line):
-            return line.strip()
-        last = line.strip() or last
-    return last
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return next(filter(_ERROR.search, lines), lines[-1] if lines else "the log is empty")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from hvdtrain.horovod_build import owners
 from hvdtrain.horovod_build.errors import BuildError
+from hvdtrain.horovod_build.installed import version_of
 
 # What uv fetches, where Python comes without a pip.
 PIP, PIP_HASHES = "pip==26.3", ("f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13",)
@@ -27,33 +27,21 @@ _OPTIONS = ("--disable-pip-version-check", "--no-input")
 
 def install(wheel: Path, *, cache: Path) -> None:
     """Install `wheel` over whatever Horovod is there; the frameworks stay as they are."""
-    missing = [name for name in _NEEDS if not _has(name)]
-    commands = [["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]]
-    if missing:
-        commands.append(["install", "--quiet", *missing])
-    for command in commands:
-        _run(command, cache=cache)
-    importlib.invalidate_caches()
+    _run(["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)], cache=cache)
+    if missing := [name for name in _NEEDS if not version_of(name)]:
+        _run(["install", "--quiet", *missing], cache=cache)
 
 
 def remove(*, cache: Path) -> None:
     """Uninstall Horovod."""
     _run(["uninstall", "--quiet", "--yes", "horovod"], cache=cache)
-    importlib.invalidate_caches()
 
 
 def _run(command: list[str], *, cache: Path) -> None:
     done = subprocess.run([*pip_command(cache), *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(f"pip {' '.join(command)} failed: {last_lines(done.stderr)}")
-
-
-def _has(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    importlib.invalidate_caches()
 
 
 def pip_command(cache: Path) -> list[str]:

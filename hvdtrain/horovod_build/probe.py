@@ -58,37 +58,17 @@ class Probe:
         return f"{self.allreduce_ms:.2f} ms for 1 MiB, {ranks} on {self.device}, {self.start_s:.1f} s in all"
 
 
-def command(framework: str, plane: Plane, *, ranks: int, python: Path, step: bool = False) -> list[str]:
-    """Return the command line that starts the ranks; it also stands in error messages."""
-    option = {"mpi": ["--mpi"], "gloo": ["--gloo"], "nccl": []}[plane]
-    line = [*horovodrun(python), "-np", str(ranks), *option, str(python), "-m", "hvdtrain.horovod_build.probe"]
-    return [*line, framework, plane, *(["step"] if step else [])]
-
-
-def allreduce(
-    framework: str,
-    plane: Plane,
-    *,
-    ranks: int = 2,
-    timeout_s: float = 90,
-    python: Path | None = None,
-    step: bool = False,
-) -> Probe:
+def allreduce(framework: str, plane: Plane, *, ranks: int = 2, timeout_s: float = 90, step: bool = False) -> Probe:
     """Let `ranks` processes of this host sum an array; what fails is in the Probe's `error`, and not raised.
 
     "mpi" and "gloo" sum host memory, "nccl" GPU memory, for which each rank needs a GPU of its own. With `step` they
     also take a training step, in host memory, and compare its weights with one process's.
     """
-    environment = rank_environment(
-        {
-            "KERAS_BACKEND": "tensorflow",
-            "OMP_NUM_THREADS": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        },
-        without=("HOROVOD_",),  # a data plane that the user prefers is not the requested one
-    )
-    line = command(framework, plane, ranks=ranks, python=python or Path(sys.executable), step=step)
+    chosen = {"KERAS_BACKEND": "tensorflow", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    # A data plane that the user prefers is not the requested one.
+    environment = rank_environment({**chosen, "OMPI_MCA_rmaps_base_oversubscribe": "1"}, without=("HOROVOD_",))
+    line = [*horovodrun(Path(sys.executable)), "-np", str(ranks), *([] if plane == "nccl" else [f"--{plane}"])]
+    line += [sys.executable, "-m", "hvdtrain.horovod_build.probe", framework, plane, *(["step"] if step else [])]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
         environment[_ANSWERS] = folder
@@ -125,15 +105,6 @@ def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Pa
     return error, log.read_text(encoding="utf-8", errors="replace")
 
 
-def _make_tensor(framework: str, values: np.ndarray[Any, Any], device: str) -> Any:
-    """Put `values` on the GPU as the framework's own tensor."""
-    module = importlib.import_module(framework)
-    if framework == "torch":
-        return module.from_numpy(values).to(device)
-    with module.device("/GPU:0"):  # TensorFlow numbers the GPUs that it was shown: one per rank
-        return module.constant(values)
-
-
 def rank_main(framework: str, plane: str, *, step: bool = False) -> int:
     """Run as one rank: sum arrays, and write the outcome into a file for the parent."""
     rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
@@ -162,7 +133,12 @@ def _measure(framework: str, plane: str) -> dict[str, Any]:
         if world.device == "cpu":
             raise RuntimeError(f"{framework} sees no GPU")
         horovod = world_module.load_engine(framework)
-        tensor = _make_tensor(framework, values, world.device)
+        module = importlib.import_module(framework)
+        if framework == "torch":
+            tensor = module.from_numpy(values).to(world.device)
+        else:
+            with module.device("/GPU:0"):  # TensorFlow numbers the GPUs that it was shown: one a rank
+                tensor = module.constant(values)
 
         def reduce() -> np.ndarray[Any, Any]:
             result = horovod.allreduce(tensor, name="probe", op=horovod.Sum)
@@ -179,10 +155,7 @@ def _measure(framework: str, plane: str) -> dict[str, Any]:
         times.append((time.perf_counter() - started) * 1000)
         if not np.array_equal(total, np.full_like(values, expected)):
             raise RuntimeError(f"the sum over {world.size} ranks is {total[:3]}..., expected {expected}")
-    return {
-        "allreduce_ms": round(statistics.median(times), 3),
-        "device": world.device if plane == "nccl" else "cpu",
-    }
+    return {"allreduce_ms": round(statistics.median(times), 3), "device": world.device if plane == "nccl" else "cpu"}
 
 
 def _take_step(framework: str) -> None:

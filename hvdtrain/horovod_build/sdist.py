@@ -68,11 +68,9 @@ def fetch_tools(cache: Path) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
-        target, requirements = Path(partial) / folder.name, Path(partial) / "requirements.txt"
-        requirements.write_text(tool_requirements(), encoding="utf-8")
-        command = [*pip_command(cache), "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["--target", str(target), "--require-hashes", "--requirement", str(requirements)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        target = Path(partial) / folder.name
+        options = ["install", "--only-binary", ":all:", "--target", str(target)]
+        done = _run_pip(options, tool_requirements(), Path(partial), cache=cache)
         if "DO NOT MATCH THE HASHES" in done.stderr:
             raise BuildError(
                 f"pip fetched build tools whose sha256 is not that of {' '.join(BUILD_TOOLS)} as hvdtrain knows them: "
@@ -96,14 +94,10 @@ def fetch(cache: Path, *, tools: Path) -> Path:
         return check(cached)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
-        requirements = Path(partial) / "requirements.txt"
-        requirements.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
-        command = [*pip_command(cache), "download", "--quiet", "--no-deps", "--no-binary", "horovod"]
-        command += ["--no-build-isolation"]
-        command += ["--require-hashes", "--requirement", str(requirements), "--dest", partial]
+        options = ["download", "--no-binary", "horovod", "--no-build-isolation", "--dest", partial]
         # pip runs setup.py for the metadata, which needs setuptools: ours, because there is no build isolation.
-        environment = {**os.environ, "PYTHONPATH": str(tools)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        pin = requirement(f"horovod=={VERSION}", [SHA256])
+        done = _run_pip(options, pin, Path(partial), cache=cache, PYTHONPATH=str(tools))
         fetched = Path(partial) / FILE_NAME
         if "DO NOT MATCH THE HASHES" in done.stderr:
             raise BuildError(f"pip fetched a Horovod {VERSION} whose sha256 is not {SHA256}: {last_lines(done.stderr)}")
@@ -114,6 +108,16 @@ def fetch(cache: Path, *, tools: Path) -> Path:
             )
         os.replace(check(fetched), cached)
     return cached
+
+
+def _run_pip(
+    options: list[str], requirements: str, folder: Path, *, cache: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run pip on requirements, which it checks by their hashes."""
+    file = folder / "requirements.txt"
+    file.write_text(requirements, encoding="utf-8")
+    command = [*pip_command(cache), *options, "--quiet", "--no-deps", "--require-hashes", "--requirement", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
 
 
 def unpack(sdist: Path, folder: Path) -> Path:

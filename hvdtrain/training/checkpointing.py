@@ -127,7 +127,7 @@ class RunCheckpoints:
         self._on_root(move, "set aside")
 
     def restore(self, adapter: Adapter, *, lr_factor: float) -> Snapshot | None:
-        """Load the newest whole checkpoint as `load` does, with a warning for each that is skipped; None if there is none."""
+        """Load the newest whole checkpoint as `load` does, and warn of each that is skipped; None without one."""
 
         def find() -> tuple[Path, Contents] | None:
             self._store.clear_leftovers()

@@ -227,7 +227,7 @@ class Loop:
     # Steps
 
     def run_epoch(self, source: Source) -> dict[str, float] | None:
-        """Take the steps that are left of an epoch; return its metrics, or None where nan_policy="stop" ends the run."""
+        """Take the steps that are left of an epoch; return its metrics, None if nan_policy="stop" ends the run."""
         progress, hooks, context, adapter = self.progress, self._hooks, self._context, self._adapter
         epoch, resumed_at, stopped = progress.epoch, progress.step, False
         if not resumed_at:

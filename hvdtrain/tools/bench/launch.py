@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, islice
 from pathlib import Path
 
 from hvdtrain.errors import HvdTrainError, UsageError
@@ -34,25 +35,12 @@ class BenchUsageError(BenchError, UsageError):
     """Options that cannot be combined or reached."""
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Where the ranks run."""
-
-    ranks: int  # how many
-    names: Mapping[str, int]  # {host: slots}; empty means this host
-
-    @property
-    def is_one(self) -> bool:
-        """True if all ranks share a host."""
-        return len(self.names) <= 1
-
-
-def parse_hosts(text: str | None, *, ranks: int, cores: int) -> Hosts:
-    """Return where `ranks` ranks run, by a list as for horovodrun -H; UsageError if there are too few slots or cores."""
+def parse_hosts(text: str | None, *, ranks: int, cores: int) -> LaunchSpec:
+    """Return where `ranks` ranks run, by a list as for horovodrun -H; UsageError if slots or cores are too few."""
     arguments.whole_number("-np", str(ranks), least=1)
-    names = {} if text is None else arguments.hosts(["-H", text])
-    arguments.check_ranks(ranks, slots=names, elastic=False, cores=cores)
-    return Hosts(ranks, names)
+    hosts = {} if text is None else arguments.hosts(["-H", text])
+    arguments.check_ranks(ranks, slots=hosts, elastic=False, cores=cores)
+    return LaunchSpec(ranks=ranks, hosts=hosts)
 
 
 @dataclass(frozen=True)
@@ -63,16 +51,15 @@ class LaunchOutcome:
     stdout: dict[int, str]  # rank -> what it printed there
     # rank -> all that it printed; -1 is what no rank can be named for, such as the launcher's own words
     streams: dict[int, str]
-    seconds: float  # how long it took
 
     def marked(self, mark: str) -> dict[int, str]:
         """Return rank -> the rest of the rank's line that begins with `mark`."""
-        found = {}
-        for rank, stream in self.stdout.items():
-            lines = [line for line in stream.splitlines() if line.startswith(mark)]
-            if lines:
-                found[rank] = lines[-1].removeprefix(mark)
-        return found
+        return {
+            rank: line.removeprefix(mark)  # the last one
+            for rank, stream in self.stdout.items()
+            for line in stream.splitlines()
+            if line.startswith(mark)
+        }
 
     def last_words(self) -> str:
         """Return the rank and line of the first error found, and the end of what that rank printed."""
@@ -87,16 +74,20 @@ class LaunchOutcome:
         return f"{first}. The end of what it printed:\n{said}"
 
 
-def _exception_line(lines: Sequence[str]) -> str:
+def _exception_line(lines: Iterable[str]) -> str:
     """Return the line that ends the first traceback, "ValueError: boom"."""
-    begin = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), None)
-    if begin is None:
-        return ""
-    return next((line for line in lines[begin + 1 :] if not line.startswith((" ", "\t"))), "")
+    traceback = dropwhile(lambda line: not line.startswith("Traceback (most recent call last)"), lines)
+    return next((line for line in islice(traceback, 1, None) if not line.startswith((" ", "\t"))), "")
 
 
 def run_ranks(
-    hosts: Hosts, program: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, mark: str, answers: int
+    spec: LaunchSpec,
+    program: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    mark: str,
+    answers: int,
 ) -> LaunchOutcome:
     """Run `python PROGRAM...` on every rank, beside `environment`, and return what came of it.
 
@@ -105,13 +96,13 @@ def run_ranks(
     Raises:
         BenchError: horovodrun does not start, or another host cannot be reached.
     """
-    line = [*_horovodrun(hosts), sys.executable, *program]
+    line = [*_horovodrun(spec), sys.executable, *program]
     given = rank_environment({"PYTHONUNBUFFERED": "1", **environment})
-    route = other_hosts.ssh_route(LaunchSpec(ranks=hosts.ranks, hosts=hosts.names), given)
+    route = other_hosts.ssh_route(spec, given)
     lost = {} if route is None else ssh.on_every_host(route, "end", Path(tempfile.gettempdir(), "hvdtrain-bench"))
     if lost:
         raise BenchError("; ".join(f"host {host} {why}" for host, why in lost.items()))
-    began = time.monotonic()
+    deadline = time.monotonic() + timeout_s
     # To a file, not a pipe: a grandchild that survives its parent would keep a pipe open.
     with tempfile.TemporaryFile() as log:
         try:
@@ -125,7 +116,7 @@ def run_ranks(
         for each in ending:
             signal.signal(each, _exit)
         try:
-            status = _wait(process, log.fileno(), answers, mark, began + timeout_s)
+            status = _wait(process, log.fileno(), answers, mark, deadline)
         finally:
             if process.poll() is None:
                 process_tree.end(None, below=process.pid)
@@ -134,8 +125,7 @@ def run_ranks(
                 signal.signal(each, signal.SIG_DFL)
         log.seek(0)
         output = log.read().decode(errors="replace")
-    stdout, streams = split_by_rank(output)
-    return LaunchOutcome(status, stdout, streams, time.monotonic() - began)
+    return LaunchOutcome(status, *split_by_rank(output))
 
 
 def _exit(number: int, frame: object) -> None:
@@ -143,9 +133,9 @@ def _exit(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _horovodrun(hosts: Hosts) -> list[str]:
-    named = ",".join(f"{name}:{slots}" for name, slots in hosts.names.items())
-    return [*horovodrun(Path(sys.executable)), "-np", str(hosts.ranks), "-H", named or f"localhost:{hosts.ranks}"]
+def _horovodrun(spec: LaunchSpec) -> list[str]:
+    named = ",".join(f"{name}:{slots}" for name, slots in spec.hosts.items())
+    return [*horovodrun(Path(sys.executable)), "-np", str(spec.ranks), "-H", named or f"localhost:{spec.ranks}"]
 
 
 def _wait(process: subprocess.Popen[bytes], log: int, wanted: int, mark: str, deadline: float) -> int | None:
@@ -175,9 +165,8 @@ def split_by_rank(output: str) -> tuple[dict[int, str], dict[int, str]]:
     pieces = (_SPACED_TAG if open_mpi.spaces_marks() else _TAG).split(output)
     stdout: dict[int, list[str]] = {}
     streams: dict[int, list[str]] = {-1: [pieces[0]]}
-    for rank, kind, text in zip(pieces[2::4], pieces[3::4], pieces[4::4], strict=True):
-        streams.setdefault(int(rank), []).append(text)
-        if kind == "stdout":
-            stdout.setdefault(int(rank), []).append(text)
+    for rank, kind, text in zip(map(int, pieces[2::4]), pieces[3::4], pieces[4::4], strict=True):
+        for by_rank in (streams, stdout) if kind == "stdout" else (streams,):
+            by_rank.setdefault(rank, []).append(text)
     joined = ({rank: "".join(texts) for rank, texts in by_rank.items()} for by_rank in (stdout, streams))
     return next(joined), next(joined)

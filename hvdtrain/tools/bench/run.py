@@ -18,11 +18,12 @@ from rich.console import Console
 
 from hvdtrain.distributed.tuning import usable_cores
 from hvdtrain.launch import job_environment
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import scratch
 from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import RankReport
 from hvdtrain.tools.bench import advice, report, sweep, worker
-from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, Hosts, LaunchOutcome, parse_hosts, run_ranks
+from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, LaunchOutcome, parse_hosts, run_ranks
 from hvdtrain.tools.bench.steps import Steps, collect, from_script
 from hvdtrain.tools.quantities import parse_rate
 
@@ -53,13 +54,11 @@ class BenchOptions:
 
 def run(options: BenchOptions) -> None:
     """Measure and print; BenchError for options that cannot be, or a run that came to nothing."""
-    hosts = parse_hosts(options.hosts, ranks=options.ranks, cores=usable_cores())
+    spec = parse_hosts(options.hosts, ranks=options.ranks, cores=usable_cores())
     _check(options)
     link = None if options.link is None else parse_link(options.link)
     job_environment.check_place("hvdtrain bench")
-    result = (
-        bench_script(options.script, options, hosts, link) if options.script else bench_machine(options, hosts, link)
-    )
+    result = bench_script(options.script, options, spec, link) if options.script else bench_machine(options, spec, link)
     if options.as_json:
         print(json.dumps(report.as_json(result), indent=2))
     else:
@@ -95,65 +94,55 @@ def parse_link(text: str) -> float:
     return rate
 
 
-def bench_machine(options: BenchOptions, hosts: Hosts, link: float | None) -> report.Result:
+def bench_machine(options: BenchOptions, spec: LaunchSpec, link: float | None) -> report.Result:
     """Sweep allreduce over sizes, then time the steps of the standard model."""
     framework = options.framework or _installed()
     given = {"max_bytes": options.max_bytes, "steps": options.steps}
-    chosen: dict[str, Any] = QUICK if options.quick else {}
-    chosen = chosen | {name: value for name, value in given.items() if value is not None}
-    plan = worker.WorkerPlan(framework, **chosen)
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    plan = worker.WorkerPlan(framework, **((QUICK if options.quick else {}) | chosen))
     environment = {name: os.environ.get(name, "1") for name in _ONE_THREAD}
     text = json.dumps(dataclasses.asdict(plan))
-    _announce(f"{hosts.ranks} ranks, {framework}, at most {options.timeout_s:g} s")
-    outcome = run_ranks(
-        hosts,
-        ["-m", "hvdtrain.tools.bench.worker", text],
-        environment=environment,
-        timeout_s=options.timeout_s,
-        mark=worker.MARK,
-        answers=1,
-    )
-    found = _report_of(outcome, options.timeout_s)
-    steps = collect(
-        [RankReport.from_json(each) for each in found["ranks"]], name="the standard model", ranks=hosts.ranks
-    )
-    on_memory = hosts.is_one and steps.slowest.facts.get("device") == "cpu"
-    points = [
-        with_floor(sweep.Point.from_dict(each), ranks=hosts.ranks, link=link, on_memory=on_memory)
-        for each in found["points"]
-    ]
+    _announce(f"{spec.ranks} ranks, {framework}, at most {options.timeout_s:g} s")
+    program, limit_s = ["-m", "hvdtrain.tools.bench.worker", text], options.timeout_s
+    outcome = run_ranks(spec, program, environment=environment, timeout_s=limit_s, mark=worker.MARK, answers=1)
+    found = _report_of(outcome, limit_s)
+    reports = [RankReport.from_json(each) for each in found["ranks"]]
+    steps = collect(reports, name="the standard model", ranks=spec.ranks)
+    on_memory = len(spec.hosts) <= 1 and steps.slowest.facts.get("device") == "cpu"
+    sizes = [sweep.Point.from_dict(each) for each in found["points"]]
+    points = [with_floor(each, ranks=spec.ranks, link=link, on_memory=on_memory) for each in sizes]
     width = f"{worker.INPUTS}-{plan.hidden}-{plan.hidden}-{worker.CLASSES}"
     return report.Result(
-        title=f"{framework}, {hosts.ranks} ranks; steps: MLP {width}, batch {plan.batch_size} a rank",
+        title=f"{framework}, {spec.ranks} ranks; steps: MLP {width}, batch {plan.batch_size} a rank",
         steps=steps,
-        advice=advice.advise(advice_facts(steps, hosts=hosts, link=link, fit=sweep.fit(points))),
+        advice=advice.advise(advice_facts(steps, spec=spec, link=link, fit=sweep.fit(points))),
         points=points,
         fit=sweep.fit(points),
         link_bytes_per_s=link,
-        notes=[*floor_notes(points, link, hosts), *step_notes(steps)],
+        notes=[*floor_notes(points, link, spec), *step_notes(steps)],
     )
 
 
-def bench_script(script: Path, options: BenchOptions, hosts: Hosts, link: float | None) -> report.Result:
+def bench_script(script: Path, options: BenchOptions, spec: LaunchSpec, link: float | None) -> report.Result:
     """Run the user's own script with its steps recorded, and its checkpoints in a temporary folder."""
     steps_asked = SCRIPT_STEPS if options.steps is None else options.steps
     name = script.name
     until = f"{steps_asked} steps" if steps_asked else "its end"
-    _announce(f"{name} on {hosts.ranks} ranks until {until}, at most {options.timeout_s:g} s")
+    _announce(f"{name} on {spec.ranks} ranks until {until}, at most {options.timeout_s:g} s")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", ignore_cleanup_errors=True) as folder:
         outcome = run_ranks(
-            hosts,
+            spec,
             [str(script), *options.arguments],
             environment={step_times.VARIABLE: str(steps_asked), scratch.VARIABLE: folder},
             timeout_s=options.timeout_s,
             mark=step_times.MARK,
-            answers=hosts.ranks,
+            answers=spec.ranks,
         )
-    steps = from_script(outcome, name=name, ranks=hosts.ranks, timeout_s=options.timeout_s)
+    steps = from_script(outcome, name=name, ranks=spec.ranks, timeout_s=options.timeout_s)
     return report.Result(
-        title=f"{name}, {hosts.ranks} ranks, {steps.slowest.facts.get('framework', '')}",
+        title=f"{name}, {spec.ranks} ranks, {steps.slowest.facts.get('framework', '')}",
         steps=steps,
-        advice=advice.advise(advice_facts(steps, hosts=hosts, link=link, fit=None)),
+        advice=advice.advise(advice_facts(steps, spec=spec, link=link, fit=None)),
         link_bytes_per_s=link,
         notes=step_notes(steps),
     )
@@ -183,7 +172,7 @@ def _report_of(outcome: LaunchOutcome, timeout_s: float) -> dict[str, Any]:
     return found
 
 
-def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.Fit | None) -> advice.StepFacts:
+def advice_facts(steps: Steps, *, spec: LaunchSpec, link: float | None, fit: sweep.Fit | None) -> advice.StepFacts:
     """Return what the rules judge: the slowest rank's step, whose exposed communication is communication alone."""
     slowest, size = steps.slowest, len(steps.ranks)
     step, whole = slowest.summary.step_s, slowest.summary.step_s.median or 1.0
@@ -191,7 +180,7 @@ def advice_facts(steps: Steps, *, hosts: Hosts, link: float | None, fit: sweep.F
     return advice.StepFacts(
         **{name: value for name, value in slowest.facts.items() if name in names},
         ranks=size,
-        hosts=max(len(hosts.names), 1),
+        hosts=max(len(spec.hosts), 1),
         local_ranks=slowest.facts.get("local_size", size),
         noise=(step.high - step.low) / whole,
         communication=slowest.summary.communication_s / whole,
@@ -213,20 +202,20 @@ def with_floor(point: sweep.Point, *, ranks: int, link: float | None, on_memory:
     return dataclasses.replace(point, floor_s=sweep.floor_s(point.num_bytes, ranks=ranks, bytes_per_s=speed))
 
 
-def floor_notes(points: Sequence[sweep.Point], link: float | None, hosts: Hosts) -> list[str]:
+def floor_notes(points: Sequence[sweep.Point], link: float | None, spec: LaunchSpec) -> list[str]:
     """Say what the floor stands on, and how the line was fitted."""
     if not points:
         return ["One rank sends nothing: no allreduce was measured."]
     copy = points[-1].copy_bytes_per_s
     if link:
         floor = f"Floor: 2(N-1)/N * bytes / the link's {link / 1e9:.3g} GB/s."
-        if hosts.is_one:
+        if len(spec.hosts) <= 1:
             floor += " All ranks share this host: it is the floor of ranks that are joined by nothing but such a link."
-        elif hosts.ranks > (count := len(hosts.names)):
+        elif spec.ranks > (count := len(spec.hosts)):
             floor += (
-                f" It is that of a flat ring over all N={hosts.ranks} ranks. Summed within each host first, only "
+                f" It is that of a flat ring over all N={spec.ranks} ranks. Summed within each host first, only "
                 f"2(H-1)/H * bytes need cross the link of each of the H={count} hosts: "
-                f"{(1 - 1 / count) / (1 - 1 / hosts.ranks):.0%} of it."
+                f"{(1 - 1 / count) / (1 - 1 / spec.ranks):.0%} of it."
             )
     elif points[0].floor_s is None:
         floor = "No floor: give the speed between GPUs or hosts, for example --link 25Gb/s."

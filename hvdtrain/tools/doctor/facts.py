@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -17,6 +16,7 @@ from hvdtrain import __version__
 from hvdtrain.distributed import launch_environment
 from hvdtrain.horovod_build import find, installed
 from hvdtrain.horovod_build.frameworks import find_tensorflow, find_torch
+from hvdtrain.horovod_build.installed import version_of
 from hvdtrain.system import open_mpi
 
 
@@ -86,42 +86,31 @@ class Facts:
 def gather() -> Facts:
     """Look at everything once."""
     frameworks = [found for found in (find_torch(), find_tensorflow()) if found]
-    versions = {"python": platform.python_version(), "hvdtrain": __version__, "horovod": _distribution("horovod")}
+    versions = {"python": platform.python_version(), "hvdtrain": __version__, "horovod": version_of("horovod")}
     versions |= {framework.name: framework.version for framework in frameworks}
-    versions |= {"keras": _distribution("keras"), "jax": _distribution("jax"), "nccl": _nccl_version()}
+    versions |= {"keras": version_of("keras"), "jax": version_of("jax"), "nccl": _nccl_version()}
     gpus, driver = _gpus()
-    shm = Path("/dev/shm")
+    shm, record = Path("/dev/shm"), installed.record()
     return Facts(
         versions={name: version for name, version in versions.items() if version},
         cuda={framework.name: framework.cuda for framework in frameworks},
         horovod_for=installed.built_for(),
         horovod_planes=_horovod_planes(),
-        horovod_by_hvdtrain=bool(installed.record()),
+        horovod_by_hvdtrain=bool(record),
         horovod_has_other_changes=installed.has_other_changes(),
-        horovod_proven=installed.record().get("proven") is True,
-        mpi=_first_line(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"])),
-        horovod_mpi=str(installed.record().get("mpi", "")),
-        horovod_cuda=str(installed.record().get("cuda", "")),
+        horovod_proven=record.get("proven") is True,
+        mpi=(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"]) or "").strip().partition("\n")[0],
+        horovod_mpi=str(record.get("mpi", "")),
+        horovod_cuda=str(record.get("cuda", "")),
         gpus=gpus,
         gpu_driver=driver,
         interfaces=_interfaces(),
         cpu_cores=os.cpu_count() or 1,
-        cpu_allowed=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_allowed=len(os.sched_getaffinity(0)),
         shared_memory_mib=shutil.disk_usage(shm).total >> 20 if shm.is_dir() else None,
         keras_backend=launch_environment.keras_backend(),
         torch_distributed="MASTER_ADDR" in os.environ and "WORLD_SIZE" in os.environ,
     )
-
-
-def _distribution(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _first_line(text: str | None) -> str:
-    return text.strip().splitlines()[0].strip() if text and text.strip() else ""
 
 
 def _horovod_planes() -> tuple[str, ...]:
@@ -139,7 +128,7 @@ def _horovod_planes() -> tuple[str, ...]:
 
 
 def _nccl_version() -> str:
-    wheels = (_distribution(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
+    wheels = (version_of(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
     return next(filter(None, wheels), "") or ((found := find.find_nccl()) and found.version) or ""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import ipaddress
 import os
 import platform
@@ -43,7 +41,8 @@ def markdown(facts: Facts, probes: Sequence[Probe], verdicts: Sequence[Verdict])
     lines += _findings(verdicts, scrub)
     record = {f"record: {name}": str(value) for name, value in installed.record().items() if value}
     by_hvdtrain = {"by hvdtrain build": "yes" if facts.horovod_by_hvdtrain else "no"}
-    lines += _table("Versions", _versions(facts), str)
+    packages = {name: version for name in _PACKAGES if (version := installed.version_of(name))}
+    lines += _table("Versions", facts.builds() | packages, str)
     lines += _table("Build of Horovod", facts.build_of_horovod() | by_hvdtrain | record, scrub)
     lines += _table("Machine", _machine(facts), scrub)
     lines += _table("Live allreduce", {f"{each.framework} over {each.plane}": str(each) for each in probes}, scrub)
@@ -73,14 +72,6 @@ def _table(title: str, rows: Mapping[str, str], scrub: Callable[[str], str]) -> 
     cells = [(name, scrub(value).replace("|", "\\|").replace("\n", " ")) for name, value in rows.items()]
     table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)] if cells else ["none"]
     return [f"#### {title}", "", *table, ""]
-
-
-def _versions(facts: Facts) -> dict[str, str]:
-    found = facts.builds()
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def _machine(facts: Facts) -> dict[str, str]:

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from hvdtrain.cli import program
+from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.telemetry.step_times import MARK, RankReport, Spread, StepSummary
 from hvdtrain.tools.bench import report, run, steps, worker
-from hvdtrain.tools.bench.launch import BenchError, Hosts, LaunchOutcome
+from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome
 from hvdtrain.tools.bench.steps import RankSteps, Steps
 from hvdtrain.tools.bench.sweep import Fit, Point
 
@@ -37,7 +38,7 @@ def times(rank: int, *, taken: int = 23, told: StepSummary | None = None, **fact
 
 def outcome(status: int | None, *reports: RankReport, output: str = "") -> LaunchOutcome:
     stdout = {each.rank: f"{MARK}{each.to_json()}\n" for each in reports}
-    return LaunchOutcome(status, stdout, {-1: output}, 1.0)
+    return LaunchOutcome(status, stdout, {-1: output})
 
 
 def test_the_slowest_rank_is_the_one_the_others_wait_for() -> None:
@@ -99,12 +100,12 @@ def test_a_script_that_cannot_be_measured_gets_a_clear_word(ended: LaunchOutcome
 
 def test_a_report_that_was_cut_off_is_an_error() -> None:
     with pytest.raises(BenchError, match="a rank's report cannot be read"):
-        steps.from_script(LaunchOutcome(0, {0: f"{MARK}{{\n"}, {}, 1.0), name="a", ranks=1, timeout_s=9)
+        steps.from_script(LaunchOutcome(0, {0: f"{MARK}{{\n"}, {}), name="a", ranks=1, timeout_s=9)
 
 
 def test_a_report_of_the_standard_model_that_was_cut_off_is_an_error() -> None:
     with pytest.raises(BenchError, match="the ranks' report cannot be read"):
-        run._report_of(LaunchOutcome(0, {0: f"{worker.MARK}{{\n"}, {}, 1.0), 9)
+        run._report_of(LaunchOutcome(0, {0: f"{worker.MARK}{{\n"}, {}), 9)
 
 
 def test_ranks_that_had_reported_their_steps_may_end_badly() -> None:
@@ -173,19 +174,19 @@ def test_without_a_speed_there_is_no_floor() -> None:
     no_floor = report.Result(title="t", steps=two(), advice={}, points=points)
     assert report.as_json(no_floor)["allreduce"][0]["floor_s"] is None
     assert "-" in printed(no_floor)
-    assert run.floor_notes(points, None, Hosts(2, {}))[0].startswith("No floor: give the speed")
+    assert run.floor_notes(points, None, LaunchSpec(ranks=2, hosts={}))[0].startswith("No floor: give the speed")
 
 
 @pytest.mark.parametrize(
     ("hosts", "said"),
     [
-        (Hosts(2, {}), "joined by nothing but such a link"),
-        (Hosts(8, {"a": 4, "b": 4}), "a flat ring over all N=8 ranks"),
-        (Hosts(8, {"a": 4, "b": 4}), "the link of each of the H=2 hosts: 57% of it"),
-        (Hosts(2, {"a": 1, "b": 1}), "the link's 3.12 GB/s. Times are the slowest rank's."),
+        (LaunchSpec(ranks=2, hosts={}), "joined by nothing but such a link"),
+        (LaunchSpec(ranks=8, hosts={"a": 4, "b": 4}), "a flat ring over all N=8 ranks"),
+        (LaunchSpec(ranks=8, hosts={"a": 4, "b": 4}), "the link of each of the H=2 hosts: 57% of it"),
+        (LaunchSpec(ranks=2, hosts={"a": 1, "b": 1}), "the link's 3.12 GB/s. Times are the slowest rank's."),
     ],
 )
-def test_the_floor_over_a_link_says_whose_it_is(hosts: Hosts, said: str) -> None:
+def test_the_floor_over_a_link_says_whose_it_is(hosts: LaunchSpec, said: str) -> None:
     assert said in run.floor_notes(result().points, 25e9 / 8, hosts)[0]
 
 
@@ -207,7 +208,7 @@ def test_sizes_have_their_unit(num_bytes: int, text: str) -> None:
 
 
 def test_advice_is_on_the_slowest_ranks_step() -> None:
-    facts = run.advice_facts(two(), hosts=Hosts(2, {}), link=None, fit=None)
+    facts = run.advice_facts(two(), spec=LaunchSpec(ranks=2, hosts={}), link=None, fit=None)
     assert (facts.slowest, facts.ranks, facts.hosts) == (1, 2, 1)
     assert facts.communication == pytest.approx(0.2 / 1.6)
     assert facts.lag == pytest.approx(0.3 / 1.6)
