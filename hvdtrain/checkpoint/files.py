@@ -6,6 +6,7 @@ sha256, written last. Nothing of it is parsed before its hash is found right.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -41,8 +42,7 @@ class Contents:
 
     arrays: dict[str, Arrays]  # groups of arrays by the stem of their file: "model" is model.safetensors
     meta: dict[str, Any]  # anything that JSON can say
-    # names in the group "model" of weights, which must be finite; what is not among them may hold infinity
-    trained: frozenset[str] = frozenset()
+    trained: frozenset[str] = frozenset()  # names in the group "model" of weights, where infinity counts
     finite: bool = True  # of one that was read, whether training can resume from its numbers
 
 
@@ -84,9 +84,10 @@ def read(directory: str | os.PathLike[str]) -> Contents:
 
     def read_all(folder: int) -> Contents:
         found, meta = _read_meta(folder)
-        names = {name: stem for name in found.files if (stem := manifest.stem_of(name)) is not None}
         arrays = {
-            stem: _parse_arrays(name, _read_file(folder, name, found.files[name])) for name, stem in names.items()
+            stem: _parse_arrays(name, _read_file(folder, name, entry))
+            for name, entry in found.files.items()
+            if (stem := manifest.stem_of(name)) is not None
         }
         known = found.finite
         return Contents(arrays, meta, finite=has_finite_numbers(arrays, frozenset()) if known is None else known)
@@ -145,20 +146,15 @@ def _check_replaceable(target: Path) -> None:
         raise CheckpointError(f"Checkpoint {target} was not written: a file is in its place.")
     names = sorted(os.listdir(target))
     foreign = [n for n in names if n not in (manifest.NAME, manifest.META) and manifest.stem_of(n) is None]
-    if foreign and not is_checkpoint(target):
+    if not foreign:
+        return
+    try:
+        read_meta(target)
+    except CheckpointError:
         raise CheckpointError(
             f"Checkpoint {target} was not written: that folder is not a checkpoint, it contains {foreign[0]!r}. "
             "Name another folder."
-        )
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a real folder has a whole manifest and meta.json."""
-    try:
-        read_meta(path)
-    except CheckpointError:
-        return False
-    return not path.is_symlink()
+        ) from None
 
 
 def _write_bytes(path: Path, content: bytes) -> FileEntry:
@@ -244,18 +240,11 @@ def _read_file(folder: int, name: str, entry: FileEntry | None) -> bytes:
             with open(descriptor, "rb", closefd=False) as file:
                 content = file.read()
     except OSError as error:
-        what = "is a symlink" if stat.S_ISLNK(_mode(folder, name)) else f"cannot be read ({error.strerror})"
+        what = "is a symlink" if error.errno == errno.ELOOP else f"cannot be read ({error.strerror})"
         raise CheckpointError(f"{name} {what}") from error
     if entry is not None and hashlib.sha256(content).hexdigest() != entry.sha256:
         raise CheckpointError(f"{name} is damaged: it does not match its sha256 in {manifest.NAME}")
     return content
-
-
-def _mode(folder: int, name: str) -> int:
-    try:
-        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-    except OSError:
-        return 0
 
 
 def _parse_arrays(name: str, content: bytes) -> Arrays:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 Mode = Literal["auto", "min", "max"]
@@ -11,15 +10,7 @@ _LESS_IS_BETTER = ("loss", "error", "mse", "mae")
 
 
 def sign(metric: str, mode: Mode) -> float:
-    """Return 1.0 where more of `metric` is better, -1.0 where less is.
-
-    Args:
-        metric: its name; "auto" takes less for better if it says loss or error.
-        mode: whether less or more is better.
-
-    Raises:
-        ValueError: an unknown mode.
-    """
+    """Return 1.0 where more of `metric` is better, -1.0 where less is; "auto" goes by its name."""
     if mode not in ("auto", "min", "max"):
         raise ValueError(f'mode must be "auto", "min" or "max". Received: {mode!r}')
     if mode == "auto":
@@ -29,4 +20,4 @@ def sign(metric: str, mode: Mode) -> float:
 
 def improves(score: float, best: float, *, min_delta: float = 0.0) -> bool:
     """Return whether a score (a value times its `sign`) is better than the best before; NaN and equal never are."""
-    return not math.isnan(score) and score > best + min_delta
+    return score > best + min_delta

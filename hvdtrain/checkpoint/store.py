@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,6 @@ class Store:
 
     def place(self, epochs_done: int, steps_done: int = 0) -> Path:
         """Return the path of the checkpoint after this many epochs, and steps of the next epoch."""
-        if epochs_done < 0 or steps_done < 0:
-            raise ValueError(f"Epochs and steps must be >= 0. Received: epochs={epochs_done}, steps={steps_done}")
         return self.root / _name(epochs_done, steps_done)
 
     def newest_first(self) -> list[Path]:
@@ -141,9 +140,7 @@ class Store:
         found = self.newest_first()
         if not found:
             return None
-        number = 1
-        while (aside := self.root / f"old-{number}").exists():
-            number += 1
+        aside = next(path for number in count(1) if not (path := self.root / f"old-{number}").exists())
         try:
             private_files.make_folder(aside, exist_ok=False)
             for path in found:

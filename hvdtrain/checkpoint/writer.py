@@ -18,7 +18,7 @@ _Box = list[_Write]
 
 
 class Writer:
-    """Writes one checkpoint at a time in the background; `wait` and `close` raise the error of a failed write.
+    """Writes one checkpoint at a time behind the caller; `wait` raises the error of a failed write.
 
     Each write starts a thread, which costs a fraction of a millisecond. It is not a daemon, so an interpreter that ends
     waits for the current write. Call all methods from the thread that trains.
@@ -28,23 +28,11 @@ class Writer:
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
-        self._closed = False
 
     def submit(
         self, path: str | os.PathLike[str], contents: Contents, *, then: Callable[[], object] | None = None
     ) -> None:
-        """Start writing a checkpoint, once the one before has ended.
-
-        Args:
-            path: where to.
-            contents: its content, as a copy that training does not change.
-            then: called in the same thread, once it is written.
-
-        Raises:
-            RuntimeError: the writer is closed, or no more threads can be started.
-        """
-        if self._closed:
-            raise RuntimeError("This writer is closed: make another one.")
+        """Start writing a copy that training does not change, once the one before has ended; then call `then`."""
         self._idle.wait()
         box: _Box = [(path, contents, then)]
         try:
@@ -63,11 +51,6 @@ class Writer:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def close(self) -> None:
-        """Take no more, and `wait`."""
-        self._closed = True
-        self.wait()
 
     def _run(self, box: _Box) -> None:
         taken = _take(box)

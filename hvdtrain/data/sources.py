@@ -168,7 +168,6 @@ class IteratedSource:
 
     Args:
         start: (epoch, shuffle, consumed) -> this rank's batches of the rest of the epoch.
-        world: the ranks.
         steps: per epoch, if known.
         filler: (number of rows) -> any batch of this size, for a rank without batches, for example in the rest of a
             resumed epoch. It draws no random numbers; a model may draw some for each row.
@@ -225,30 +224,29 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
     with agreement.everywhere(world=world, name="data"):
         sharding.check_batch_size(batch_size)
         batch_size = int(batch_size)
+        of_rank: dict[str, Any] = {"batch_size": batch_size, "world": world, "seed": seed}
         source: Source | None = None
-        if isinstance(data, Sharded):
-            own_share = _own_share(data.data, batch_size=batch_size, seed=seed, world=world)
-            source = IteratedSource(own_share, world=world)
-        for base in type(data).__mro__ if source is None else ():
-            # A framework's folder reads the framework's datasets.
-            framework = base.__module__.partition(".")[0]
+        # A framework's folder reads the framework's datasets.
+        for framework in dict.fromkeys(base.__module__.partition(".")[0] for base in type(data).__mro__):
             if source is None and frameworks.knows(framework):
-                module = frameworks.load(framework, "sources")
-                source = module.as_source(data, batch_size=batch_size, world=world, seed=seed)
-        if source is None:
-            several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
-            if several and all(part is None or _is_arrays(part) for part in data):
-                source = ArraySource(list(data), batch_size=batch_size, world=world, seed=seed)
-            elif _is_arrays(data):  # inputs alone, as for predict
-                source = ArraySource([data], batch_size=batch_size, world=world, seed=seed)
-            elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-                fetch = lambda rows: unpack(collate([data[int(row)] for row in rows]))  # noqa: E731
-                source = IndexedSource(len(data), fetch, batch_size=batch_size, world=world, seed=seed)
-            else:
-                raise TypeError(
-                    "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
-                    f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"
-                )
+                source = frameworks.load(framework, "sources").as_source(data, **of_rank)
+        several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
+        if source is not None:
+            pass
+        elif isinstance(data, Sharded):
+            source = IteratedSource(_own_share(data.data, **of_rank), world=world)
+        elif several and all(part is None or _is_arrays(part) for part in data):
+            source = ArraySource(list(data), **of_rank)
+        elif _is_arrays(data):  # inputs alone, as for predict
+            source = ArraySource([data], **of_rank)
+        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            fetch = lambda rows: unpack(collate([data[int(row)] for row in rows]))  # noqa: E731
+            source = IndexedSource(len(data), fetch, **of_rank)
+        else:
+            raise TypeError(
+                "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
+                f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"
+            )
     # Data with its own batch size, or without one, names it in its facts.
     agreement.require_equal({"batch_size": batch_size, **source.facts}, world=world, what="the data")
     return source

@@ -41,12 +41,6 @@ def test_the_newest_comes_first_and_other_names_do_not_count(tmp_path):
     assert Store(tmp_path / "none").newest_first() == []
 
 
-@pytest.mark.parametrize("place", [(-1, 0), (0, -1)])
-def test_a_place_needs_counts(tmp_path, place):
-    with pytest.raises(ValueError, match=">= 0"):
-        Store(tmp_path).place(*place)
-
-
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": True}, {"best": "loss", "mode": "less"}])
 def test_options_outside_their_range_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="Received"):

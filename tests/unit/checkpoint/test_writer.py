@@ -58,7 +58,7 @@ def test_only_one_write_is_in_flight(tmp_path, gate):
     started = time.perf_counter()
     writer.submit(tmp_path / "two", contents())
     assert time.perf_counter() - started > 0.15
-    writer.close()
+    writer.wait()
     assert gate.most == 1
     assert read(tmp_path / "two").meta == {"number": 0}
 
@@ -86,14 +86,7 @@ def test_a_failure_does_not_keep_the_arrays_in_memory(tmp_path):
     gc.collect()
     assert gone() is None
     with pytest.raises(CheckpointError):
-        writer.close()
-
-
-def test_a_closed_writer_takes_no_more(tmp_path):
-    writer = Writer()
-    writer.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        writer.submit(tmp_path / "one", contents())
+        writer.wait()
 
 
 def test_a_writer_that_gets_no_thread_says_so_and_does_not_hang(tmp_path, monkeypatch):
@@ -106,7 +99,7 @@ def test_a_writer_that_gets_no_thread_says_so_and_does_not_hang(tmp_path, monkey
         with pytest.raises(RuntimeError, match="new thread"):
             writer.submit(tmp_path / "one", contents())
     writer.submit(tmp_path / "one", contents())
-    writer.close()
+    writer.wait()
     assert read(tmp_path / "one").meta == {"number": 0}
 
 
@@ -137,7 +130,7 @@ def test_ctrl_c_while_the_thread_starts_neither_hangs_nor_lets_two_write_at_once
             writer.submit(tmp_path / "one", contents())
     threading.Timer(0.1, gate.set).start()
     writer.submit(tmp_path / "two", contents(2))
-    writer.close()
+    writer.wait()
     assert gate.most == 1
     assert read(tmp_path / "two").meta == {"number": 2}
 

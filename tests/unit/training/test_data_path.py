@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 import hvdtrain
-from hvdtrain.data import Batch
-from hvdtrain.data.sources import IndexedSource
+from hvdtrain.data.sources import Batch, IndexedSource
 from hvdtrain.torch.adapter import TorchAdapter
 
 PACKAGE = str(Path(hvdtrain.__file__).parent)
