@@ -68,7 +68,7 @@ CASES = {
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule.__name__.replace("_", "-") for rule in advice.RULES} == set(CASES)
+    assert set(advice.RULES) == set(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,13 +88,14 @@ def test_a_run_without_faults_gets_no_advice() -> None:
 
 
 def test_gloo_by_choice_is_told_from_gloo_for_want_of_mpi() -> None:
-    assert "unset HOROVOD_CPU_OPERATIONS" in advice.gloo_on_one_host(replace(WELL, data_plane="gloo"))
+    assert "unset HOROVOD_CPU_OPERATIONS" in advice.advise(replace(WELL, data_plane="gloo"))["gloo-on-one-host"]
 
 
 def test_tensorflow_is_told_its_own_names_of_threads() -> None:
-    said = advice.too_many_threads(replace(WELL, threads=2, framework="keras/tensorflow"))
+    said = advice.advise(replace(WELL, threads=2, framework="keras/tensorflow"))["too-many-threads"]
     assert "TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1" in said
 
 
 def test_keras_is_told_of_its_own_loaders() -> None:
-    assert "PyDataset" in advice.waits_for_data(replace(WELL, data=0.4, data_s=0.1, framework="keras/jax"))
+    slow = replace(WELL, data=0.4, data_s=0.1, framework="keras/jax")
+    assert "PyDataset" in advice.advise(slow)["waits-for-data"]
