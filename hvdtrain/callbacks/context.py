@@ -46,11 +46,7 @@ class CheckpointOptions:
         return self.every_steps is not None and global_step % self.every_steps == 0
 
     def is_due_after(self, epoch: int, logs: Mapping[str, float]) -> bool:
-        """Return whether a checkpoint is due after this epoch.
-
-        Raises:
-            ValueError: the epoch has no metric `best`.
-        """
+        """Return whether a checkpoint is due after this epoch; ValueError if it has no metric `best`."""
         if self.best is not None and self.best not in logs:
             raise ValueError(f"best must be one of {sorted(logs)}. Received: best={self.best!r}")
         return bool(self.every_epochs) and (epoch + 1) % self.every_epochs == 0

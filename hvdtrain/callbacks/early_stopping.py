@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.context import RunContext
-from hvdtrain.checkpoint.improvement import Mode, improves, sign
+from hvdtrain.checkpoint.store import Mode, improves, sign
 
 log = logging.getLogger("hvdtrain")
 

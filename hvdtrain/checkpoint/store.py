@@ -10,11 +10,10 @@ import socket
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.checkpoint import files, folders
 from hvdtrain.checkpoint.files import Contents
-from hvdtrain.checkpoint.improvement import Mode, improves, sign
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import private_files
 
@@ -22,6 +21,23 @@ log = logging.getLogger("hvdtrain")
 
 _PROBE_BYTES = 4096  # an exhausted quota may still allow an empty file
 _NAME = re.compile(r"epoch-([0-9]{6,})(?:-step-([0-9]{8,}))?")
+_LESS_IS_BETTER = ("loss", "error", "mse", "mae")
+
+Mode = Literal["auto", "min", "max"]
+
+
+def sign(metric: str, mode: Mode) -> float:
+    """Return 1.0 where more of `metric` is better, -1.0 where less is; "auto" goes by its name."""
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(f'mode must be "auto", "min" or "max". Received: {mode!r}')
+    if mode == "auto":
+        mode = "min" if any(word in metric for word in _LESS_IS_BETTER) else "max"
+    return 1.0 if mode == "max" else -1.0
+
+
+def improves(score: float, best: float, *, min_delta: float = 0.0) -> bool:
+    """Return whether a score (a value times its `sign`) is better than the best before; NaN and equal never are."""
+    return score > best + min_delta
 
 
 class Store:

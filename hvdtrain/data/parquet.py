@@ -98,10 +98,8 @@ class _Table:
             raise PackageMissingError("pyarrow is not installed. Run: pip install 'hvdtrain[parquet]'") from None
         self.path = path
         try:
-            if "://" in path:
-                self._system, place = filesystems.FileSystem.from_uri(path)
-            else:
-                self._system, place = filesystems.LocalFileSystem(), os.path.abspath(path)
+            place = path if "://" in path else os.path.abspath(path)
+            self._system, place = filesystems.FileSystem.from_uri(place)
             found = self._system.get_file_info(place)
         except (OSError, self._arrow.ArrowException) as problem:
             raise HvdTrainError(f"{path} cannot be read: {problem}") from None

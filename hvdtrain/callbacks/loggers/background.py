@@ -17,15 +17,11 @@ _MOST_WAITING = 1000  # calls: more than an hour of intervals
 
 
 class Background:
-    """Makes calls in a separate thread, one after the other.
+    """Makes calls in a thread of its own, one after the other, and `release`, with whether all succeeded, in the end.
 
     The first call that raises causes one warning and is the last call: after a full disk or a lost server, later calls
     would fail too. A call that does not return while a thousand others wait ends it in the same way. Call the methods
-    from one thread.
-
-    Args:
-        who: the logger's name, for warnings.
-        release: called last, once, also after a failure; its argument says whether all calls succeeded.
+    from one thread. `who` is the logger's name, for warnings.
     """
 
     def __init__(self, who: str, release: Callable[[bool], object]) -> None:
@@ -51,23 +47,17 @@ class Background:
         """Finish the queued calls, call `release`, and wait for both up to `limit_s`; `well`: the run succeeded."""
         self._well = well
         until = time.monotonic() + limit_s
-        with suppress(queue.Full):
-            self._calls.put(None, timeout=limit_s)
+        if not self._failed.is_set():
+            with suppress(queue.Full):
+                self._calls.put(None, timeout=limit_s)
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive() and not self._failed.is_set():
             self._fail(f"it did not end within {limit_s:g} s; the last records may be missing")
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            if not self._failed.is_set():
-                self._try(call)
-                if self._failed.is_set():
-                    self._let_go(False)
-        if not self._failed.is_set():
-            self._let_go(self._well)
-
-    def _let_go(self, well: bool) -> None:
-        self._try(lambda: self._release(well))
+        while not self._failed.is_set() and (call := self._calls.get()) is not None:
+            self._try(call)
+        self._try(lambda: self._release(self._well and not self._failed.is_set()))
 
     def _try(self, call: Callable[[], object]) -> None:
         try:

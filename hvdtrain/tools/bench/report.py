@@ -53,15 +53,9 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def _point(point: Point, size: int) -> dict[str, Any]:
-    return {
-        "bytes": point.num_bytes,
-        "floor_s": point.floor_s,
-        "time_s": dataclasses.asdict(point.time_s),
-        "repeats": point.repeats,
-        "bus_bytes_per_s": point.bus_bytes_per_s(size),
-        "floor_share": point.floor_share,
-        "copy_bytes_per_s": dataclasses.asdict(point.copy_bytes_per_s),
-    }
+    found = dataclasses.asdict(point)
+    more = {"bus_bytes_per_s": point.bus_bytes_per_s(size), "floor_share": point.floor_share}
+    return {"bytes": found.pop("num_bytes"), **found, **more}
 
 
 def show(result: Result, console: Console) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.telemetry.step_times import MARK, MIN_STEPS, WARMUP_STEPS, RankReport, StepSummary
 from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome
-from hvdtrain.tools.bench.sweep import Fit
+from hvdtrain.tools.bench.sweep import Fit, moved_bytes
 
 _QUARTILES_TO_SIGMA = 1.349  # between the quartiles of a normal distribution, in standard deviations
 
@@ -53,20 +53,15 @@ class Steps:
         The sweep's `fit` counts on one host only: ranks on several say nothing of a host's own speed.
         """
         summary, facts, size = self.slowest.summary, self.slowest.facts, len(self.ranks)
-        own_s = self.slowest.own_s
-        found: dict[str, Any] = {
-            "step_s": own_s,
-            "spread_s": (summary.own_s.high - summary.own_s.low) / _QUARTILES_TO_SIGMA,
-            "ranks": size,
-        }
+        own_s, spread_s = self.slowest.own_s, (summary.own_s.high - summary.own_s.low) / _QUARTILES_TO_SIGMA
+        found: dict[str, Any] = {"step_s": own_s, "spread_s": spread_s, "ranks": size}
         found |= {key: facts[key] for key in ("gradient_bytes", "samples_per_step", "framework") if key in facts}
         if summary.backward_s is not None and own_s > 0:
             found["backward_share"] = summary.backward_s / own_s
         if fit is not None and len({each.facts.get("host") for each in self.ranks}) == 1:
-            moves = 2 * (size - 1)
             found["overhead_s"] = fit.alpha_s
             if fit.beta_s_per_byte > 0:
-                found["intra_bytes_per_s"] = moves / size / fit.beta_s_per_byte
+                found["intra_bytes_per_s"] = moved_bytes(1, size) / fit.beta_s_per_byte
         return found
 
 

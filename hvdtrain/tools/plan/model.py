@@ -47,11 +47,7 @@ class Algorithm(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One rank's step as measured, without communication.
-
-    Raises:
-        ValueError: for a time, size or share that no step can have.
-    """
+    """One rank's step as measured, without communication."""
 
     compute_s: float  # its time in seconds, waiting for data included
     gradient_bytes: float  # what the rank hands to allreduce in one step
@@ -71,11 +67,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The links between ranks, and how gradients are sent over them.
-
-    Raises:
-        ValueError: for a speed, latency or share that no cluster can have.
-    """
+    """What the ranks are connected by, and how gradients travel over it."""
 
     # nominal speed of a host's link, each direction; None where there is one host only
     link_bytes_per_s: float | None = None

@@ -17,11 +17,7 @@ from hvdtrain.tools.quantities import format_size, format_time, three_digits
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The options, and the forecast for each number of ranks, in rising order from one rank.
-
-    Raises:
-        ValueError: for a price, a share or a number of samples that cannot be.
-    """
+    """The options, and the forecast for each number of ranks, in rising order from one rank."""
 
     step: Step
     cluster: Cluster

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hvdtrain.checkpoint.improvement import improves, sign
+from hvdtrain.checkpoint.store import improves, sign
 
 
 @pytest.mark.parametrize(
