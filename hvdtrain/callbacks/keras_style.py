@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -11,16 +11,9 @@ from numpy.typing import NDArray
 from hvdtrain.callbacks.base import Callback, Logs
 from hvdtrain.callbacks.context import RunContext
 
-
-class _Given(NamedTuple):
-    """What a callback held when it was first wrapped: the user's own, which no checkpoint needs."""
-
-    numbers: dict[str, Any]
-    lists: dict[str, list[NDArray[Any]]]
-
-
-# By callback, since one may be wrapped again after it has trained: by each elastic round, and by another fit.
-_given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
+# By callback, what it held when it was first wrapped: the user's own, which no checkpoint needs. One may be wrapped
+# again after it has trained: by each elastic round, and by another fit.
+_given: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, list[NDArray[Any]]]]] = WeakKeyDictionary()
 
 
 class KerasStyle(Callback):
@@ -34,7 +27,7 @@ class KerasStyle(Callback):
     def __init__(self, callback: Any) -> None:
         self._callback = callback
         # Copy each list: one that is filled in place is no longer the list that was given.
-        self._given = _Given(self._numbers(), {name: list(arrays) for name, arrays in self._lists().items()})
+        self._given = self._numbers(), {name: list(arrays) for name, arrays in self._lists().items()}
         try:
             self._given = _given.setdefault(callback, self._given)
         except TypeError:
@@ -50,12 +43,12 @@ class KerasStyle(Callback):
 
         Options stay the user's, and so do arrays that the user gave it, such as validation data.
         """
-        given = self._given
-        numbers = {name: value for name, value in self._numbers().items() if given.numbers.get(name) != value}
+        given, given_lists = self._given
+        numbers = {name: value for name, value in self._numbers().items() if given.get(name) != value}
         return numbers | {
             f"{name}.{index}": array
             for name, arrays in self._lists().items()
-            if [id(array) for array in arrays] != [id(array) for array in given.lists.get(name, [])]
+            if [id(array) for array in arrays] != [id(array) for array in given_lists.get(name, [])]
             for index, array in enumerate(arrays)
         }
 

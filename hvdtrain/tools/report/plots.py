@@ -61,14 +61,7 @@ def draw(runs: Sequence[RecordedRun], *, floor_s: float | None = None) -> list[P
         plots = [
             *_metrics(runs),
             _curves("Learning rate", "", runs, lambda run: run.intervals.learning_rate, dashed=True),
-            _curves(
-                "Throughput, all ranks",
-                "samples/s",
-                timed,
-                lambda run: run.intervals.samples_per_s,
-                epochs="samples_per_s",
-                note=note,
-            ),
+            _curves("Throughput, all ranks", "samples/s", timed, _samples_per_s, epochs="samples_per_s", note=note),
         ]
         if len(runs) == 1:
             plots += [_own_times(timed[0]), _split(timed[0], floor_s), _heat_map(timed[0])]
@@ -78,11 +71,8 @@ def draw(runs: Sequence[RecordedRun], *, floor_s: float | None = None) -> list[P
 
 
 def _metrics(runs: Sequence[RecordedRun]) -> list[Plot]:
-    names: dict[str, None] = {}
-    for run in runs:
-        for name in (*run.epochs.metrics, *run.intervals.metrics):
-            if name not in SPEEDS:
-                names.setdefault(name.removeprefix("val_"))
+    found = [name for run in runs for name in (*run.epochs.metrics, *run.intervals.metrics) if name not in SPEEDS]
+    names = dict.fromkeys(name.removeprefix("val_") for name in found)
     return [plot for name in names if (plot := _metric(runs, name)) is not None]
 
 
@@ -125,6 +115,10 @@ def _curves(
     _from_zero(axis)
     note = "Circles: epochs as a whole. " * circles + note
     return _plot(title, figure, _whose(runs), note.strip()) if drawn or circles else None
+
+
+def _samples_per_s(run: RecordedRun) -> Floats:
+    return run.intervals.samples_per_s
 
 
 def _step_ms(run: RecordedRun) -> Floats:

@@ -50,14 +50,11 @@ class Intervals(Series):
 
     def only(self, which: NDArray[np.bool_]) -> Intervals:
         """Return those that `which`, shape (n,), marks."""
-        return Intervals(
-            step=self.step[which],
-            metrics={name: values[which] for name, values in self.metrics.items()},
-            samples_per_s=self.samples_per_s[which],
-            learning_rate=self.learning_rate[which],
-            start=self.start[which],
-            rank_s={part: rows[which] for part, rows in self.rank_s.items()},
-        )
+
+        def marked(value: Any) -> Any:
+            return {name: rows[which] for name, rows in value.items()} if isinstance(value, dict) else value[which]
+
+        return Intervals(**{name: marked(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,11 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Return what `folder` holds; ReportError, which says what to type instead, if it is no run's."""
     _require_run(folder)
-    lines, unreadable = _lines(folder / METRICS)
+    path = folder / METRICS
+    lines, unreadable = _lines(path)
+    if not lines and not unreadable:
+        raise ReportError(f"{path} is empty: wait for the first step, or name another run")
     if not lines:
-        path = folder / METRICS
-        if not unreadable:
-            raise ReportError(f"{path} is empty: wait for the first step, or name another run")
         raise ReportError(
             f"{path} has no whole line that a run wrote. Name the folder of a run: hvdtrain report runs/NAME"
         )
@@ -119,22 +116,14 @@ def last_word(lines: Iterable[dict[str, Any]]) -> tuple[list[tuple[int, dict[str
     start = 0
     for line in lines:
         step, kind = line["global_step"], line["kind"]
-        if counted and (step < counted[-1][1]["global_step"] or _same(counted, step, kind)):
+        # A step has at most a line of each kind.
+        is_known = any((each["global_step"], each["kind"]) == (step, kind) for _, each in counted[-2:])
+        if is_known or (counted and step < counted[-1][1]["global_step"]):
             start += 1
             while counted and counted[-1][1]["global_step"] >= step:
                 counted.pop()
         counted.append((start, line))
     return counted, start + 1
-
-
-def _same(counted: Sequence[tuple[int, dict[str, Any]]], step: float, kind: str) -> bool:
-    """Return whether the end of `counted` has this very step already."""
-    for _, line in reversed(counted):
-        if line["global_step"] != step:
-            return False
-        if line["kind"] == kind:
-            return True
-    return False
 
 
 def number(value: Any) -> float:

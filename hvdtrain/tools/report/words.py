@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdtrain.telemetry.interval import WORDS
 from hvdtrain.tools.quantities import format_time, three_digits
-from hvdtrain.tools.report.numbers import Summary
+from hvdtrain.tools.report.numbers import Slowest, Summary
 
 _EVEN = 0.05  # ranks that differ by less are equally fast
 _SLOW = 0.1
@@ -22,7 +22,7 @@ def sentences(summary: Summary) -> list[str]:
     if summary.step_s is not None:
         said.append(_step(summary))
     if summary.slowest is not None and summary.settled:
-        said.append(_slowest(summary))
+        said.append(_slowest(summary.slowest))
     if summary.allreduce_floor_s is not None:
         floor = format_time(summary.allreduce_floor_s)
         said.append(f"Reducing the gradients takes at least {floor} a step (the allreduce floor).")
@@ -72,10 +72,7 @@ def _step(summary: Summary) -> str:
     return f"A typical step takes {format_time(step)}: {parts}.{verdict}"
 
 
-def _slowest(summary: Summary) -> str:
-    slowest = summary.slowest
-    if slowest is None:
-        return ""
+def _slowest(slowest: Slowest) -> str:
     whose = f"rank {slowest.rank}" + (f" on host {slowest.host}" if slowest.host else "")
     times = f"on average {format_time(slowest.own_s)} a step by itself, the median rank"
     times += f" {format_time(slowest.median_own_s)}"
