@@ -151,11 +151,11 @@ class Store:
         """Remove incomplete files of killed writers, but not those of a live process."""
         folders.clear_leftovers(self.root, lambda name: _order(name) is not None)
 
-    def set_aside(self) -> Path | None:
-        """Move the checkpoints into a folder "old-N"; return it, or None if there are no checkpoints."""
+    def set_aside(self) -> None:
+        """Move the checkpoints, if there are any, into a folder "old-N"."""
         found = self.newest_first()
         if not found:
-            return None
+            return
         aside = next(path for number in count(1) if not (path := self.root / f"old-{number}").exists())
         try:
             private_files.make_folder(aside, exist_ok=False)
@@ -164,7 +164,7 @@ class Store:
             folders.sync(self.root)
         except OSError as error:
             raise CheckpointError(f"The checkpoints in {self.root} could not be moved to {aside}: {error}.") from error
-        return aside
+        log.info("moved older checkpoints to %s", aside)
 
 
 def _name(epochs: int, steps: int) -> str:

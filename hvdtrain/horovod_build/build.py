@@ -182,11 +182,6 @@ def prove(found: Found, *, progress: BuildProgress) -> None:
     from hvdtrain.horovod_build import probe
 
     failed: list[str] = []
-
-    def try_one(job: tuple[str, Plane, int]) -> probe.Probe:
-        framework, plane, ranks = job
-        return probe.allreduce(framework, plane, ranks=ranks, timeout_s=_PROOF_TIMEOUT_S, step=plane != "nccl")
-
     jobs: list[tuple[str, Plane, int]] = []
     for framework in found.frameworks:
         for plane in found.planes:
@@ -199,7 +194,13 @@ def prove(found: Found, *, progress: BuildProgress) -> None:
                 progress.note(f"{framework.name} over nccl: not tried, there is no GPU for it here")
     # Two at a time: importing the frameworks is nearly all of it.
     with ThreadPoolExecutor(2) as pool:
-        for result in pool.map(try_one, jobs):
+        probes = [
+            pool.submit(
+                probe.allreduce, framework, plane, ranks=ranks, timeout_s=_PROOF_TIMEOUT_S, step=plane != "nccl"
+            )
+            for framework, plane, ranks in jobs
+        ]
+        for result in (each.result() for each in probes):
             what = f"{result.framework} over {result.plane}"
             if result.ok:
                 count = f"{result.ranks} process{'es' if result.ranks > 1 else ''}"

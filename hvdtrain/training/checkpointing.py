@@ -117,14 +117,8 @@ class RunCheckpoints:
             self._lock.release()
 
     def set_aside(self) -> None:
-        """Move existing checkpoints to a folder from which resume="auto" does not resume."""
-
-        def move() -> None:
-            aside = self._store.set_aside()
-            if aside is not None:
-                log.info("moved older checkpoints to %s", aside)
-
-        self._on_root(move, "set aside")
+        """Move an older run's checkpoints to where a later "auto" does not resume from them."""
+        self._on_root(self._store.set_aside, "set aside")
 
     def restore(self, adapter: Adapter, *, lr_factor: float) -> Snapshot | None:
         """Load the newest whole checkpoint as `load` does, and warn of each that is skipped; None without one."""

@@ -48,8 +48,8 @@ class _CSVFile:
                 if self._columns:  # else it is empty: killed before its first line
                     self._rewrite(rows)
             else:
-                aside = _free(self._path)
-                self._path.rename(aside)
+                names = (self._path.with_stem(f"{self._path.stem}-old-{number}") for number in itertools.count(1))
+                aside = self._path.rename(next(name for name in names if not name.exists()))
                 log.info("CSVLogger: moved the older %s to %s", self._path, aside)
         self._append()
 
@@ -101,8 +101,3 @@ class _CSVFile:
             writer.writeheader()
             writer.writerows(rows)
         temporary.replace(self._path)
-
-
-def _free(path: Path) -> Path:
-    names = (path.with_name(f"{path.stem}-old-{number}{path.suffix}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())

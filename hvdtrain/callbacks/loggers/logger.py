@@ -204,18 +204,18 @@ class Logger(RecordingCallback):
 
 
 def _record(facts: Facts) -> Record:
-    values = {name: float(value) for name, value in facts["metrics"].items() if _is_number(value)}
+    # What callbacks put into logs may be of NumPy's types, or no number at all.
+    values = {
+        name: float(value)
+        for name, value in facts["metrics"].items()
+        if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    }
     values |= {name: facts[name] for name in ("samples_per_s", "learning_rate") if name in facts}
     values |= {f"rank_s_max/{part}": max(ranks) for part, ranks in facts.get("rank_s", {}).items()}
     return Record(
         kind=facts["kind"], time=facts["time"], epoch=facts["epoch"], step=facts.get("step"),
         global_step=facts["global_step"], values=values,
     )  # fmt: skip
-
-
-def _is_number(value: Any) -> bool:
-    # What callbacks put into logs may be of NumPy's types, or no number at all.
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -74,14 +74,17 @@ class _Run:
             self._client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=self._uri)
         found = self._client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-        earlier = self._find(experiment, run) if run.goes_on else None
+        earlier: list[Any] = []
+        if run.goes_on:
+            its = f"tags.`{_RUN}` = '{run.id}'"
+            earlier = self._client.search_runs([experiment], filter_string=its, max_results=1)
         known: dict[str, str] = {}
-        if earlier is None:
+        if not earlier:
             self._id = self._client.create_run(experiment, run_name=run.name, tags={_RUN: run.id}).info.run_id
         else:
-            self._id, known = earlier.info.run_id, earlier.data.params
+            self._id, known = earlier[0].info.run_id, earlier[0].data.params
             self._client.update_run(self._id, status="RUNNING")
-            for name in earlier.data.metrics:
+            for name in earlier[0].data.metrics:
                 self._logged[name] = max(each.step for each in self._client.get_metric_history(self._id, name))
         self._describe(run, known)
 
@@ -99,10 +102,6 @@ class _Run:
             ended, self._id = self._id, ""
             self._client.set_terminated(ended, status="FINISHED" if finished else "FAILED")
 
-    def _find(self, experiment: str, run: Run) -> Any:
-        runs = self._client.search_runs([experiment], filter_string=f"tags.`{_RUN}` = '{run.id}'", max_results=1)
-        return runs[0] if runs else None
-
     def _describe(self, run: Run, known: dict[str, str]) -> None:
         """Log parameters, which MLflow never changes: what another start was given differently becomes a tag."""
         entities: Any = importlib.import_module("mlflow.entities")
@@ -110,14 +109,10 @@ class _Run:
         changed = {f"config.{name}": value for name, value in config.items() if known.get(name, value) != value}
         tags = {_NOT_IN_NAMES.sub("_", name): str(value) for name, value in run.environment.items()} | changed
         params = [entities.Param(name, value) for name, value in config.items() if name not in known]
-        for some in _batches(params):
-            self._client.log_batch(self._id, params=some)
-        for some in _batches([entities.RunTag(name, value) for name, value in tags.items()]):
-            self._client.log_batch(self._id, tags=some)
-
-
-def _batches(items: list[Any]) -> Iterator[list[Any]]:
-    return (items[begin : begin + _MOST_AT_ONCE] for begin in range(0, len(items), _MOST_AT_ONCE))
+        run_tags = [entities.RunTag(name, value) for name, value in tags.items()]
+        for kind, items in (("params", params), ("tags", run_tags)):
+            for begin in range(0, len(items), _MOST_AT_ONCE):
+                self._client.log_batch(self._id, **{kind: items[begin : begin + _MOST_AT_ONCE]})
 
 
 @contextmanager

@@ -38,7 +38,11 @@ def as_json(result: Result) -> dict[str, Any]:
         "title": result.title,
         "ranks": size,
         "link_bytes_per_s": result.link_bytes_per_s,
-        "allreduce": [_point(point, size) for point in result.points],
+        "allreduce": [
+            {"bytes": each.num_bytes, "bus_bytes_per_s": each.bus_bytes_per_s(size), "floor_share": each.floor_share}
+            | {name: value for name, value in dataclasses.asdict(each).items() if name != "num_bytes"}
+            for each in result.points
+        ],
         "fit": result.fit
         and {**dataclasses.asdict(result.fit), "how": "least squares of relative errors, t = alpha + bytes * beta"},
         "steps": [
@@ -50,12 +54,6 @@ def as_json(result: Result) -> dict[str, Any]:
         "advice": result.advice,
         "notes": list(result.notes),
     }
-
-
-def _point(point: Point, size: int) -> dict[str, Any]:
-    found = dataclasses.asdict(point)
-    more = {"bus_bytes_per_s": point.bus_bytes_per_s(size), "floor_share": point.floor_share}
-    return {"bytes": found.pop("num_bytes"), **found, **more}
 
 
 def show(result: Result, console: Console) -> None:

@@ -52,27 +52,20 @@ def main(text: str) -> int:
     return 0
 
 
-def _copy_bandwidth(num_bytes: int, world: World) -> Spread:
-    mine = sweep.copy_bandwidth(world.barrier, num_bytes=num_bytes)
-    mean = world.allreduce(np.array(dataclasses.astuple(mine)), "mean", name="memory")
-    return Spread(*(float(value) for value in mean))
-
-
 def measure_sweep(plan: WorkerPlan, world: World) -> list[sweep.Point]:
     """Return a point a size."""
     subject = frameworks.load(plan.framework, "bench")
     points = []
     for num_bytes in sweep.sizes(plan.max_bytes):
         reduce = subject.allreduce_of(num_bytes, device=world.device)
-        times = sweep.measure(reduce, budget_s=plan.budget_s, agree=lambda once_s: _greatest(once_s, world))
+        times = sweep.measure(
+            reduce, budget_s=plan.budget_s, agree=lambda once_s: float(world.allreduce(np.array([once_s]), "max")[0])
+        )
         gathered = world.allgather(np.array([times]), name="times")  # (ranks, repeats)
-        slowest = sweep.slowest(gathered.tolist())
-        points.append(sweep.Point(num_bytes, slowest, len(times), _copy_bandwidth(num_bytes, world)))
+        mine = sweep.copy_bandwidth(world.barrier, num_bytes=num_bytes)
+        mean = world.allreduce(np.array(dataclasses.astuple(mine)), "mean", name="memory")
+        points.append(sweep.Point(num_bytes, sweep.slowest(gathered.tolist()), len(times), Spread(*mean.tolist())))
     return points
-
-
-def _greatest(number: float, world: World) -> float:
-    return float(world.allreduce(np.array([number]), "max", name="greatest")[0])
 
 
 def measure_steps(plan: WorkerPlan, world: World) -> RankReport:

@@ -86,9 +86,11 @@ class Facts:
 def gather() -> Facts:
     """Look at everything once."""
     frameworks = [found for found in (find_torch(), find_tensorflow()) if found]
+    wheels = (version_of(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
+    nccl = next(filter(None, wheels), "") or ((found := find.find_nccl()) and found.version) or ""
     versions = {"python": platform.python_version(), "hvdtrain": __version__, "horovod": version_of("horovod")}
     versions |= {framework.name: framework.version for framework in frameworks}
-    versions |= {"keras": version_of("keras"), "jax": version_of("jax"), "nccl": _nccl_version()}
+    versions |= {"keras": version_of("keras"), "jax": version_of("jax"), "nccl": nccl}
     gpus, driver = _gpus()
     shm, record = Path("/dev/shm"), installed.record()
     return Facts(
@@ -125,11 +127,6 @@ def _horovod_planes() -> tuple[str, ...]:
     content = libraries[0].read_bytes()
     marks = {"gloo": b"GlooContext", "mpi": b"libmpi.so", "nccl": b"ncclAllReduce"}
     return tuple(plane for plane, mark in marks.items() if mark in content)
-
-
-def _nccl_version() -> str:
-    wheels = (version_of(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
-    return next(filter(None, wheels), "") or ((found := find.find_nccl()) and found.version) or ""
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:

@@ -60,6 +60,8 @@ def summarize(run: RecordedRun) -> Summary:
     known = [str(host) for host in hosts] if isinstance(hosts, list) else []
     ends = [each.step[-1] for each in (intervals, run.epochs) if len(each.step)]
     parts = {part: _median(mean_over_ranks(times[part])) for part in PARTS}
+    series = run.epochs if len(run.epochs.step) else intervals
+    final = [(name, values[-1]) for name, values in series.metrics.items()]
     if intervals.ranks == 1:
         del parts["reduction"]  # nothing is reduced
     return Summary(
@@ -70,7 +72,7 @@ def summarize(run: RecordedRun) -> Summary:
         seconds=run.seconds,
         epochs=len(run.epochs.step),
         global_step=int(max(ends)),
-        metrics=_final_metrics(run),
+        metrics={name: float(last) for name, last in final if name not in SPEEDS and math.isfinite(last)},
         settled=is_settled,
         samples_per_s=_samples_per_s(run, settled if is_settled else None),
         step_s=_median(mean_over_ranks(times["step"])),
@@ -154,12 +156,6 @@ def ratios(a: Summary, b: Summary) -> list[tuple[str, float, float, str]]:
     return rows + [
         (name, mine, other, unit) for name, mine, other, unit in pairs if mine is not None and other is not None
     ]
-
-
-def _final_metrics(run: RecordedRun) -> dict[str, float]:
-    series = run.epochs if len(run.epochs.step) else run.intervals
-    last = {name: float(values[-1]) for name, values in series.metrics.items() if name not in SPEEDS}
-    return {name: value for name, value in last.items() if math.isfinite(value)}
 
 
 def _samples_per_s(run: RecordedRun, settled: NDArray[np.bool_] | None) -> float | None:

@@ -114,7 +114,8 @@ def _curves(
         circles |= _line(axis, run.epochs.step, each, color=color, marker="o", markersize=4, linestyle=":")
     _from_zero(axis)
     note = "Circles: epochs as a whole. " * circles + note
-    return _plot(title, figure, _whose(runs), note.strip()) if drawn or circles else None
+    legend = [(RUN_COLOURS[index], _who(runs, index)) for index in range(len(runs)) if len(runs) > 1]
+    return _plot(title, figure, legend, note.strip()) if drawn or circles else None
 
 
 def _samples_per_s(run: RecordedRun) -> Floats:
@@ -240,10 +241,6 @@ def _line(axis: Any, x: Floats, y: Floats | None, **options: Any) -> bool:
 
 def _who(runs: Sequence[RecordedRun], index: int) -> str:
     return f"{'AB'[index]}: {runs[index].name}"
-
-
-def _whose(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
-    return [(RUN_COLOURS[index], _who(runs, index)) for index in range(len(runs))] if len(runs) > 1 else []
 
 
 def _thinned(runs: Sequence[RecordedRun]) -> str:
