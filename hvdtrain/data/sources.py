@@ -51,6 +51,11 @@ class Consumed:
 
 NOTHING = Consumed()
 
+# Indices -> (inputs, targets, sample_weight) of these samples.
+Fetch = Callable[[NDArray[np.int64]], tuple[Any, Any, Any]]
+# (epoch, shuffle, consumed) -> this rank's batches of the rest of the epoch.
+Start = Callable[[int, bool, Consumed], Iterator[Any]]
+
 
 class Source(Protocol):
     """Steps of an epoch, the same number on every rank."""
@@ -81,17 +86,9 @@ class Sharded:
 
 
 class IndexedSource:
-    """Samples that can be read by index; `fetch` returns (inputs, targets, sample_weight) of indices."""
+    """Samples that can be read by index."""
 
-    def __init__(
-        self,
-        num_samples: int,
-        fetch: Callable[[NDArray[np.int64]], tuple[Any, Any, Any]],
-        *,
-        batch_size: int,
-        world: World,
-        seed: int,
-    ) -> None:
+    def __init__(self, num_samples: int, fetch: Fetch, *, batch_size: int, world: World, seed: int) -> None:
         if num_samples == 0:
             raise ValueError(f"data holds no samples. Received: a dataset of length 0 on rank {world.rank}")
         self._num_samples = num_samples
@@ -166,20 +163,12 @@ class ArraySource(IndexedSource):
 class IteratedSource:
     """Iterable batches; ranks may have different numbers of them.
 
-    Args:
-        start: (epoch, shuffle, consumed) -> this rank's batches of the rest of the epoch.
-        steps: per epoch, if known.
-        filler: (number of rows) -> any batch of this size, for a rank without batches, for example in the rest of a
-            resumed epoch. It draws no random numbers; a model may draw some for each row.
+    `filler` returns any batch of so many rows, for a rank without batches, for example in the rest of a resumed epoch.
+    It draws no random numbers; a model may draw some for each row.
     """
 
     def __init__(
-        self,
-        start: Callable[[int, bool, Consumed], Iterator[Any]],
-        *,
-        world: World,
-        steps: int | None = None,
-        filler: Callable[[int], Any] | None = None,
+        self, start: Start, *, world: World, steps: int | None = None, filler: Callable[[int], Any] | None = None
     ) -> None:
         self._start = start
         self._world = world
@@ -252,9 +241,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
     return source
 
 
-def _own_share(
-    data: Any, *, batch_size: int, seed: int, world: World
-) -> Callable[[int, bool, Consumed], Iterator[Any]]:
+def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
     """Return a function that iterates sharded data: a loader as it is, other data as on one process."""
     if hasattr(data, "dataset") and hasattr(data, "sampler"):  # a DataLoader, whose sampler knows its rank
 

@@ -71,8 +71,8 @@ class Found:
     @property
     def planes(self) -> tuple[Plane, ...]:
         """Data planes of the wheel: Gloo always, then "mpi" and "nccl"."""
-        nccl = self.gpu and not self.through_host
-        return ("gloo", *(("mpi",) if self.mpi else ()), *(("nccl",) if nccl else ()))
+        there: dict[Plane, bool] = {"gloo": True, "mpi": bool(self.mpi), "nccl": self.gpu and not self.through_host}
+        return tuple(plane for plane in there if there[plane])
 
     @property
     def untested(self) -> tuple[Framework, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -121,7 +120,7 @@ class Loop:
         facts: dict[str, Any],
         hooks: CallbackList,
         run_id: RunId,
-        checkpoints: Sequence[RunCheckpoints],
+        checkpoints: list[RunCheckpoints],
         *,
         resume: str,
     ) -> None:
@@ -147,7 +146,7 @@ class Loop:
             here = steps_done(self.progress.consumed, facts, size=self._world.size, accumulate=self._accumulate)
             self._ahead = here - self.progress.step
             self._reported_samples = self.progress.consumed.samples
-        self._checkpoints = list(checkpoints)
+        self._checkpoints = checkpoints
         self._savers |= {each.options: each for each in checkpoints}
         for each in checkpoints:
             each.saved_at = self.progress.global_step

@@ -115,13 +115,9 @@ class Trainer:
         self._elastic = launch_environment.is_elastic()
         if not self._elastic:
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
+        options = Options(accumulate, clip_norm, precision, compression, nan_policy)
         self._adapter = adapter_for(
-            model,
-            optimizer=optimizer,
-            loss=loss,
-            metrics=metrics,
-            options=Options(accumulate, clip_norm, precision, compression, nan_policy),
-            world=self.world,
+            model, optimizer=optimizer, loss=loss, metrics=metrics, options=options, world=self.world
         )
         self._lr = learning_rate.LearningRate(
             self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
@@ -370,7 +366,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 def check_positive(name: str, value: Any, kind: type) -> None:
     """Raise ValueError unless `value` is an int >= 1, or with `kind` float a number > 0."""
-    kinds = (int, np.integer) if kind is int else (int, float)
+    kinds: tuple[type, ...] = (int, np.integer) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
         wanted = "an int >= 1" if kind is int else "a number > 0"
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")

@@ -70,8 +70,7 @@ class _CSVFile:
 
     def close(self, *, finished: bool) -> None:
         if self._file is not None:
-            file, self._file = self._file, None
-            file.close()
+            self._file.close()
 
     def _line(self, cells: list[Any]) -> None:
         assert self._file is not None

@@ -162,10 +162,9 @@ class Logger(RecordingCallback):
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Open the sink before the first epoch; a run without epochs logs nothing."""
-        if self._begun or not trainer.world.is_root:
-            return
-        self._begun = True
-        self._try(partial(self._open, trainer))
+        if trainer.world.is_root and not self._begun:
+            self._begun = True
+            self._try(partial(self._open, trainer))
 
     def _open(self, trainer: RunContext) -> None:
         assert trainer.run is not None  # within fit

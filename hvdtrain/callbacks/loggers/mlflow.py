@@ -48,13 +48,8 @@ class MLflowLogger(Logger):
         every_s: float = 5.0,
         options: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(
-            _Run(os.fspath(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"), experiment),
-            every_s=every_s,
-            options=options,
-            name=name,
-            package=_PACKAGE,
-        )
+        sink = _Run(os.fspath(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"), experiment)
+        super().__init__(sink, every_s=every_s, options=options, name=name, package=_PACKAGE)
 
 
 class _Run:

@@ -76,8 +76,7 @@ class _EventFile:
 
     def close(self, *, finished: bool) -> None:
         if self._file is not None:
-            file, self._file = self._file, None
-            file.close()
+            self._file.close()
 
     def _event(self, wall_time: float | None = None, **content: Any) -> None:
         event = self._events.Event(wall_time=time.time() if wall_time is None else wall_time, **content)

@@ -29,7 +29,7 @@ from hvdtrain.tools.quantities import parse_rate
 
 __all__ = ["BenchError", "BenchOptions", "run"]
 
-QUICK = {"max_bytes": 1 << 20, "budget_s": 0.1, "steps": 8, "hidden": 256}
+QUICK: dict[str, Any] = {"max_bytes": 1 << 20, "budget_s": 0.1, "steps": 8, "hidden": 256}
 SCRIPT_STEPS = 100
 # One thread per rank, so that figures of different numbers of ranks compare; what the user has set stays.
 _ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")

@@ -18,15 +18,8 @@ import json
 from pathlib import Path
 
 # The file's keys, and the fields of Step and Cluster that they fill.
-_FIELDS = {
-    "step_s": "compute_s",
-    "gradient_bytes": "gradient_bytes",
-    "samples_per_step": "samples",
-    "backward_share": "backward_share",
-    "spread_s": "spread_s",
-    "intra_bytes_per_s": "intra_bytes_per_s",
-    "overhead_s": "overhead_s",
-}
+_SAME = ("gradient_bytes", "backward_share", "spread_s", "intra_bytes_per_s", "overhead_s")
+_FIELDS = {"step_s": "compute_s", "samples_per_step": "samples", **dict(zip(_SAME, _SAME, strict=True))}
 
 
 def read_measured(path: Path) -> dict[str, float]:
