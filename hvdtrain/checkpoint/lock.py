@@ -48,11 +48,7 @@ class Holder:
 
 
 class _HeldError(Exception):
-    """Another process holds the lock; `holder` is None where its file does not name it."""
-
-    def __init__(self, holder: Holder | None) -> None:
-        super().__init__()
-        self.holder = holder
+    """Another process holds the lock; the argument is its Holder, None where the file does not name it."""
 
 
 class FolderLock:
@@ -77,7 +73,7 @@ class FolderLock:
                 self._take(holder)
                 return
             except _HeldError as held:
-                other = held.holder
+                other: Holder | None = held.args[0]
             if other is None:
                 patience_s = _UNREAD_S
             else:
