@@ -366,7 +366,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 def check_positive(name: str, value: Any, kind: type) -> None:
     """Raise ValueError unless `value` is an int >= 1, or with `kind` float a number > 0."""
-    kinds: tuple[type, ...] = (int, np.integer) if kind is int else (int, float)
+    kinds: Any = (int, np.integer) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
         wanted = "an int >= 1" if kind is int else "a number > 0"
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
