@@ -91,7 +91,7 @@ def keeps_the_old_ones(store, rng, reason):
     writer = Writer()
     writer.submit(store.place(9), contents(rng, size=100_000), then=store.prune)
     with pytest.raises(CheckpointError, match=reason):
-        writer.close()
+        writer.wait()
     assert sorted(path.name for path in store.root.iterdir()) == before
     assert same(kept[1], store.newest_whole()[1])
 
