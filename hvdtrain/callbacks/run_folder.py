@@ -110,7 +110,7 @@ class RunFolder(RecordingCallback):
 def make_folder() -> Path:
     """Make runs/<name> and return it: a new one, unless HVDTRAIN_RUN_NAME says that several starts are one run.
 
-    A script's second run, of another Trainer, is <name>-2, in every start.
+    The run of a script's second Trainer is <name>-2, in every start.
     """
     runs = Path(os.environ.get(RUNS, "runs"))
     private_files.make_folder(runs)
@@ -137,7 +137,7 @@ def default_name() -> str:
 
 
 def describe_environment(trainer: RunContext) -> dict[str, Any]:
-    """Return where and with what this runs; values that look like secrets are left out."""
+    """Return host, versions and variables of this run; values that look like secrets are left out."""
     chosen = {
         name: value
         for name, value in sorted(os.environ.items())

@@ -62,7 +62,7 @@ class Store:
         return self.root / _name(epochs_done, steps_done)
 
     def newest_first(self) -> list[Path]:
-        """Return the paths of the checkpoints, newest first. They may be damaged: only reading tells."""
+        """Return the paths of the checkpoints, newest first. They may be damaged, which is found by reading."""
         try:
             paths = {folders.target_of(path) for path in self.root.iterdir()}
         except (FileNotFoundError, NotADirectoryError):

@@ -18,7 +18,7 @@ _Box = list[_Write]
 
 
 class Writer:
-    """Writes one checkpoint at a time behind the caller; `wait` raises the error of a failed write.
+    """Writes one checkpoint at a time in the background; `wait` raises the error of a failed write.
 
     Each write starts a thread, which costs a fraction of a millisecond. It is not a daemon, so an interpreter that ends
     waits for the current write. Call all methods from the thread that trains.

@@ -271,7 +271,7 @@ def _cache(given: str | os.PathLike[str] | None) -> Path:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock of this host, which ends with its process."""
+    """Hold a lock on this host; it ends with this process."""
     until = time.monotonic() + _WAIT_S
     with path.open("a") as file:
         while True:

@@ -29,13 +29,13 @@ class BuildOptions:
     rebuild: bool = False  # compile even where the cache has the wheel
     dry_run: bool = False  # say what would be built, and stop
     # Take framework versions older than the tests', and leave a build installed whose proof failed on a version that
-    # no test has seen
+    # no test has seen.
     force: bool = False
     wheel_dir: Path | None = None  # put a copy of the wheel there
     sdist: Path | None = None  # Horovod's sdist as a file, for machines without a network
     through_host: bool = False  # GPU tensors travel through host memory instead of NCCL
     cuda_arch: str | None = None  # GPU architectures, e.g. "80,90"; by default those of the GPUs that are here
-    jobs: int | None = None  # compiler processes at once; by default one a core
+    jobs: int | None = None  # compiler processes at once; by default one per core
     install: bool = True  # install the wheel into this environment, and prove it
 
 

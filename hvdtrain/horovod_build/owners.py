@@ -34,7 +34,7 @@ def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found:
 
 
 def is_systems(folder: str) -> bool:
-    """Return whether only the system can change a folder and those above it, so that nobody can add a library.
+    """Return whether only the system can change a folder and those above it, so that no user can add a library.
 
     Where it does not exist, the existing folders above it decide: then only the system can make it.
     """

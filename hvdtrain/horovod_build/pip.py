@@ -47,8 +47,8 @@ def _run(command: list[str], *, cache: Path) -> None:
 def pip_command(cache: Path) -> list[str]:
     """Return the command that runs pip for this environment.
 
-    Without a pip of its own: the one that Python has for new environments, else one that uv fetches. Both are stored
-    in `cache`; the environment does not change.
+    If the environment has no pip, use the one that Python has for new environments, else one that uv fetches. Both are
+    stored in `cache`; the environment does not change.
     """
     own = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
     if own.returncode == 0:

@@ -61,8 +61,8 @@ class Probe:
 def allreduce(framework: str, plane: Plane, *, ranks: int = 2, timeout_s: float = 90, step: bool = False) -> Probe:
     """Let `ranks` processes of this host sum an array; what fails is in the Probe's `error`, and not raised.
 
-    "mpi" and "gloo" sum host memory, "nccl" GPU memory, for which each rank needs a GPU of its own. With `step` they
-    also take a training step, in host memory, and compare its weights with one process's.
+    "mpi" and "gloo" sum host memory; "nccl" sums GPU memory, and each rank needs its own GPU. With `step` they also
+    take a training step, in host memory, and compare its weights with one process's.
     """
     chosen = {"KERAS_BACKEND": "tensorflow", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     # A data plane that the user prefers is not the requested one.
@@ -137,7 +137,7 @@ def _measure(framework: str, plane: str) -> dict[str, Any]:
         if framework == "torch":
             tensor = module.from_numpy(values).to(world.device)
         else:
-            with module.device("/GPU:0"):  # TensorFlow numbers the GPUs that it was shown: one a rank
+            with module.device("/GPU:0"):  # TensorFlow numbers the GPUs that it was shown: one per rank
                 tensor = module.constant(values)
 
         def reduce() -> np.ndarray[Any, Any]:

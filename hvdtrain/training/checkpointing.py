@@ -42,15 +42,15 @@ _CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
 class Snapshot:
     """What a checkpoint holds besides `Adapter.state`."""
 
-    arrays: Arrays  # what this rank alone holds, named as in `rank_state`
+    arrays: Arrays  # this rank's own state, named as in `rank_state`
     meta: dict[str, Any]  # the run's progress, history and options, as JSON
 
 
 class RunCheckpoints:
     """A run's checkpoints in one folder, written in the background.
 
-    Every rank has one and calls it at the same moments; rank 0's does the I/O. If a write fails, every rank raises at
-    the next `save` or `wait`: rank 0 the CheckpointError, the others a HvdTrainError that says so.
+    Every rank has such an object, and all ranks call it together; rank 0 does the I/O. If a write fails, every rank
+    raises at the next `save` or `wait`: rank 0 the CheckpointError, the others a HvdTrainError that says so.
     """
 
     def __init__(self, options: CheckpointOptions, world: World) -> None:
@@ -64,7 +64,7 @@ class RunCheckpoints:
     def hold(self, run: RunId, *, before: RunId | None) -> None:
         """Lock the folder for this run, until `release`; a collective call.
 
-        `before` is this process's run of the round before, in an elastic job: its writer may still be at work.
+        `before` is this process's run in the previous round of an elastic job; its writer may not have finished.
         """
         job = os.environ.get(RUN_ID)
 
@@ -89,7 +89,7 @@ class RunCheckpoints:
         self._on_root(check, "checkpoint folder")
 
     def save(self, adapter: Adapter, snapshot: Snapshot) -> None:
-        """Save the present state; training waits while it is copied, and until an earlier one is written."""
+        """Save the current state. Training waits while it is copied, and until the previous one is written."""
         progress, background = snapshot.meta["position"], self.options.background
         self.saved_at = progress["global_step"]
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
@@ -117,11 +117,11 @@ class RunCheckpoints:
             self._lock.release()
 
     def set_aside(self) -> None:
-        """Move an older run's checkpoints to where a later "auto" does not resume from them."""
+        """Move existing checkpoints to a folder from which resume="auto" does not resume."""
         self._on_root(self._store.set_aside, "set aside")
 
     def restore(self, adapter: Adapter, *, lr_factor: float) -> Snapshot | None:
-        """Load the newest whole checkpoint as `load` does, and warn of each that is skipped; None without one."""
+        """Load the newest complete checkpoint as `load` does, and warn of each that is skipped; None without one."""
 
         def find() -> tuple[Path, Contents] | None:
             self._store.clear_leftovers()

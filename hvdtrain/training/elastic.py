@@ -17,8 +17,8 @@ from hvdtrain.training.checkpointing import Snapshot
 class FitState(elastic.State):
     """The last commit, and what Horovod's driver reports of hosts.
 
-    A commit is in every rank's memory, because any rank may die. `fit` itself gives ranks the root's commit, as it
-    gives them a checkpoint.
+    A commit is in every rank's memory, because any rank may die. `fit` gives all ranks the root's commit, like a
+    checkpoint.
     """
 
     def __init__(self, adapter: Adapter, world: World) -> None:

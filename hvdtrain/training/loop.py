@@ -43,9 +43,9 @@ class Loop:
         self.progress = RunProgress()
         self.history = History()
         self.run_id: RunId | None = None
-        self.in_epoch = False
-        self.stop_requested = False
-        self.commits: FitState | None = None
+        self.in_epoch = False  # whether an epoch's steps are running; other metrics must not be mixed with theirs
+        self.stop_requested = False  # whether a callback has ended the run on this rank
+        self.commits: FitState | None = None  # the last commit, in an elastic job
         self._context = context
         self._world = context.world
         self._adapter = adapter
@@ -198,7 +198,7 @@ class Loop:
     def agree_to_stop(self, *, after_epoch: bool) -> bool:
         """Return whether a callback on any rank has ended the run; exit if a signal to any rank requested a stop.
 
-        Before the first step signals wait: a resumed run has not loaded everything yet that it would have to save.
+        Before its first step signals wait: a resumed run has not yet loaded all that a checkpoint must contain.
         """
         requested = after_epoch and preemption.requested() is not None
         flags = np.array([self.stop_requested, requested], np.int32)
@@ -208,7 +208,7 @@ class Loop:
         return bool(stop)
 
     def _leave(self) -> NoReturn:
-        """Save the present state and end the process, on all ranks."""
+        """Save the current state and end the process, on all ranks."""
         self._save_and_wait()
         if self._world.is_root:
             what = "nothing is saved without checkpoint_dir"

@@ -29,7 +29,7 @@ _ADVICE_UNDER_POLICY = "No step with non-finite gradients is taken, so look at t
 
 
 class NanPolicy:
-    """Raises, stops or continues where a step's gradients are not finite; the same on all ranks."""
+    """Raises, stops or continues when a step's gradients are not finite; the same on all ranks."""
 
     def __init__(self, policy: str | None, world: World) -> None:
         self._policy = policy
@@ -50,7 +50,7 @@ class NanPolicy:
         self._in_a_row = 0
 
     def step_refused(self, fault: Fault, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
-        """Handle a step that the adapter refused; return whether training is to stop, the same on all ranks."""
+        """Handle a step that the adapter refused; return whether training must stop, equal on all ranks."""
         self._in_a_row += 1
         indices = [batch.indices for batch in batches if batch.indices is not None]
         report = {

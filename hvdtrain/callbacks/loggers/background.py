@@ -17,7 +17,7 @@ _MOST_WAITING = 1000  # calls: more than an hour of intervals
 
 
 class Background:
-    """Makes calls in a thread of its own, one after the other, and `release`, with whether all succeeded, in the end.
+    """Makes calls in a separate thread, one after the other, and `release`, with whether all succeeded, in the end.
 
     The first call that raises causes one warning and is the last call: after a full disk or a lost server, later calls
     would fail too. A call that does not return while a thousand others wait ends it in the same way. Call the methods

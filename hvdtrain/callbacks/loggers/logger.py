@@ -82,7 +82,7 @@ class Package:
     variables: dict[str, str] = field(default_factory=dict)  # set in the environment before that, unless they are
 
     def require(self, who: str) -> None:
-        """Raise PackageMissingError unless it can be imported, which is not done: other ranks never need it."""
+        """Raise PackageMissingError unless it can be imported. It is not imported: other ranks do not need it."""
         spec = importlib.util.find_spec(self.module.partition(".")[0])
         # A folder of that name is no package, for example W&B's folder of runs.
         if spec is None or spec.origin is None:

@@ -67,22 +67,22 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the ranks are connected by, and how gradients travel over it."""
+    """The links between ranks, and how gradients are sent over them."""
 
-    # nominal speed of a host's link, each direction; None where there is one host only
+    # Nominal speed of a host's link, each direction; None for a single host.
     link_bytes_per_s: float | None = None
     ranks_per_host: int = 1  # ranks that share a host and its link
-    # what an allreduce reaches between ranks of one host; None where each host has one rank
+    # Speed of an allreduce between ranks of one host; None if each host has one rank.
     intra_bytes_per_s: float | None = None
-    # share of the nominal speed that is left for gradients. 0.93: RoCE v2 with 1024 bytes a packet keeps 1024 / (1024
-    # + 82) after Ethernet's, IP's, UDP's and InfiniBand's headers, TCP with a 1500-byte MTU 1448 / 1538.
+    # Share of the nominal speed that is left for gradients. 0.93: RoCE v2 with 1024 bytes per packet has
+    # 1024 / (1024 + 82) after the headers of Ethernet, IP, UDP and InfiniBand; TCP with a 1500-byte MTU 1448 / 1538.
     link_efficiency: float = 0.93
     latency_s: float = 10e-6  # one hop between hosts; the default is about what NCCL's tuning table gives a network hop
     intra_latency_s: float = 6e-6  # one hop within a host; likewise
     overhead_s: float = 1e-3  # starting one allreduce: agreeing among ranks, and Horovod's cycle time (1 ms by default)
     # gradients that are reduced together. 64 MiB was Horovod's fusion threshold in its published runs.
     bucket_bytes: float = 64 * 2.0**20
-    # how much of an allreduce can overlap with backward: 1 where network hardware does the work, 0 where it takes the
+    # How much of an allreduce can overlap with backward: 1 where network hardware does the work, 0 where it takes the
     # very cores that compute
     overlap: float = 1.0
     algorithm: Algorithm = Algorithm.auto  # how an allreduce travels

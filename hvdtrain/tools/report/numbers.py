@@ -168,7 +168,7 @@ def _samples_per_s(run: RecordedRun, settled: NDArray[np.bool_] | None) -> float
 
 
 def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Slowest | None:
-    """Return the rank that costs the others most, by each part's seconds a step, shape (n, ranks).
+    """Return the rank that costs the others most, by each part's seconds per step, shape (n, ranks).
 
     `steps`, shape (n,), is how many steps each interval stands for.
     """
