@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.distributed import world
 from hvdtrain.distributed.recorder import Recorder, Seconds, recorder
 from hvdtrain.distributed.tuning import usable_cores
 from hvdtrain.errors import HvdTrainError
@@ -59,24 +60,15 @@ class StepSummary:
 
     The parts have the proportions of the steps of the middle half, so that an evaluation or a pause between two steps
     does not count.
-
-    Attributes:
-        steps: how many were measured.
-        step_s: median and quartiles of whole steps, from the end of one to the end of the next.
-        own_s: median and quartiles of what steps take this rank by itself: all but communication.
-        compute_s: forward, backward, update, and whatever else is neither of the other two.
-        communication_s: exposed: the rank did nothing but wait for the reduction, and in it for slower ranks.
-        data_s: loading the next batch.
-        backward_s: what the backward pass takes of compute_s; None where it cannot be seen from outside.
     """
 
-    steps: int
-    step_s: Spread
-    own_s: Spread
-    compute_s: float
-    communication_s: float
-    data_s: float
-    backward_s: float | None = None
+    steps: int  # how many were measured
+    step_s: Spread  # whole steps, from the end of one to the end of the next
+    own_s: Spread  # what steps take this rank by itself: all but communication
+    compute_s: float  # forward, backward, update, and whatever else is neither of the other two
+    communication_s: float  # exposed: the rank did nothing but wait for the reduction, and in it for slower ranks
+    data_s: float  # loading the next batch
+    backward_s: float | None = None  # the backward pass's share of compute_s; None where nothing reports it
 
 
 class StepTimes:
@@ -84,23 +76,17 @@ class StepTimes:
 
     Args:
         times: the recorder, which a framework's `step_marks.attach` reports to.
-        limit: number of measured steps after which `on_limit` is called; 0 means never.
-        on_limit: called at the end of that step and of each one after it.
-
-    Attributes:
-        recorder: see above.
-        facts: what the marks found out beside times, such as the gradient's size: JSON.
-        steps_taken: steps so far, those of the warm-up included.
+        limit: number of measured steps after which `on_limit` is called, in each step; 0 means never.
+        on_limit: see above.
     """
 
     def __init__(
-        self, times: Recorder = recorder, *, limit: int = 0, on_limit: Callable[[], None] | None = None
+        self, times: Recorder = recorder, *, limit: int = 0, on_limit: Callable[[], None] = lambda: None
     ) -> None:
-        self.facts: dict[str, Any] = {}
-        self.steps_taken = 0
+        self.facts: dict[str, Any] = {}  # what the marks found out beside times, such as the gradient's size: JSON
+        self.steps_taken = 0  # those of the warm-up included
         self.recorder = times
-        self._limit = limit
-        self._on_limit = on_limit
+        self._limit, self._on_limit = limit, on_limit
         self._steps: deque[Seconds] = deque(maxlen=_SAVED_STEPS)
         times.on_step = self._add
 
@@ -108,7 +94,7 @@ class StepTimes:
         self.steps_taken += 1
         if self.steps_taken > WARMUP_STEPS:
             self._steps.append(step)
-        if self._limit and self._on_limit and self.steps_taken >= self._limit + WARMUP_STEPS:
+        if self._limit and self.steps_taken >= self._limit + WARMUP_STEPS:
             self._on_limit()
 
     def summary(self) -> StepSummary | None:
@@ -124,30 +110,21 @@ class StepTimes:
         communication = scale * sum(step.waited for step in middle)
         data = scale * sum(step.data for step in middle)
         compute = spread.median - communication - data
-        backward = min(compute, scale * sum(step.backward for step in middle))
-        sees_backward = any(step.backward for step in self._steps)
-        return StepSummary(
-            len(self._steps), spread, own, compute, communication, data, backward if sees_backward else None
-        )
+        backward = None
+        if any(step.backward for step in self._steps):
+            backward = min(compute, scale * sum(step.backward for step in middle))
+        return StepSummary(len(self._steps), spread, own, compute, communication, data, backward)
 
 
 @dataclass
 class RankReport:
-    """What one rank reports at its end.
-
-    Attributes:
-        rank: its number; 0 in a run of one process.
-        size: number of ranks.
-        steps_taken: all of them, the warm-up included.
-        summary: None where steps_taken is too small.
-        facts: see `StepTimes.facts`; "host", "cores", "threads", "local_size" and so on.
-    """
+    """What one rank reports at its end."""
 
     rank: int
     size: int
-    steps_taken: int
-    summary: StepSummary | None
-    facts: dict[str, Any] = field(default_factory=dict)
+    steps_taken: int  # all of them, the warm-up included
+    summary: StepSummary | None  # None where steps_taken is too small
+    facts: dict[str, Any] = field(default_factory=dict)  # `StepTimes.facts`, "host", "cores", "threads" and so on
 
     def to_json(self) -> str:
         """Return one line."""
@@ -195,11 +172,8 @@ def from_environment() -> StepTimes:
 
 def rank_report(times: StepTimes) -> RankReport:
     """Return what this rank knows of its steps, and of where it ran."""
-    # Looked up in what is loaded, so that this module needs no framework and no World.
-    world_module: Any = sys.modules.get("hvdtrain.distributed.world")
-    world = getattr(world_module, "_world", None)
-    engine = next(iter(getattr(world_module, "_loaded", {}).values()), None)
-    facts: dict[str, Any] = {"host": socket.gethostname(), **process_facts(), **times.facts}
+    engine: Any = next(iter(world._loaded.values()), None)
+    facts: dict[str, Any] = {"host": socket.gethostname(), **_process_facts(), **times.facts}
     rank, size = 0, 1
     if engine is not None:
         facts |= {"engine": engine.__name__, "mpi_built": bool(engine.mpi_built())}
@@ -210,11 +184,11 @@ def rank_report(times: StepTimes) -> RankReport:
         except (ValueError, RuntimeError):  # the script has shut Horovod down: the launcher's variables are left
             rank = int(os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
             size = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
-    facts["device"] = getattr(world, "device", "cpu")
+    facts["device"] = getattr(world._world, "device", "cpu")
     return RankReport(rank, size, times.steps_taken, times.summary(), facts)
 
 
-def process_facts() -> dict[str, Any]:
+def _process_facts() -> dict[str, Any]:
     """Return how many threads this process computes with, and how many cores it may use."""
     torch: Any = sys.modules.get("torch")
     tensorflow: Any = sys.modules.get("tensorflow")

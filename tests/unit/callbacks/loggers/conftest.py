@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 
 from hvdtrain.callbacks import Callback, Checkpoint
 from hvdtrain.telemetry import heartbeat
-from hvdtrain.training import loop
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
@@ -33,7 +30,7 @@ class StopAt(Callback):
 @pytest.fixture
 def fit(make, net, monkeypatch):
     """Return what trains for epochs of 3 steps, each an interval that is logged, and returns the history."""
-    monkeypatch.setattr(loop, "Heartbeat", functools.partial(heartbeat.Heartbeat, interval_s=0))
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0)
 
     def run(*callbacks, epochs=2, **options):
         options.setdefault("run_dir", None)
