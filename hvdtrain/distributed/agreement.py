@@ -16,12 +16,8 @@ def first_difference(
 ) -> tuple[int, int, Any, Any] | None:
     """Return where lists of ranks first differ from the first list; None if all are equal.
 
-    Args:
-        lists: one per rank; their items are not None.
-        normal: returns what is compared of an item.
-
-    Returns:
-        (number of the other list, index, item of the first list, item of the other one); None for a missing item.
+    That is (number of the other list, index, item of the first list, item of the other one), with None for a missing
+    item. `normal` returns what is compared of an item.
     """
     for number, other in enumerate(lists):
         for index, (a, b) in enumerate(zip_longest(lists[0], other)):
@@ -48,25 +44,16 @@ def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
 def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
     """Run `action` on the root and return its JSON result on every rank; if it fails, every rank raises.
 
-    The action does only I/O. The collective that shares its outcome is outside `if is_root`.
+    The action does only I/O. The collectives that share its outcome are outside `if is_root`.
 
     Raises:
         Exception: on the root, its own error; on the others, a HvdTrainError that quotes it.
     """
-    outcome: dict[str, Any] = {}
-    error: Exception | None = None
-    if world.is_root:
-        try:
-            outcome["result"] = action()
-        except Exception as caught:  # noqa: BLE001 - the other ranks wait, whatever the error is
-            error = caught
-            outcome["error"] = f"{type(caught).__name__}: {caught}"
-    received = world.broadcast_object(outcome, name=name)
-    if error is not None:
-        raise error
-    if "error" in received:
-        raise HvdTrainError(f"On rank 0: {received['error']}")
-    return received["result"]
+    result = None
+    with everywhere(world=world, name=name):
+        if world.is_root:
+            result = action()
+    return world.broadcast_object(result, name=name)
 
 
 @contextmanager
@@ -79,7 +66,7 @@ def everywhere(*, world: World, name: str) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # noqa: BLE001 - as in `together`
+    except Exception as caught:  # noqa: BLE001 - the other ranks wait, whatever the error is
         error = caught
     text = error and f"{type(error).__name__}: {error}"
     texts = [text] if world.size == 1 else world.allgather_object(text, name=name)
