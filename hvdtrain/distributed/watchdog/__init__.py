@@ -50,11 +50,7 @@ _watchdog: Watchdog | None = None
 
 
 def limit_s() -> float:
-    """Return how long a rank may wait for others, in seconds; infinite where HVDTRAIN_STALL_S is 0.
-
-    Raises:
-        ValueError: HVDTRAIN_STALL_S is not a number >= 0.
-    """
+    """Return how long a rank may wait for others, in seconds; infinite where HVDTRAIN_STALL_S is 0."""
     value = os.environ.get(LIMIT, "")
     try:
         limit = float(value) if value else _DEFAULT_S
@@ -100,15 +96,11 @@ def leave(code: int) -> NoReturn:
 
 
 def joined(module: ModuleType) -> None:
-    """Take over the end of this process, now that Horovod knows its rank; not of one rank alone.
-
-    Args:
-        module: `horovod.torch` or `horovod.tensorflow`, initialised.
-    """
+    """Take over the end of this process, now that Horovod knows its rank; not of one rank alone."""
     global _watchdog
     if module.size() == 1:
         if _watchdog is not None:
-            _watchdog.stop()
+            _watchdog.stopped.set()
             _watchdog = None
         return
     if _watchdog is None:
@@ -117,14 +109,11 @@ def joined(module: ModuleType) -> None:
 
 
 class Watchdog:
-    """Checks about once a second, in a separate thread, how long this process has waited for others.
-
-    Args:
-        limit_s: how long it may wait; may be infinite.
-    """
+    """Checks about once a second, in a thread of its own, how long this process has waited for others."""
 
     def __init__(self, limit_s: float) -> None:
         self.exit: RankExit | None = None  # once Horovod knows this rank
+        self.stopped = threading.Event()
         self._limit_s = limit_s
         self._basics: Any = None
         self._tick_s = min(_TICK_S, limit_s / 8)
@@ -134,13 +123,8 @@ class Watchdog:
         self._idle_s = 0.0  # since this rank last waited or stepped
         self._steps = self._written = -1
         self._idle_reported = False
-        self._stopped = threading.Event()
         self._pid = os.getpid()
         threading.Thread(target=self._run, name="hvdtrain-watch", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop the thread."""
-        self._stopped.set()
 
     def joined(self, module: ModuleType) -> None:
         """Learn this rank, and take over its end; again after an elastic reset."""
@@ -153,10 +137,7 @@ class Watchdog:
         atexit.unregister(basics.shutdown)
         if self.exit is None:
             self._basics = basics
-            host = socket.gethostname()
-            self.exit = RankExit(
-                facts, rank=rank, size=size, host=host, step=waits.steps_done, shut_down=basics.shutdown
-            )
+            self.exit = RankExit(facts, rank, size, socket.gethostname(), waits.steps_done, basics.shutdown)
             self.exit.install()
         else:
             self.exit.facts, self.exit.rank, self.exit.size = facts, rank, size
@@ -164,7 +145,7 @@ class Watchdog:
         self._idle_s, self._idle_reported = 0.0, False
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._next_tick_s()):
+        while not self.stopped.wait(self._next_tick_s()):
             if os.getpid() != self._pid:
                 return
             try:

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -33,36 +34,21 @@ _CAUSED_BY_OTHERS = (
 )  # fmt: skip
 
 
+@dataclass
 class RankExit:
-    """What is done when this process ends.
+    """What is done when this process ends."""
 
-    Args:
-        facts: where ranks report that they failed.
-        rank: this one.
-        size: number of ranks.
-        host: this one's name.
-        step: returns how many steps are done.
-        shut_down: Horovod's shutdown.
-    """
-
-    def __init__(
-        self,
-        facts: SharedFacts,
-        *,
-        rank: int,
-        size: int,
-        host: str,
-        step: Callable[[], int],
-        shut_down: Callable[[], None],
-    ) -> None:
-        self.facts, self.rank, self.size, self.host = facts, rank, size, host
-        self.shut_down = shut_down
-        self.stalled_s = 0.0  # > 0: this rank's stall was reported, and so long others have to report theirs
-        self.dead_threads: list[str] = []
-        self._step = step
-        self._pid = os.getpid()
-        self._ending = False
-        self._hook: Any = None
+    facts: SharedFacts  # where ranks report that they failed
+    rank: int
+    size: int
+    host: str
+    step: Callable[[], int]  # returns how many steps are done
+    shut_down: Callable[[], None]  # Horovod's
+    stalled_s: float = 0.0  # > 0: this rank's stall was reported, and so long others have to report theirs
+    dead_threads: list[str] = field(default_factory=list)
+    _pid: int = field(default_factory=os.getpid)
+    _ending: bool = False
+    _hook: Any = None
 
     @property
     def who(self) -> str:
@@ -114,15 +100,13 @@ class RankExit:
                 if rank != self.rank and first.get("last_line") == last:
                     say(f"{self.who}: the same {last.partition(':')[0]} as on rank {rank}")
                     return
-        heading = f"{self.who} failed after {self._step()} steps:"
-        if hook is sys.__excepthook__:
-            say(f"{heading}\n{text}")
-        else:
-            say(heading)
+        heading = f"{self.who} failed after {self.step()} steps:"
+        is_pythons = hook is sys.__excepthook__
+        say(f"{heading}\n{text}" if is_pythons else heading)
+        if not is_pythons:
             hook(type(error), error, error.__traceback__)
-        self.facts.post(
-            "error", {"rank": self.rank, "host": self.host, "time": time.time(), "text": text, "last_line": last}
-        )
+        what = {"rank": self.rank, "host": self.host, "time": time.time(), "text": text, "last_line": last}
+        self.facts.post("error", what)
 
     def _wait_for_first(self) -> dict[int, Any]:
         until = time.monotonic() + _FIRST_PRINTS_S
@@ -146,13 +130,13 @@ class RankExit:
 
     def _cause(self) -> str:
         time.sleep(0.2)  # what the other rank writes down comes right after what it prints
-        errors = self.facts.all("error")
-        errors.pop(self.rank, None)
+        errors, ended = (
+            {rank: what for rank, what in self.facts.all(fact).items() if rank != self.rank}
+            for fact in ("error", "ended")
+        )
         if errors:
             rank, first = min(errors.items(), key=lambda item: float(item[1].get("time", 0)))
             return f"rank {rank} failed first ({str(first.get('last_line', ''))[:200]}); see its message"
-        ended = self.facts.all("ended")
-        ended.pop(self.rank, None)
         if ended:
             ranks = _ranks(list(ended))
             return f"{ranks} ended early, by sys.exit or at the end of the script, while others continued"
@@ -223,16 +207,14 @@ def is_caused_by_others(error: BaseException) -> bool:
 
 def _where(error: BaseException) -> str:
     """Return "at train.py:38 in main", where the user's code was when `error` reached it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        if waits.place(frame):
-            return f"at {waits.place(frame)}"
-    return "for others"
+    last = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last = waits.place(frame) or last
+    return f"at {last}" if last else "for others"
 
 
 def _last_line(error: BaseException) -> str:
-    lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,14 @@ _FORGOTTEN_S = 60.0
 _CLOCK_SLACK_S = 5.0
 
 
+@dataclass
 class SharedFacts:
-    """Facts of ranks, as JSON files that are replaced whole.
+    """Facts of ranks, as JSON files that are replaced whole."""
 
-    Args:
-        directory: where they are; None where ranks share nothing.
-        rank: whose facts this process posts.
-        ours: the folder was made for this job by its ranks, which also remove it.
-    """
-
-    def __init__(self, directory: Path | None, *, rank: int, ours: bool = False) -> None:
-        self.directory = directory
-        self._rank = rank
-        self._ours = ours
-        self._began = time.time() - _CLOCK_SLACK_S
+    directory: Path | None  # None where ranks share nothing
+    rank: int  # whose facts this process posts
+    ours: bool = False  # the folder was made for this job by its ranks, which also remove it
+    _began: float = field(default_factory=lambda: time.time() - _CLOCK_SLACK_S)
 
     def post(self, fact: str, content: dict[str, Any] | int) -> None:
         """Write a fact of this rank: <fact>-<rank>, with ".json" unless it is a number alone.
@@ -46,29 +41,23 @@ class SharedFacts:
         """
         if self.directory is None:
             return
-        name = f"{fact}-{self._rank}" + ".json" * isinstance(content, dict)
+        name = f"{fact}-{self.rank}" + ".json" * isinstance(content, dict)
         new = self.directory / f".{name}.{os.getpid()}"
-        try:
+        with contextlib.suppress(OSError):
             new.write_text(json.dumps(content), encoding="utf-8")
             os.replace(new, self.directory / name)
-        except OSError:
-            pass
 
     def all(self, fact: str) -> dict[int, Any]:
         """Return a fact of all ranks, by rank; what another job has left behind does not count."""
-        if self.directory is None:
-            return {}
+        paths: list[Path] = []
+        if self.directory is not None:
+            with contextlib.suppress(OSError):  # the last rank to leave has removed it in this moment
+                paths = list(self.directory.glob(f"{fact}-*"))
         found = {}
-        try:
-            paths = list(self.directory.glob(f"{fact}-*"))
-        except OSError:  # the last rank to leave has removed it in this moment
-            return {}
         for path in paths:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # gone, or no file of ours
                 if path.stat().st_mtime >= self._began:
                     found[int(path.stem.removeprefix(f"{fact}-"))] = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):  # gone, or no file of ours
-                continue
         return dict(sorted(found.items()))
 
     def claim(self, what: str) -> bool:
@@ -80,17 +69,15 @@ class SharedFacts:
             if path.exists() and path.stat().st_mtime < self._began:
                 path.unlink(missing_ok=True)
             path.touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
+        except OSError as error:
+            return not isinstance(error, FileExistsError)
         return True
 
     def leave(self) -> None:
         """Remove this rank; the last one removes the folder, since others may want to read from it."""
-        if self.directory is None or not self._ours:
+        if self.directory is None or not self.ours:
             return
-        (self.directory / f"pid-{self._rank}").unlink(missing_ok=True)
+        (self.directory / f"pid-{self.rank}").unlink(missing_ok=True)
         if all(process_state(int(pid)) for pid in self.all("pid").values()):
             shutil.rmtree(self.directory, ignore_errors=True)
 

@@ -7,6 +7,7 @@ HVDTRAIN_GPU_ASYNC no thread waits for a step's reductions: an event behind them
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -35,7 +36,6 @@ _NOT_THE_USERS = tuple(
     for path in (_PACKAGE, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
 )
 
-_kinds: dict[CodeType, str | None] = {}
 _steps = 0
 _given = False  # the number of the step, by a caller that knows it
 # Name of the first gradient -> (all names, what returns how many reductions have begun and how many have ended).
@@ -46,23 +46,16 @@ _device: tuple[int, Callable[[], bool]] = (0, lambda: True)
 
 @dataclass(frozen=True)
 class Wait:
-    """One thread that waits for other ranks.
+    """One thread that waits for other ranks."""
 
-    Attributes:
-        key: equal for as long as it is the same wait.
-        kind: "collective", "graph" (a collective in a graph), "device" (a GPU's), "start" or "end" (of Horovod).
-        thread: the thread's identity.
-        what: "allreduce of 'layer3.weight'".
-    """
-
-    key: Hashable
-    kind: str
-    thread: int
+    key: Hashable  # equal for as long as it is the same wait
+    kind: str  # "collective", "graph" (a collective in a graph), "device" (a GPU's), "start" or "end" (of Horovod)
+    thread: int  # its identity
     names: Sequence[str] = ()
 
     @property
     def what(self) -> str:
-        """What is waited for, in words."""
+        """What is waited for, in words: "allreduce of 'layer3.weight'"."""
         if self.kind in ("start", "end"):
             return f"hvd.{'init' if self.kind == 'start' else 'shutdown'}, for the other ranks"
         if self.kind == "graph":
@@ -93,11 +86,7 @@ def _device_is_done() -> bool:
 
 
 def step_done(step: int | None = None) -> None:
-    """Note that a step is done.
-
-    Args:
-        step: how many steps are done, where the caller knows; from then on calls without it do not count.
-    """
+    """Note that a step is done, `step` of them where the caller knows; from then on calls without it do not count."""
     global _steps, _given
     if step is not None:
         _steps, _given = step, True
@@ -133,9 +122,7 @@ def find(*, besides: int | None = None) -> list[Wait]:
         if thread == besides:
             continue
         code = frame.f_code
-        if code not in _kinds:
-            _kinds[code] = _kind(code)
-        kind = _kinds[code]
+        kind = _kind(code)
         if kind == "graph":
             waits += [
                 Wait((name, began), kind, thread, names) for name, names, began, ended in _counted() if began != ended
@@ -150,6 +137,7 @@ def find(*, besides: int | None = None) -> list[Wait]:
     return waits
 
 
+@functools.cache
 def _kind(code: CodeType) -> str | None:
     if code.co_filename == "<string>" and code.co_name.startswith("horovod_"):
         return "collective"  # TensorFlow generates these functions
@@ -206,12 +194,12 @@ def _is_users(code: CodeType) -> bool:
 
 def place(frame: FrameType | None) -> str:
     """Return where a stack is in the user's own code, "train.py:38 in main"; "" if it is in none."""
-    while frame is not None:
-        if _is_users(frame.f_code):
-            name = frame.f_code.co_name
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" + f" in {name}" * (name[0] != "<")
+    while frame is not None and not _is_users(frame.f_code):
         frame = frame.f_back
-    return ""
+    if frame is None:
+        return ""
+    name = frame.f_code.co_name
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" + f" in {name}" * (name[0] != "<")
 
 
 def stacks(first: int | None = None, *, besides: int | None = None) -> str:

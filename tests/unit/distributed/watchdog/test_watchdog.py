@@ -103,7 +103,7 @@ def test_a_rank_that_waits_too_long_says_so_and_ends_by_an_error_or_else_with_it
 def test_a_job_that_may_be_restarted_learns_of_the_first_step_at_once(tmp_path, monkeypatch):
     """Killed a second later, it has got somewhere, and is worth another start."""
     watching = watchdog.Watchdog(600)
-    watching.stop()
+    watching.stopped.set()
     assert watching._next_tick_s() == 1.0
     monkeypatch.setenv(process_tree.RUN_DIR, str(tmp_path))
     assert watching._next_tick_s() == 0.1
