@@ -6,6 +6,7 @@ set here. benchmarks/README.md has measurements of each choice.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -40,7 +41,10 @@ ASYNC_COMPLETION = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # Blocks below are taken from the heap, which holds on to them; larger ones are mapped and returned.
 _SMALL_BLOCKS, _NEARLY_ALL_BLOCKS = 2**25, 2**30
-_CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
+_QUOTA_AND_PERIOD = (
+    ["/sys/fs/cgroup/cpu.max"],
+    [f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us" for name in ("quota", "period")],
+)
 _MOST_CORES = 4096
 
 # Ranks of one host without GPUs do not need transports to other hosts, which listen on every interface. Nor do they
@@ -103,11 +107,11 @@ class Host(Protocol):
 
 @dataclass
 class Tuning:
-    """What was decided before Horovod started; `device` is said with it: what rank 0 computes on, "" if unknown."""
+    """What was decided before Horovod started."""
 
     one_host: bool
     nccl: bool = False
-    device: str = ""
+    device: str = ""  # what rank 0 computes on, "" if unknown
     keeps_memory: bool = False
     put_off: str = ""
     yours: list[str] = field(default_factory=list)
@@ -122,14 +126,12 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         nccl: whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
             GPU: ranks that fuse differently would wait for each other for ever.
         on_jax: whether JAX computes, and borrows torch's Horovod: its gradients travel from host memory.
-
-    Raises:
-        ValueError: HVDTRAIN_MPI_PIECE_BYTES is not a number of bytes.
-        HorovodMismatchError: HVDTRAIN_GPU_ASYNC=1 with a Horovod whose hosts wait all the same.
     """
     nccl = nccl and not on_jax
     tuning = Tuning(one_host=launch_environment.on_one_host(), nccl=nccl and host.has_gpu())
-    _check_bytes(PIECES)
+    pieces = os.environ.get(PIECES, "0")
+    if not pieces.isdecimal():
+        raise ValueError(f"{PIECES} must be a number of bytes, 0 for whole tensors. Received: {PIECES}={pieces!r}")
     # Ranks that spin while they wait starve the ones that compute: 2 to 13 times slower on full cores.
     wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     if tuning.one_host:
@@ -196,13 +198,7 @@ def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
-    """Share out the cores, now that ranks know each other, and say once, on rank 0, what was decided.
-
-    Args:
-        tuning: what `prepare` returned.
-        module: Horovod's, initialised.
-        host: this process's framework.
-    """
+    """Share out the cores, now that ranks know each other, and say once, on rank 0, what was decided."""
     global _said
     if module.size() == 1:
         return
@@ -210,11 +206,8 @@ def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
         share = max(1, usable_cores() // module.local_size())
     else:  # a collective: whatever this rank's settings are
         share = share_of_cores(host, local_size=module.local_size())
-    threads: int | None
-    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        threads = int(os.environ["OMP_NUM_THREADS"])
-    else:
-        threads = host.set_threads(share)
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(chosen) if chosen.isdecimal() else host.set_threads(share)
     if module.rank() == 0 and not _said:
         _said = True
         log.info("%s", describe(tuning, module, threads))
@@ -222,32 +215,22 @@ def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
 
 def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
     """Return one line: what was decided, and what the user had decided."""
-    size, hosts = module.size(), "1 host" if tuning.one_host else "several hosts"
-    words = [f"{size} ranks on {hosts}"]
-    if tuning.device:
-        words.append(f"computing on {tuning.device}")
-    if tuning.nccl:
-        words.append("NCCL")
-    elif module.mpi_enabled():
-        words.append("Open MPI")
-        if tuning.one_host and PIECES in os.environ:
-            words.append(f"shared memory in pieces of {_kib(PIECES)}")
-    else:
-        hint = "; Open MPI's shared memory is several times faster: install it, then `hvdtrain build`"
-        words.append("Gloo over TCP" + hint * tuning.one_host)
-    if threads:
-        words.append(f"{threads} thread{'s' * (threads > 1)} a rank")
-    words.append(f"cycle {os.environ.get(CYCLE, '1')} ms")
-    if FUSION in os.environ:
-        fused = os.environ[FUSION]
-        words.append("no fusion" if fused == "0" else f"tensors up to {_kib(FUSION)} fused")
-    if tuning.keeps_memory:
-        words.append("freed memory kept")
-    if tuning.put_off:
-        words.append(f"{tuning.put_off} loaded when needed")
-    if tuning.yours:
-        words.append("yours: " + ", ".join(tuning.yours))
-    return ", ".join(words)
+    one_host, pieces, fused = tuning.one_host, os.environ.get(PIECES), os.environ.get(FUSION)
+    is_mpi = not tuning.nccl and module.mpi_enabled()
+    hint = "; Open MPI's shared memory is several times faster: install it, then `hvdtrain build`"
+    words = [
+        f"{module.size()} ranks on {'1 host' if one_host else 'several hosts'}",
+        tuning.device and f"computing on {tuning.device}",
+        "NCCL" if tuning.nccl else "Open MPI" if is_mpi else "Gloo over TCP" + hint * one_host,
+        is_mpi and one_host and pieces and f"shared memory in pieces of {_kib(pieces)}",
+        threads and f"{threads} thread{'s' * (threads > 1)} a rank",
+        f"cycle {os.environ.get(CYCLE, '1')} ms",
+        fused and ("no fusion" if fused == "0" else f"tensors up to {_kib(fused)} fused"),
+        tuning.keeps_memory and "freed memory kept",
+        tuning.put_off and f"{tuning.put_off} loaded when needed",
+        tuning.yours and "yours: " + ", ".join(tuning.yours),
+    ]
+    return ", ".join(str(word) for word in words if word)
 
 
 def keep_freed_memory(*, torch: bool) -> bool:
@@ -259,9 +242,6 @@ def keep_freed_memory(*, torch: bool) -> bool:
     own (MALLOC_*, GLIBC_TUNABLES).
 
     TensorFlow and JAX allocate on several threads, each with a heap that is given back: those share one.
-
-    Args:
-        torch: whether that is what computes; JAX borrows torch's Horovod.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if own or os.environ.get(KEEP_MEMORY) == "0" or not sys.platform.startswith("linux"):
@@ -316,24 +296,13 @@ def _cores() -> list[int]:
 
 def _time_limit() -> float:
     """Return how many cores' time this container may use; infinite where there is no limit (cgroup v2, then v1)."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):  # not there, or "max"
-        pass
-    try:
-        quota, period = ((_CGROUP_V1 / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return int(quota) / int(period) if int(quota) > 0 else float("inf")
-    except (OSError, ValueError):
-        return float("inf")
+    for files in _QUOTA_AND_PERIOD:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            quota, period = (int(number) for file in files for number in Path(file).read_text().split())
+            if quota > 0:
+                return quota / period
+    return float("inf")
 
 
-def _kib(variable: str) -> str:
-    value = os.environ[variable]
+def _kib(value: str) -> str:
     return f"{int(value) // 1024} KiB" if value.isdecimal() else value
-
-
-def _check_bytes(variable: str) -> None:
-    value = os.environ.get(variable, "0")
-    if not value.isdecimal():
-        raise ValueError(f"{variable} must be a number of bytes, 0 for whole tensors. Received: {variable}={value!r}")
