@@ -28,13 +28,8 @@ _INIT_FAILED = "Horovod initialization failed"
 _NOT_A_FAILURE = "Mismatched"
 
 
-class SoloState:
-    """State that can be committed and restored, without Horovod: no rank joins or leaves.
-
-    Args:
-        bcast_object: not needed alone; taken since Horovod's State has it.
-        get_rank: likewise.
-    """
+class _SoloState:
+    """Horovod's State without Horovod: no rank joins or leaves, and `save`, `restore` and `sync` are the user's."""
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
@@ -42,34 +37,19 @@ class SoloState:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Add functions to be called after ranks joined or left; alone, that never happens."""
         self._reset_callbacks.extend(callbacks)
 
-    def on_hosts_updated(self, timestamp: float, update_res: Any) -> None:
-        """Do nothing: there are no other hosts."""
-
     def commit(self) -> None:
-        """Save."""
         self.save()
         self.check_host_updates()
 
-    def check_host_updates(self) -> None:
-        """Do nothing: there are no other hosts."""
+    def check_host_updates(self, *_: Any) -> None: ...
 
     def save(self) -> None:
-        """Save a copy of the state in memory."""
         raise NotImplementedError
 
-    def restore(self) -> None:
-        """Restore the copy."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Give every rank the root's state."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Prepare for other ranks, before `sync`."""
+    restore = sync = save
+    reset = on_hosts_updated = check_host_updates
 
 
 # Horovod's State is notified by its driver of hosts that join and leave.
@@ -78,7 +58,7 @@ try:
     _horovod = importlib.import_module("horovod.common.elastic")
 except ImportError:
     pass
-_State: Any = _horovod.State if _horovod else SoloState
+_State: Any = _horovod.State if _horovod else _SoloState
 
 
 class State(_State):
@@ -96,18 +76,12 @@ class ObjectState(State):
 
     Unlike Horovod's, it also restores objects that were changed in place, such as a list that grew, and `sync` sends
     the present attributes, not those of the last commit.
-
-    Args:
-        bcast_object: sends an object of rank 0's to all ranks.
-        get_rank: returns this process's rank.
-        kwargs: the attributes.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
-        self._names = tuple(kwargs)
+        self._saved_state = copy.deepcopy(kwargs)  # its keys are the attributes' names
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
         self._set(kwargs)
-        self._saved_state = copy.deepcopy(kwargs)
 
     def save(self) -> None:
         """Save copies of the attributes."""
@@ -119,12 +93,12 @@ class ObjectState(State):
 
     def sync(self) -> None:
         """Take the root's attributes, and save copies of them."""
-        if self._names:
+        if self._saved_state:
             self._set(self._bcast_object(self._attributes()))
-            self._saved_state = copy.deepcopy(self._attributes())
+            ObjectState.save(self)
 
     def _attributes(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names}
+        return {name: getattr(self, name) for name in self._saved_state}
 
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -135,10 +109,7 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
     """Return `func(state, ...)`, which begins again whenever ranks join, leave or die.
 
     Before each beginning the state is synchronized from rank 0; after a failure the last commit is restored first.
-
-    Args:
-        func: what to run; its first argument is a `State`.
-        reset: lets this process leave the previous ranks and join the present ones.
+    `reset` lets this process leave the previous ranks and join the present ones.
     """
 
     @functools.wraps(func)
@@ -188,6 +159,7 @@ def _join_ranks(reset: Reset) -> None:
     for tries_left in reversed(range(_TRIES)):
         try:
             reset()
+            break
         except Exception as error:
             if _is_removed():
                 log.warning("this host was removed from the job: its rank ends")
@@ -195,8 +167,6 @@ def _join_ranks(reset: Reset) -> None:
             if not tries_left or not (is_failure_of_others(error) or _INIT_FAILED in str(error)):
                 raise
             log.warning("ranks could not synchronize (%s): trying again", _first_line(error))
-        else:
-            return
 
 
 def _is_removed() -> bool:
@@ -210,9 +180,8 @@ def is_failure_of_others(error: BaseException) -> bool:
 
     Inside a compiled step, TensorFlow and JAX turn Horovod's error into one of their own.
     """
-    if is_caused_by_others(error):
-        return True
-    return type(error).__name__ == "HorovodInternalError" and _NOT_A_FAILURE not in str(error)
+    is_horovods = type(error).__name__ == "HorovodInternalError" and _NOT_A_FAILURE not in str(error)
+    return is_horovods or is_caused_by_others(error)
 
 
 def _first_line(error: BaseException) -> str:
