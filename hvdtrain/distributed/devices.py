@@ -35,21 +35,13 @@ _LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re
 
 @dataclass(frozen=True)
 class RankDevice:
-    """What one rank computes on.
+    """What one rank computes on."""
 
-    Attributes:
-        kind: "cuda", "cpu", or "" where the script chooses by itself.
-        host_id: equal for all processes of a host, also in containers, and for those of no other one.
-        host: its name, for messages.
-        uuid: of the GPU, or of the MIG instance; "" where it is unknown.
-        name: what the GPU is: "NVIDIA H100 80GB HBM3".
-    """
-
-    kind: str
-    host_id: str
-    host: str
-    uuid: str = ""
-    name: str = ""
+    kind: str  # "cuda", "cpu", or "" where the script chooses by itself
+    host_id: str  # see `host_id`
+    host: str  # its name, for messages
+    uuid: str = ""  # of the GPU, or of the MIG instance; "" where it is unknown
+    name: str = ""  # what the GPU is: "NVIDIA H100 80GB HBM3"
 
     def to_bytes(self) -> Bytes:
         """Return it as one line, which may be longer on one rank than on another."""
@@ -86,11 +78,7 @@ def introduce(
 ) -> str:
     """Return in words what this rank computes on; ranks compare theirs in `compare_once`.
 
-    Args:
-        module: Horovod's, initialised.
-        allgather: of its framework, for host arrays.
-        gpu: returns UUID and name of a GPU that this process sees.
-        nccl: whether gradients are sent over NCCL, which takes one rank per GPU.
+    `gpu` returns UUID and name of a GPU that this process sees. With `nccl`, gradients travel over NCCL.
     """
     global _compare
     if module.size() == 1:
@@ -123,17 +111,7 @@ def host_id() -> bytes:
 
 
 def compare(mine: RankDevice, module: ModuleType, allgather: Callable[..., Bytes], *, nccl: bool) -> None:
-    """Name the ranks that share a GPU; a collective of all ranks.
-
-    Args:
-        mine: this rank's.
-        module: Horovod's, initialised.
-        allgather: of its framework, for host arrays.
-        nccl: whether gradients are sent over NCCL, which takes one rank per GPU.
-
-    Raises:
-        LaunchError: with NCCL: ranks share a GPU, or some have none.
-    """
+    """Name the ranks that share a GPU; a collective of all ranks, and a LaunchError with NCCL, which takes one each."""
     lines = allgather(mine.to_bytes(), "hvdtrain.devices").tobytes().splitlines()
     ranks = [RankDevice(*json.loads(line)) for line in lines]
     shared = in_words(ranks)
@@ -184,11 +162,11 @@ def from_driver(index: int) -> tuple[str, str]:
             cards[-1].append((uuid, f"{cards[-1][0][1]} {mig}"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(n) for n in range(len(cards))] if visible is None else [n.strip() for n in visible.split(",")]
-    wanted = names[index] if index < len(names) else ""
+    wanted = (names[index] if index < len(names) else "") or "none"
     for number, (card, *instances) in enumerate(cards):
-        if wanted == str(number) or (wanted and card[0].startswith(wanted)):
+        if wanted == str(number) or card[0].startswith(wanted):
             return instances[0] if instances else card  # of instances that are not named, CUDA takes the first
         for each in instances:
-            if wanted and each[0].startswith(wanted):
+            if each[0].startswith(wanted):
                 return each
     return "", ""

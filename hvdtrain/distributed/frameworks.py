@@ -16,10 +16,7 @@ def knows(framework: str) -> bool:
 def load(framework: str, part: str) -> Any:
     """Return the module `part` of a framework's folder. It imports the framework, so load it when it is needed.
 
-    Args:
-        framework: "torch", "keras" or "tensorflow", which is in Keras's folder.
-        part: adapter (the Trainer's steps), bench and step_marks (`hvdtrain bench`), collectives (host arrays between
-            ranks), elastic, jax_device, prepare (custom loops), proof (`hvdtrain build`), sources (the framework's
-            data).
+    The parts are adapter (the Trainer's steps), bench and step_marks (`hvdtrain bench`), collectives (host arrays
+    between ranks), elastic, jax_device, prepare (custom loops), proof (`hvdtrain build`) and sources (data).
     """
     return importlib.import_module(f"hvdtrain.{_FOLDERS[framework]}.{part}")

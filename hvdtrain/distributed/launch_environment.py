@@ -35,6 +35,9 @@ _SIZE_VARIABLES = (
 
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
+Engine = Literal["torch", "tensorflow"]
+_ENGINES: dict[str | None, Engine | None] = {"torch": "torch", "tensorflow": "tensorflow", None: None}
+
 # What says how many ranks there are, and how many of them are on this host.
 _LOCAL_SIZE_VARIABLES = (
     ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
@@ -79,12 +82,8 @@ def on_one_host() -> bool:
 def lacks_pmix() -> bool:
     """True under an srun whose tasks do not know each other: MPI would end the process with its own message."""
     found = detect()
-    return (
-        found is not None
-        and found.name == "srun"
-        and found.size != 1
-        and not any(name.startswith(("PMIX_", "PMI_")) for name in os.environ)
-    )
+    is_srun = found is not None and found.name == "srun" and found.size != 1
+    return is_srun and not any(name.startswith(("PMIX_", "PMI_")) for name in os.environ)
 
 
 def is_elastic() -> bool:
@@ -97,25 +96,17 @@ def reduces_alone() -> bool:
     return is_elastic() or os.environ.get("HVDTRAIN_REDUCE_ALONE") == "1"
 
 
-def engine_for(framework: str | None) -> Literal["torch", "tensorflow"] | None:
-    """Return which Horovod library serves `framework`; None when no framework is installed at all.
-
-    Raises:
-        ValueError: unknown framework.
-    """
+def engine_for(framework: str | None) -> Engine | None:
+    """Return which Horovod library serves `framework`; None when no framework is installed at all."""
     if framework is None:
         framework = _guess_framework()
     if framework == "keras":
         framework = keras_backend()
     if framework == "jax":  # Horovod has no library for JAX: host arrays are sent with either library
         framework = "torch" if importlib.util.find_spec("torch") else "tensorflow"
-    if framework is None:
-        return None
-    if framework == "torch":
-        return "torch"
-    if framework == "tensorflow":
-        return "tensorflow"
-    raise ValueError(f'framework must be "torch", "keras", "tensorflow" or "jax". Received: {framework!r}')
+    if framework not in _ENGINES:
+        raise ValueError(f'framework must be "torch", "keras", "tensorflow" or "jax". Received: {framework!r}')
+    return _ENGINES[framework]
 
 
 def runs_on_jax(framework: str | None) -> bool:

@@ -52,10 +52,8 @@ def set_random_states(states: Arrays) -> None:
 def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
     """Return all ranks' values as {"<rank>/<name>": array} on the root, and nothing on the others; a collective.
 
-    With `everywhere`, all ranks get them.
-
-    Values "mean.x" and "max.x" that are equal on all ranks are included once, as rank 0's, because masks and
-    tables of models are buffers too.
+    With `everywhere`, all ranks get them. "mean.x" and "max.x" that are equal on all ranks are there once, as rank 0's:
+    masks and tables of models are buffers too.
     """
     equal = _equal_on_all(mine, world=world)
     if not world.is_root:
@@ -75,12 +73,7 @@ def _equal_on_all(mine: Arrays, *, world: World) -> set[str]:
 
 
 def deal(saved: Arrays, *, world: World) -> Arrays:
-    """Return this rank's part of the values that `gather` returned on the root; a collective.
-
-    Args:
-        saved: used on the root; other ranks' argument is ignored.
-        world: the current ranks; their number may have changed.
-    """
+    """Return this rank's values of what `gather` returned on the root, perhaps for other ranks; a collective."""
     packed = world.allgather_bytes(_pack(saved) if world.is_root else b"", name="rank_state")[0]
     ranks: dict[int, Arrays] = {}
     for name, array in _unpack(packed).items():
@@ -89,7 +82,7 @@ def deal(saved: Arrays, *, world: World) -> Arrays:
     if not ranks:
         return {}
     everywhere = {name: array for name, array in ranks[0].items() if name.startswith(("mean.", "max."))}
-    return combine([{**everywhere, **ranks[number]} for number in sorted(ranks)], rank=world.rank, size=world.size)
+    return combine([everywhere | ranks[number] for number in sorted(ranks)], rank=world.rank, size=world.size)
 
 
 def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:

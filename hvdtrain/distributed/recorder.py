@@ -18,25 +18,15 @@ Part = Literal["data", "compute", "backward", "other", "outside"]
 
 
 class Seconds(NamedTuple):
-    """Seconds by part.
+    """Seconds by part."""
 
-    Attributes:
-        data: loading batches.
-        compute: forward pass, update, and the backward pass if it is not reported separately.
-        backward: the backward pass.
-        other: callbacks and other work between steps.
-        outside: between series of steps, for example validation.
-        reduction: waiting for other ranks during compute and backward.
-        elsewhere: waiting for other ranks during data and other.
-    """
-
-    data: float = 0.0
-    compute: float = 0.0
+    data: float = 0.0  # loading batches
+    compute: float = 0.0  # forward pass, update, and the backward pass where nothing reports it by itself
     backward: float = 0.0
-    other: float = 0.0
-    outside: float = 0.0
-    reduction: float = 0.0
-    elsewhere: float = 0.0
+    other: float = 0.0  # between steps: callbacks, and what else a rank does there
+    outside: float = 0.0  # between runs of steps, such as a validation
+    reduction: float = 0.0  # waiting for other ranks during compute and backward
+    elsewhere: float = 0.0  # waiting for other ranks during data and other
 
     @property
     def train(self) -> float:
@@ -58,11 +48,7 @@ _WAITS = {"compute": "reduction", "backward": "reduction", "outside": "outside"}
 
 
 class Clock:
-    """The host's clock; `hvdtrain.torch.gpu_clock` has one that runs behind the host.
-
-    Args:
-        mark: returns a mark of now, in seconds.
-    """
+    """The host's clock, whose marks are seconds; `hvdtrain.torch.gpu_clock` has one that runs behind the host."""
 
     runs_behind = False  # True if a mark lies in the future when it is made
 
@@ -71,8 +57,7 @@ class Clock:
 
     def seconds(self, began: Any, ended: Any) -> float:
         """Return the seconds from one mark to a later one that the clock has reached."""
-        seconds: float = ended - began
-        return seconds
+        return float(ended - began)
 
     def reach(self, mark: Any) -> None:
         """Wait until the clock has reached a mark."""
@@ -81,17 +66,11 @@ class Clock:
 class Recorder(ContextDecorator):
     """Adds up the seconds of each part; all of this process's time belongs to exactly one part.
 
-    The code that ends a part reports it. Waiting for other ranks is reported separately, from any thread.
-
-    Args:
-        clock: the host's by default.
-
-    Attributes:
-        on_step: called with each step's seconds, after `step_done`.
+    Whoever ends a part reports it. Waiting for other ranks is reported on its own, from any thread.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self.on_step: Callable[[Seconds], None] | None = None
+        self.on_step: Callable[[Seconds], None] | None = None  # called with those of each step that `step_done` ends
         self._lock = threading.RLock()
         self._seconds: dict[str, float] = dict.fromkeys(Seconds._fields, 0.0)
         self._own = self._waited = 0.0  # since a part ended

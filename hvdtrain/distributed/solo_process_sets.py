@@ -9,11 +9,7 @@ _set_ids = itertools.count(1)
 
 
 class ProcessSet:
-    """A set of ranks that run collectives together; alone, rank 0 is all there is.
-
-    Raises:
-        ValueError: `ranks_or_comm` is not a list of whole numbers.
-    """
+    """A set of ranks that run collectives together; alone, rank 0 is all there is."""
 
     process_set_id: int | None = None
     mpi_comm = None
@@ -45,11 +41,7 @@ global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set.
-
-    Raises:
-        ValueError: it names ranks that do not exist.
-    """
+    """Register a process set."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     if process_set.ranks not in ([], [0]):
@@ -60,7 +52,5 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set; return whether there was one to forget."""
-    if not process_set.process_set_id:
-        return False
-    process_set.process_set_id = None
-    return True
+    known, process_set.process_set_id = process_set.process_set_id, None
+    return bool(known)

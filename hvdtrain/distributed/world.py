@@ -26,7 +26,7 @@ from hvdtrain.horovod_build import installed
 
 log = logging.getLogger("hvdtrain")
 
-Framework = Literal["torch", "tensorflow"]
+Framework = launch_environment.Engine
 Op = Literal["sum", "mean", "min", "max"]
 Array = NDArray[Any]
 
@@ -145,11 +145,7 @@ class World:
 class SoloWorld(World):
     """One process: every collective returns a copy of its argument."""
 
-    engine = "solo"
-    rank = 0
-    size = 1
-    local_rank = 0
-    local_size = 1
+    engine, rank, size, local_rank, local_size = "solo", 0, 1, 0, 1
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -170,25 +166,18 @@ class SoloWorld(World):
 
 
 def load_engine(framework: Framework) -> ModuleType | None:
-    """Return `horovod.<framework>`, or None for one process without Horovod.
-
-    Raises:
-        HorovodMissingError: several processes were launched and Horovod is not installed for this framework.
-        HorovodMismatchError: likewise, and Horovod was built for other framework versions.
-        EngineConflictError: another engine is already in use in this process.
-    """
+    """Return `horovod.<framework>`, or None where this is one process without Horovod; raises what `init` does."""
     if _loaded and framework not in _loaded:
         (other,) = _loaded
         raise EngineConflictError(
             f"This process already runs Horovod for {other}. Received: a request for {framework}. One process uses one "
             f'engine. Call hvdtrain.init(framework="{framework}") before anything else does.'
         )
-    if framework not in _loaded:
-        module = None if os.environ.get("HVDTRAIN_SOLO") == "1" else _import_horovod(framework)
-        if module is None:
-            return None
-        _loaded[framework] = module
-    return _loaded[framework]
+    if framework not in _loaded and os.environ.get("HVDTRAIN_SOLO") != "1":
+        module = _import_horovod(framework)
+        if module is not None:
+            _loaded[framework] = module
+    return _loaded.get(framework)
 
 
 def _import_horovod(framework: Framework) -> ModuleType | None:
@@ -224,11 +213,6 @@ def init_engine(
         on_jax: whether JAX computes and uses this library; None to find out from what is imported.
         pick: makes a local rank's device the current one and returns its name; None if the script does that itself.
         kwargs: for `horovod.init`.
-
-    Raises:
-        HorovodMismatchError: this rank would compute on a GPU that the installed Horovod has no operations for.
-        LaunchError: the launcher announced another number of ranks than Horovod found, or ranks cannot find each other,
-            or ranks share a GPU, which NCCL does not allow.
     """
     if on_jax is None:  # before Horovod imports torch, which would look like the user's choice
         on_jax = launch_environment.runs_on_jax(None)
