@@ -6,7 +6,7 @@ Same names and results as horovod.torch at size 1; a handle is a number whose re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,48 +59,33 @@ def is_initialized() -> bool:
     return True
 
 
-def size() -> int:
-    """Return 1."""
-    return 1 + rank()
+def _answering(answer: Any) -> Callable[..., Any]:
+    def ask(*_: Any, **__: Any) -> Any:
+        if not is_initialized():
+            raise ValueError("Horovod has not been initialized; use hvd.init().")
+        return answer
+
+    return ask
 
 
-def rank(*_: Any, **__: Any) -> int:
-    """Return 0."""
-    if not is_initialized():
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return 0
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
 
 
-def is_homogeneous() -> bool:
-    """Return True: one host, one rank."""
-    return True
-
-
-def _no() -> bool:
-    return False
-
-
-local_size = cross_size = size
-local_rank = cross_rank = rank
-join = rank  # the last rank to join is the only one
-mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = _no
-nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _no
-
-
-def barrier(process_set: Any = None) -> None:
-    """Return at once."""
-    rank()
-
-
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Do nothing: no communication, no timeline."""
-
-
-def stop_timeline() -> None:
-    """Do nothing."""
-
+size = local_size = cross_size = _answering(1)
+rank = local_rank = cross_rank = join = _answering(0)  # the last rank to join is the only one
+barrier = _answering(None)
+is_homogeneous = poll = _always(True)
+mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = _always(False)
+nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _always(False)
+start_timeline = stop_timeline = _always(None)  # no communication, no timeline
 
 # Operations, with those of Horovod's arguments that change a result where there is one rank.
+
+
+def synchronize(handle: int) -> Any:
+    """Return the result, once; None afterwards."""
+    return _results.pop(handle, None)
 
 
 def _handle_on(result: Any) -> int:
@@ -110,14 +95,12 @@ def _handle_on(result: Any) -> int:
     return handle
 
 
-def poll(handle: int) -> bool:
-    """Return True: results are there at once."""
-    return True
-
-
-def synchronize(handle: int) -> Any:
-    """Return the result, once; None afterwards."""
-    return _results.pop(handle, None)
+def _for_each(operation: Callable[..., Any]) -> tuple[Callable[..., int], Callable[..., int]]:
+    """Return an operation on one tensor as Horovod's asynchronous one, and its grouped form."""
+    return (
+        lambda tensor, *args, **options: _handle_on(operation(tensor, *args, **options)),
+        lambda tensors, **options: _handle_on(tuple(operation(t, **options) for t in tensors)),
+    )
 
 
 def _scaled(tensor: Tensor, prescale_factor: float = 1.0, postscale_factor: float = 1.0, **_: Any) -> Tensor:
@@ -125,52 +108,27 @@ def _scaled(tensor: Tensor, prescale_factor: float = 1.0, postscale_factor: floa
     return tensor.clone() if factor == 1.0 else (tensor * factor).to(tensor.dtype)
 
 
-def allreduce_async_(tensor: Tensor, **options: Any) -> int:
-    """Scale `tensor` in place and return a handle on it."""
+def _scale(tensor: Tensor, **options: Any) -> Tensor:
     if options.get("prescale_factor", 1.0) * options.get("postscale_factor", 1.0) != 1.0:
         tensor.detach().copy_(_scaled(tensor, **options))
-    return _handle_on(tensor)
+    return tensor
 
 
-def grouped_allreduce_async_(tensors: Sequence[Tensor], **options: Any) -> int:
-    """`allreduce_async_` for each tensor, under one handle."""
-    return _handle_on(tuple(synchronize(allreduce_async_(t, **options)) for t in tensors))
-
-
-def reducescatter_async(tensor: Tensor, **options: Any) -> int:
-    """Return a handle on a scaled copy of `tensor`."""
-    return _handle_on(_scaled(tensor, **options))
-
-
-def grouped_reducescatter_async(tensors: Sequence[Tensor], **options: Any) -> int:
-    """`reducescatter_async` for each tensor, under one handle."""
-    return _handle_on(tuple(_scaled(t, **options) for t in tensors))
-
-
-def allgather_async(tensor: Tensor, **options: Any) -> int:
-    """Return a handle on a copy of `tensor`."""
-    return _handle_on(tensor.clone())
-
-
-def grouped_allgather_async(tensors: Sequence[Tensor], **options: Any) -> int:
-    """Return a handle on copies of `tensors`."""
-    return _handle_on(tuple(t.clone() for t in tensors))
-
-
-def broadcast_async_(tensor: Tensor, root_rank: int, **options: Any) -> int:
-    """Return a handle on `tensor`.
-
-    Raises:
-        ValueError: the root is not rank 0.
-    """
+def _broadcast(tensor: Tensor, root_rank: int, **_: Any) -> Tensor:
     if root_rank != 0:
         raise ValueError(f"There is one process, rank 0. Received: root_rank={root_rank}")
-    return _handle_on(tensor)
+    return tensor
 
 
-def alltoall_async(tensor: Tensor, splits: Any = None, **options: Any) -> int:
-    """Return a handle on (copy of `tensor`, number of rows)."""
+def _exchanged(tensor: Tensor, splits: Any = None, **_: Any) -> tuple[Tensor, Tensor]:
     received = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int32)
     if splits is not None and int(torch.as_tensor(splits).sum()) != int(received[0]):
         raise ValueError(f"splits must add up to the {int(received[0])} rows of the tensor. Received: {splits}")
-    return _handle_on((tensor.clone(), received))
+    return tensor.clone(), received
+
+
+allreduce_async_, grouped_allreduce_async_ = _for_each(_scale)
+reducescatter_async, grouped_reducescatter_async = _for_each(_scaled)
+allgather_async, grouped_allgather_async = _for_each(lambda tensor, **_: tensor.clone())
+broadcast_async_, _ = _for_each(_broadcast)
+alltoall_async, _ = _for_each(_exchanged)
