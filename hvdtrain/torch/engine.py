@@ -18,11 +18,7 @@ _counters: defaultdict[Any, itertools.count[int]] = defaultdict(itertools.count)
 
 
 def native() -> Any:
-    """Return horovod.torch, or `hvdtrain.torch.solo` in one process without Horovod.
-
-    Raises:
-        HorovodMissingError, HorovodMismatchError, EngineConflictError: see `hvdtrain.distributed.world.load_engine`.
-    """
+    """Return horovod.torch, or `hvdtrain.torch.solo` in one process without Horovod; raises what `init` does."""
     global _module
     if _module is None:
         _module = world.load_engine("torch")
@@ -66,7 +62,7 @@ def start_over() -> None:
     """Count unnamed operations from zero and forget handles of before; called where all ranks start together."""
     global _generation
     _generation += 1
-    _counters.clear()
+    count_from_zero()
 
 
 def generation() -> int:
@@ -85,8 +81,8 @@ def auto_name(kind: str, process_set: Any) -> str:
     return f"hvdtrain.{kind}.{key}.{next(_counters[key])}"
 
 
-def joined_together() -> None:
-    """Note that all ranks returned from `join`: from here on they count unnamed operations from zero again."""
+def count_from_zero() -> None:
+    """Count unnamed operations from zero again; called where all ranks are at one place, such as after `join`."""
     _counters.clear()
 
 

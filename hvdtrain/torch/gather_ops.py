@@ -12,7 +12,7 @@ from hvdtrain.torch import engine, wire
 from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.engine import Average, Sum
 from hvdtrain.torch.handles import Handle
-from hvdtrain.torch.reduce_ops import Reduction, submit
+from hvdtrain.torch.reduce_ops import Reduction, differentiable, submit
 
 
 def _start(
@@ -50,24 +50,6 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = 
     return grouped_allgather_async([tensor], name, process_set).first()
 
 
-class _Allgather(torch.autograd.Function):
-    """As in Horovod, the gradient is this rank's rows of the mean gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        handle = grouped_allgather_async(tensors, name, process_set)
-        ctx.process_set, ctx.rows = process_set, [t.shape[0] for t in tensors]
-        return tuple(handle.wait())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        means = _mean_of(grads, ctx.process_set)
-        rows = torch.tensor([ctx.rows])  # (1, tensors)
-        before = allgather_async(rows, process_set=ctx.process_set).wait()[: ctx.process_set.rank()].sum(0).tolist()
-        mine = [mean.narrow(0, start, n) for mean, start, n in zip(means, before, ctx.rows, strict=True)]
-        return (None, None, *mine)
-
-
 def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Tensor:
     """Return every rank's `tensor`, concatenated on dimension 0 in rank order; differentiable.
 
@@ -81,7 +63,18 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) 
 
 def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> list[Tensor]:
     """Return `allgather` of each tensor, sent together."""
-    return list(_Allgather.apply(name, engine.global_set(process_set), *tensors))
+    process_set = engine.global_set(process_set)
+    handle = grouped_allgather_async(tensors, name, process_set)
+    rows = [t.shape[0] for t in tensors]
+
+    def gradients(grads: Sequence[Tensor]) -> list[Tensor]:
+        # As in Horovod, this rank's rows of the mean gradient.
+        means = _mean_of(grads, process_set)
+        rows_of_all = allgather_async(torch.tensor([rows]), process_set=process_set).wait()  # (size, tensors)
+        before = rows_of_all[: process_set.rank()].sum(0).tolist()
+        return [mean.narrow(0, start, n) for mean, start, n in zip(means, before, rows, strict=True)]
+
+    return differentiable(handle, gradients, tensors)
 
 
 def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
@@ -109,20 +102,6 @@ def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, pro
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
 
-class _Broadcast(torch.autograd.Function):
-    """As in Horovod, the root's gradient is the mean over ranks, the others' is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
-        return broadcast_async(tensor, root_rank, name, process_set).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (mean,) = _mean_of(grads, ctx.process_set)
-        return (mean if engine.native().rank() == ctx.root_rank else torch.zeros_like(mean)), None, None, None
-
-
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Tensor:
     """Return the root's `tensor` on every rank; differentiable.
 
@@ -132,8 +111,14 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
         name: equal on all ranks; unnamed calls are matched by their order.
         process_set: the ranks that take part; None means all.
     """
-    result: Tensor = _Broadcast.apply(tensor, root_rank, name, engine.global_set(process_set))
-    return result
+    process_set = engine.global_set(process_set)
+
+    def gradients(grads: Sequence[Tensor]) -> list[Tensor]:
+        # As in Horovod, the root's is the mean over ranks, the others' is zero.
+        (mean,) = _mean_of(grads, process_set)
+        return [mean if engine.native().rank() == root_rank else torch.zeros_like(mean)]
+
+    return differentiable(broadcast_async(tensor, root_rank, name, process_set), gradients, [tensor])[0]
 
 
 def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Handle:
@@ -150,20 +135,6 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
     return Handle([part], lambda outputs: (wire.from_move(outputs[0], dtype), outputs[1]), name or "alltoall")
 
 
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: Any) -> Any:
-        received, rows = alltoall_async(tensor, splits, name, process_set).wait()
-        ctx.rows, ctx.process_set = rows, process_set
-        ctx.mark_non_differentiable(rows)
-        return received, rows
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        mine, _ = alltoall_async(grads[0], ctx.rows, process_set=ctx.process_set).wait()
-        return mine, None, None, None
-
-
 def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
     """Send each rank some rows of `tensor` and return the rows received, in rank order; differentiable.
 
@@ -176,7 +147,13 @@ def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, proces
     Returns:
         The rows received; with `splits` given, also an int tensor: how many came from each rank.
     """
-    received, rows = _Alltoall.apply(tensor, splits, name, engine.global_set(process_set))
+    process_set = engine.global_set(process_set)
+    handle = alltoall_async(tensor, splits, name, process_set)
+
+    def gradients(grads: Sequence[Tensor]) -> list[Tensor]:
+        return [alltoall_async(grads[0], rows, process_set=process_set).wait()[0]]
+
+    received, rows = differentiable(handle, gradients, [tensor])
     return received if splits is None else (received, rows)
 
 
@@ -208,21 +185,6 @@ def reducescatter_async(
 ) -> Handle:
     """Start a reducescatter and return a handle; see `reducescatter`."""
     return grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor).first()
-
-
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, op: int, process_set: Any, prescale: float, postscale: float, *tensors: Tensor
-    ) -> Any:
-        ctx.process_set = process_set
-        ctx.factor = prescale * postscale * (process_set.size() if op == Sum else 1)
-        return tuple(grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale).wait())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        scaled = [g * ctx.factor if ctx.factor != 1.0 else g for g in grads]
-        return (None,) * 5 + tuple(grouped_allgather_async(scaled, process_set=ctx.process_set).wait())
 
 
 def reducescatter(
@@ -260,5 +222,11 @@ def grouped_reducescatter(
     """Return `reducescatter` of each tensor, sent together."""
     compressed, contexts = zip(*(compression.compress(t) for t in tensors), strict=True)
     process_set = engine.global_set(process_set)
-    reduced = _Reducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *compressed)
-    return [compression.decompress(t, context) for t, context in zip(reduced, contexts, strict=True)]
+    handle = grouped_reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
+    factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
+
+    def gradients(grads: Sequence[Tensor]) -> Any:
+        scaled = [g * factor if factor != 1.0 else g for g in grads]
+        return grouped_allgather_async(scaled, process_set=process_set).wait()
+
+    return list(map(compression.decompress, differentiable(handle, gradients, compressed), contexts))

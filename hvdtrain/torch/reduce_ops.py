@@ -18,7 +18,7 @@ from hvdtrain.torch.handles import Handle
 
 @dataclass(frozen=True)
 class Reduction:
-    """How to reduce: the options that all of allreduce's forms share."""
+    """How to reduce: Horovod's arguments that all of allreduce's forms share, under Horovod's names."""
 
     op: int = Average
     prescale_factor: float = 1.0
@@ -27,34 +27,7 @@ class Reduction:
 
     def send(self, tensor: Tensor, name: str) -> Any:
         """Start the reduction of one tensor in place; return Horovod's handle."""
-        return engine.native().allreduce_async_(tensor, name=name, **self.options)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Horovod's arguments."""
-        return {
-            "op": self.op,
-            "prescale_factor": self.prescale_factor,
-            "postscale_factor": self.postscale_factor,
-            "process_set": self.process_set,
-        }
-
-    @property
-    def can_lose_ranks(self) -> bool:
-        """True if ranks that joined would make the mean too small: ranks must count the active ones."""
-        return self.op == Average and engine.is_global(self.process_set) and engine.native().size() > 1
-
-
-def resolve_op(op: int | None, average: bool | None) -> int:
-    """Return the operation, requested in Horovod's new or old words."""
-    if op is not None:
-        if average is not None:
-            raise ValueError(f"op supersedes average; give one of them. Received: op={op}, average={average}")
-        return op
-    if average is None:
-        return Average
-    warnings.warn("average= is Horovod's old word. Use op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
-    return Average if average else Sum
+        return engine.native().allreduce_async_(tensor, name=name, **vars(self))
 
 
 def active_ranks_async(name: str) -> Handle:
@@ -74,7 +47,7 @@ def submit(
         how: operation, factors, process set.
         name: equal on all ranks.
         in_place: write the results into `tensors` and return those.
-        counted: for a mean, count the active ranks and divide by that; False if the caller does.
+        counted: for a mean, count the ranks that have not joined and divide by that; False if the caller does.
     """
     if how.op == Adasum:
         check_adasum(tensors[0])
@@ -88,10 +61,10 @@ def submit(
     if len(wires) == 1:
         parts = [sent_as.send(wires[0], name)]
     else:
-        parts = [engine.native().grouped_allreduce_async_(wires, name=name, **sent_as.options)]
-    if counted and how.can_lose_ranks:
-        parts.append(active_ranks_async(name))
+        parts = [engine.native().grouped_allreduce_async_(wires, name=name, **vars(sent_as))]
     expected = how.process_set.size()
+    if counted and how.op == Average and engine.is_global(how.process_set) and expected > 1:
+        parts.append(active_ranks_async(name))
 
     def finish(_: Any, active: int = expected) -> list[Tensor]:
         results = []
@@ -131,25 +104,43 @@ def check_adasum(tensor: Tensor) -> None:
         )
 
 
-class _Allreduce(torch.autograd.Function):
-    """The gradient of a reduction is the same reduction of the gradients."""
-
+class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, start: Callable[..., Handle], how: Reduction, name: str, *tensors: Tensor) -> Any:
-        ctx.start, ctx.how = start, how
-        return tuple(start(tensors, how, name=name).wait())
+    def forward(ctx: Any, handle: Handle, gradients: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.gradients = gradients
+        result = handle.wait()
+        return (result,) if isinstance(result, Tensor) else tuple(result)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        name = engine.auto_name("allreduce", ctx.how.process_set)
-        return (None, None, None, *_Allreduce.apply(ctx.start, ctx.how, name, *grads))
+        return (None, None, *ctx.gradients(grads))
+
+
+def differentiable(handle: Handle, gradients: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the results of an operation on `tensors`, whose gradients `gradients` makes of the results'."""
+    return list(_Differentiable.apply(handle, gradients, *tensors))
+
+
+def _reduced(start: Callable[..., Handle], how: Reduction, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return `tensors` reduced; the gradient of a reduction is the same reduction of the gradients."""
+
+    def gradients(grads: Sequence[Tensor]) -> list[Tensor]:
+        return _reduced(start, how, engine.auto_name("allreduce", how.process_set), grads)
+
+    return differentiable(start(tensors, how, name=name), gradients, tensors)
 
 
 def _options(
     average: bool | None, name: str | None, op: int | None, prescale: float, postscale: float, process_set: Any
 ) -> tuple[Reduction, str]:
+    if average is not None:
+        if op is not None:
+            raise ValueError(f"op supersedes average; give one of them. Received: op={op}, average={average}")
+        words = "average= is Horovod's old word. Use op=hvd.Average or op=hvd.Sum."
+        warnings.warn(words, DeprecationWarning, stacklevel=3)
+        op = Average if average else Sum
     process_set = engine.global_set(process_set)
-    how = Reduction(resolve_op(op, average), prescale, postscale, process_set)
+    how = Reduction(Average if op is None else op, prescale, postscale, process_set)
     return how, name or engine.auto_name("allreduce", process_set)
 
 
@@ -201,10 +192,9 @@ def grouped_allreduce(
     if compression is BF16Compressor and how.op in (Average, Sum) and how.process_set.size() > 1:
         active = active_ranks_async(name).wait() if engine.is_global(how.process_set) else how.process_set.size()
         if active == how.process_set.size():  # Horovod has no alltoall with ranks that joined
-            return list(_Allreduce.apply(bf16_exchange, how, name, *tensors))
+            return _reduced(bf16_exchange, how, name, tensors)
     compressed, contexts = zip(*(compression.compress(t) for t in tensors), strict=True)
-    reduced = _Allreduce.apply(submit, how, name, *compressed)
-    return [compression.decompress(t, context) for t, context in zip(reduced, contexts, strict=True)]
+    return list(map(compression.decompress, _reduced(submit, how, name, compressed), contexts))
 
 
 def allreduce_async(
@@ -337,7 +327,7 @@ def join(device: int = -1) -> int:
     if device == -1 and torch.cuda.is_initialized() and native.cuda_built():
         device = torch.cuda.current_device()  # other ranks wait in NCCL, where zeros on the CPU never arrive
     last = int(native.join(device))
-    engine.joined_together()
+    engine.count_from_zero()
     return last
 
 
