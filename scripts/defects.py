@@ -128,7 +128,7 @@ DEFECTS = (
     ),
     Defect(
         "gradient flags: a gradient that a rank lacks counts as if it had it",
-        "hvdtrain/torch/gradient_flags.py",
+        "hvdtrain/torch/reducer.py",
         "one = factor / size if how.op == Average else factor",
         "one = factor",
         TORCH,

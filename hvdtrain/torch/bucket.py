@@ -73,9 +73,7 @@ def _wire_type(param: Parameter, options: ReducerOptions) -> torch.dtype:
 class Bucket(ReductionUnit):
     """Gradients of one type and device, dense on all ranks, copied into one tensor and back.
 
-    Args:
-        params, names, options, scale: as for `ReductionUnit`.
-        header: how many further numbers travel in front of the gradients, reduced in the same way.
+    `header` further numbers travel in front of the gradients, reduced in the same way.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Bucket(ReductionUnit):
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
         self._drain()
-        self._flags = self.flags()
+        self.flags()
         if [p.shape for p in self.params] != self._shapes:
             self._check_shapes()
         # Without their histories, which a backward with create_graph=True has left on them.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,21 +17,33 @@ from torch.nn import Parameter
 from hvdtrain.distributed import launch_environment, tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import bucket, engine, gradient_flags
+from hvdtrain.torch import bucket, engine
 from hvdtrain.torch.compression import BF16Compressor
 from hvdtrain.torch.engine import Average
 from hvdtrain.torch.handles import Handle
 from hvdtrain.torch.reduce_ops import Reduction, active_ranks_async
 from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
 
+# For each parameter of each unit, on how many ranks its gradient is dense, and on how many sparse.
+_Counts = list[list[tuple[int, int]]]
+
+
+_Unit = TypeVar("_Unit", bound=ReductionUnit)
+
 
 @dataclass
 class _StepInFlight:
-    """The operations of a step."""
-
     started: list[ReductionUnit] = field(default_factory=list)
     active: Handle | None = None
     numbers: Handle | None = None
+
+
+class _GradientFlags(NamedTuple):
+    """What ranks exchange at the end of a step; equal on all of them."""
+
+    active: int  # ranks that have not joined
+    weight: float | None  # the sum of the ranks' weights; None where none were given
+    counts: _Counts | None  # None where every rank has the gradients that this one has, and no others
 
 
 class Reducer:
@@ -103,15 +116,14 @@ class Reducer:
         self._on_gpu = self._on_gpu or any(param.is_cuda for param in new)
         if self.is_distributed:
             for members in partition(new, self.options):
-                self._add_unit(ReductionUnit(members, self._names_of(members), self.options, self.scale))
+                self._add_unit(ReductionUnit, members)
             self._add_hooks()
 
-    def _names_of(self, params: Iterable[Parameter]) -> list[str]:
-        return [self._names[param] for param in params]
-
-    def _add_unit(self, unit: ReductionUnit) -> None:
+    def _add_unit(self, kind: type[_Unit], params: list[Parameter], **options: Any) -> _Unit:
+        unit = kind(params, [self._names[param] for param in params], self.options, self.scale, **options)
         self._units.append(unit)
-        self._unit_of.update((param, unit) for param in unit.params)
+        self._unit_of.update((param, unit) for param in params)
+        return unit
 
     @property
     def packed(self) -> NDArray[np.uint8] | None:
@@ -132,26 +144,16 @@ class Reducer:
             self._unpack()
             self._pack([param for param, flag in zip(self._passes, flags, strict=True) if flag])
 
-    def _pack_what_is_dense(self, counts: gradient_flags.Counts | None) -> None:
-        """Put small gradients that are dense on all ranks into buckets, from the next step on."""
-        size = self.options.process_set.size()
-        dense = []
-        for index, unit in enumerate(self._units):
-            if len(unit.params) == 1 and (unit.flags()[0] if counts is None else counts[index][0][0] == size):
-                dense.append(unit.params[0])
-        self._pack(dense)
-
     def _pack(self, dense: list[Parameter]) -> None:
+        """Put small gradients among those that are dense on all ranks into buckets, from the next step on."""
         self._dense = dense
         buckets = bucket.pack(dense)
         packed = {param for members in buckets for param in members}
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:
             is_last = members is buckets[-1] and bucket.can_carry_flags(members[0], self.options)
-            header = 2 + 2 * len(self._passes) if is_last else 0
-            made = bucket.Bucket(members, self._names_of(members), self.options, self.scale, header=header)
+            made = self._add_unit(bucket.Bucket, members, header=2 + 2 * len(self._passes) if is_last else 0)
             self._closing = made if is_last else None
-            self._add_unit(made)
 
     def _unpack(self) -> None:
         """Send each parameter alone again: a rank that is new to the run has no buckets yet."""
@@ -159,10 +161,10 @@ class Reducer:
         buckets = [unit for unit in self._units if isinstance(unit, bucket.Bucket)]
         if not buckets:
             return
-        self._units = [unit for unit in self._units if not isinstance(unit, bucket.Bucket)]
+        self._units = [unit for unit in self._units if unit not in buckets]
         for param in [param for unit in buckets for param in unit.params]:
-            self._add_unit(ReductionUnit([param], [self._names[param]], self.options, self.scale))
-        # Ranks list their gradients in the order of the parameters. A new rank does so from the beginning.
+            self._add_unit(ReductionUnit, [param])
+        # The order in which ranks list their gradients, which a new rank takes from its parameters.
         order = {param: index for index, param in enumerate(self._passes)}
         self._units.sort(key=lambda unit: order[unit.params[0]])
 
@@ -205,7 +207,7 @@ class Reducer:
         self.passes_per_step = passes
         self._passes = dict.fromkeys(self._passes, 0)
         for unit in self._units:
-            unit.scale = self.scale
+            unit.set_scale(self.scale)
 
     def forget(self) -> None:
         """Drop the step in flight. Before its names are used again, the reducer waits for its operations."""
@@ -254,18 +256,13 @@ class Reducer:
 
     def _all_active(self) -> bool:
         """Return whether no rank has joined; bf16 units, which need all ranks, check it first."""
-        return not self._counts_ranks or self._active().wait() == self.options.process_set.size()
-
-    @property
-    def _counts_ranks(self) -> bool:
-        return engine.is_global(self.options.process_set)
-
-    def _active(self) -> Handle:
+        if not engine.is_global(self.options.process_set):
+            return True
         if self._step.active is None:
             drain(self._abandoned.active)
             self._abandoned.active = None
             self._step.active = active_ranks_async("gradients")
-        return self._step.active
+        return bool(self._step.active.wait() == self.options.process_set.size())
 
     def synchronize(self, *, weight: float | None = None, expected: float = 0.0) -> float | None:
         """Reduce all gradients of this step and wait for them.
@@ -277,10 +274,6 @@ class Reducer:
 
         Returns:
             The sum of the ranks' weights, the same number on all of them; None without weights.
-
-        Raises:
-            HorovodInternalError: a collective failed.
-            HvdTrainError: a gradient is sparse on one rank and dense on another.
         """
         if not self.is_distributed:
             self.scale_gradients()
@@ -325,39 +318,48 @@ class Reducer:
             correction = expected / found.weight
         for index, unit in enumerate(self._units):
             if unit.is_started:
-                present = None
-                if found.counts is not None:
-                    present = [bool(dense or sparse) for dense, sparse in zip(*found.counts[index], strict=True)]
+                present = None if found.counts is None else [any(ranks) for ranks in found.counts[index]]
                 unit.finish(present, correction)
         # Only if all ranks took part, so that all of them pack in the same step.
         if self._packs and self._dense is None and found.active == size:
-            self._pack_what_is_dense(found.counts)
+            counts = found.counts or [[(size * unit.flags()[0], 0)] for unit in self._units]
+            alone = [unit for unit, ranks in zip(self._units, counts, strict=True) if ranks[0][0] == size]
+            self._pack([unit.params[0] for unit in alone if len(unit.params) == 1])
         return found.weight
 
-    def _start_what_others_have(self, counts: gradient_flags.Counts) -> None:
+    def _start_what_others_have(self, counts: _Counts) -> None:
         """Take part in the reductions of gradients that this rank lacks."""
-        for unit, (dense, sparse) in zip(self._units, counts, strict=True):
-            if unit.takes_sparse and dense[0] and sparse[0]:
-                unit.reset()  # no other rank takes part in this unit's operation: do not wait for it
+        for unit, ((dense, sparse), *_) in zip(self._units, counts, strict=True):
+            if unit.takes_sparse and dense and sparse:
+                unit.reset()  # no other rank takes part in what was started: do not wait for it
                 raise HvdTrainError(
-                    f"The gradient of {unit.names[0]} is sparse on {sparse[0]} rank(s) and dense on {dense[0]}. Use "
+                    f"The gradient of {unit.names[0]} is sparse on {sparse} rank(s) and dense on {dense}. Use "
                     "the same layer on every rank, or sparse_as_dense=True."
                 )
-        for unit, (dense, sparse) in zip(self._units, counts, strict=True):
-            if not unit.is_started and (any(dense) or any(sparse)):
-                unit.start(self._all_active, sparse=bool(sparse[0]))
+        for unit, ranks in zip(self._units, counts, strict=True):
+            if not unit.is_started and any(map(any, ranks)):
+                unit.start(self._all_active, sparse=bool(ranks[0][1]))
 
-    def _exchange_flags(self, weight: float | None) -> gradient_flags.GradientFlags:
-        """Exchange which gradients ranks have, how many ranks are active, and the sum of their weights.
+    def _exchange_flags(self, weight: float | None) -> _GradientFlags:
+        """Exchange which gradients ranks have, how many ranks are active, and what they weigh.
 
-        The numbers are sent with the last bucket, if there is one, and reduced like gradients.
+        The numbers travel with the last bucket where there is one. They are reduced as gradients are, which is undone.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
         how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
-        members = [len(unit.params) for unit in self._units]
-        return gradient_flags.read(
-            received, flags, members, how=how, counts_ranks=self._counts_ranks, weighted=weight is not None
-        )
+        size = how.process_set.size()
+        factor = how.prescale_factor * how.postscale_factor
+        one = factor / size if how.op == Average else factor  # what a rank adds to a received number
+        total = None if weight is None else received[1] / one
+        # The mean of what all ranks have alike is this one's: so it is in nearly all steps.
+        if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
+            return _GradientFlags(size, total, None)
+        active = round(received[0] / one) if engine.is_global(how.process_set) else size
+        ranks = [round(number / one) for number in received[2:]]
+        if active == size and ranks == [size * flag for flag in flags]:
+            return _GradientFlags(active, total, None)
+        pairs = zip(ranks[::2], ranks[1::2], strict=True)
+        return _GradientFlags(active, total, [list(islice(pairs, len(unit.params))) for unit in self._units])
 
     def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
         """Reduce `numbers`, with the last bucket if there is one; return how, and the result."""

@@ -61,52 +61,28 @@ def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
     buckets: list[list[Parameter]] = []
     room = 0
     for param in reversed(params):  # about the order in which backward makes gradients
-        nbytes = param.numel() * param.element_size()
-        if not buckets or nbytes > room or param.device != buckets[-1][0].device:
+        if not buckets or param.nbytes > room or param.device != buckets[-1][0].device:
             buckets.append([])
             room = _BUCKET_BYTES
         buckets[-1].append(param)
-        room -= nbytes
+        room -= param.nbytes
     return buckets
 
 
 class ReductionUnit:
-    """Gradients that are reduced in one operation.
-
-    Args:
-        params: the parameters, on one device.
-        names: their names; the first one names the operation.
-        options: how to reduce.
-        scale: multiplies the gradients.
-
-    Attributes:
-        how: the operation and its factors.
-        ready: how many of the gradients backward has made.
-    """
-
-    how: Reduction
+    """Gradients that are sent as one, of parameters on one device; the first name is the operation's."""
 
     def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
         self.params, self.names, self._options = params, names, options
-        self.scale = scale
-        self.ready = 0
-        self._direct: int | None = None  # Horovod's handle, if the gradient itself is sent
-        self._handle: Any = None
-        self._sent: list[Tensor] = []  # empty if the gradient itself was sent, or a sparse one
+        self.set_scale(scale)
         self._compression: Any = NoneCompressor
-        self._contexts: list[Any] = []
-        self._flags: list[bool] = []
         self._abandoned: Any = None
+        self.reset()
 
-    @property
-    def scale(self) -> float:
-        """The factor of the gradients."""
-        return self._scale
-
-    @scale.setter
-    def scale(self, value: float) -> None:
-        self._scale = value
-        self.how = reduction(self._options, value)
+    def set_scale(self, scale: float) -> None:
+        """Multiply the gradients by `scale`."""
+        self._scale = scale
+        self.how = reduction(self._options, scale)
 
     @property
     def is_started(self) -> bool:
@@ -128,17 +104,14 @@ class ReductionUnit:
         return self._flags
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
-        """Send the gradients; a missing one as zeros.
-
-        Args:
-            all_active: returns True if no rank has joined.
-            sparse: the missing gradient is sparse on other ranks.
-        """
+        """Send the gradients; a missing one as zeros, or as `sparse` if it is on other ranks."""
         self._drain()
-        self._flags = self.flags()
+        self.flags()
         options = self._options
         grad = self.params[0].grad
-        if len(self.params) == 1 and grad is not None and self._start_direct(grad):
+        is_plain = len(self.params) == 1 and options.compression is NoneCompressor
+        if is_plain and grad is not None and wire.is_native(grad):
+            self._direct = self.how.send(grad, self.names[0])  # the gradient itself; short, since backward waits for it
             return
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
             self._start_sparse()
@@ -150,17 +123,8 @@ class ReductionUnit:
             return
         # bf16 without all ranks: not compressed, since joined ranks can only take part in an allreduce
         self._compression = NoneCompressor if options.compression is BF16Compressor else options.compression
-        compressed = [self._compression.compress(t) for t in tensors]
-        self._sent = [t for t, _ in compressed]
-        self._contexts = [context for _, context in compressed]
+        self._sent, self._contexts = map(list, zip(*map(self._compression.compress, tensors), strict=True))
         self._handle = submit(self._sent, self.how, name=self.names[0], in_place=True, counted=False)
-
-    def _start_direct(self, grad: Tensor) -> bool:
-        """Give the gradient itself to Horovod, if possible. Fast, because backward waits for this method."""
-        if self._options.compression is not NoneCompressor or not wire.is_native(grad):
-            return False
-        self._direct = self.how.send(grad, self.names[0])
-        return True
 
     def _start_sparse(self) -> None:
         param, options = self.params[0], self._options
@@ -175,12 +139,9 @@ class ReductionUnit:
         self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
-        """Wait, and put the results into the gradients.
+        """Wait, and put the results, times `correction`, into the gradients; one that no rank has stays None.
 
-        Args:
-            present: for each parameter, whether any rank has a gradient; else the gradient stays None. None: all ranks
-                have the same gradients as this one.
-            correction: multiplies the results.
+        `present` says for each parameter whether any rank has a gradient; None: all have those that this one has.
         """
         if self._direct is not None:
             engine.native().synchronize(self._direct)
@@ -190,11 +151,10 @@ class ReductionUnit:
             return
         results = self._handle.wait()
         if not self._sent:  # a sparse gradient
-            self.params[0].grad = (results * (self.scale * correction)).coalesce()
+            self.params[0].grad = (results * (self._scale * correction)).coalesce()
             return
         if self._contexts:
-            pairs = zip(results, self._contexts, strict=True)
-            results = [self._compression.decompress(tensor, context) for tensor, context in pairs]
+            results = list(map(self._compression.decompress, results, self._contexts))
         there = [p.grad is not None for p in self.params] if present is None else present
         for param, result, wanted in zip(self.params, results, there, strict=True):
             if wanted:
@@ -219,9 +179,12 @@ class ReductionUnit:
 
     def reset(self) -> None:
         """Forget this step."""
-        self.ready = 0
-        self._direct = None
-        self._handle, self._sent, self._contexts, self._flags = None, [], [], []
+        self.ready = 0  # how many of the gradients backward has made
+        self._direct: int | None = None  # Horovod's own handle, where the gradient itself is sent
+        self._handle: Any = None
+        self._sent: list[Tensor] = []  # empty where the gradient itself was sent, or a sparse one
+        self._contexts: list[Any] = []
+        self._flags: list[bool] = []
 
 
 def drain(handle: Any) -> None:
