@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Fault, Options, Reduce, State
@@ -34,14 +35,7 @@ class TorchAdapter:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        optimizer: Any,
-        loss: Any,
-        metrics: Sequence[Any],
-        options: Options,
-        world: World,
+        self, model: nn.Module, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
     ) -> None:
         _check(model, optimizer, loss)
         self._device = torch.device(world.device)
@@ -49,7 +43,7 @@ class TorchAdapter:
             recorder.use(GpuClock(self._device))
         self._model = model.to(self._device)
         training_state.move_optimizer(optimizer, self._device)
-        self._loss = loss.to(self._device) if isinstance(loss, torch.nn.Module) else loss
+        self._loss = loss.to(self._device) if isinstance(loss, nn.Module) else loss
         self._options = options
         self._world = world
         self._checked = False
@@ -89,8 +83,7 @@ class TorchAdapter:
     def rank_state(self) -> dict[str, NDArray[Any]]:
         """Random states, buffers, the epoch's totals, and which gradients travel together."""
         held = training_state.rank_state(self._model)
-        packed = self._optimizer._hvd_reducer.packed if self._reduced else None
-        if packed is not None:
+        if self._reduced and (packed := self._optimizer._hvd_reducer.packed) is not None:
             held["max.packed"] = packed
         held["max.loss_per_sample"] = np.array([self._weights.per_sample])
         if self._training:
@@ -112,7 +105,7 @@ class TorchAdapter:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
         # A scaler makes its scale when it is first used, which a rank without samples never does.
         self._scaler.scale(torch.zeros((), device=self._device))
-        self._weights.forget()
+        self._weights.per_sample = 0.0  # ranks begin together, and data may have changed
         if self._reduced:
             hvd.broadcast_parameters([*self._model.named_parameters(), *self._model.named_buffers()], root_rank=0)
             hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
@@ -177,13 +170,14 @@ class TorchAdapter:
         """Average running statistics over ranks; counters become the largest."""
         buffers = [each for each in self._model.buffers() if each.numel()] if self._reduced else []
         # In float64, in which equal float32 numbers have themselves as their mean on any number of ranks.
-        if floats := [each for each in buffers if each.is_floating_point()]:
-            self._settle(floats, torch.float64, "mean")
-        if counts := [each for each in buffers if not each.is_floating_point()]:
-            self._settle(counts, torch.int64, "max")
+        floats = [each for each in buffers if each.is_floating_point()]
+        self._settle(floats, torch.float64, "mean")
+        self._settle([each for each in buffers if not each.is_floating_point()], torch.int64, "max")
 
     @torch.no_grad()
     def _settle(self, buffers: list[torch.Tensor], dtype: torch.dtype, op: Op) -> None:
+        if not buffers:
+            return
         flat = torch.cat([buffer.to(dtype).reshape(-1).cpu() for buffer in buffers])
         settled = torch.from_numpy(self._world.allreduce(flat.numpy(), op, name="settle"))
         for buffer, part in zip(buffers, settled.split([buffer.numel() for buffer in buffers]), strict=True):
@@ -220,7 +214,7 @@ class TorchAdapter:
 
         One process would have the other ranks' samples beside it; torch raises for one alone, at an epoch's end.
         """
-        norms = [m for m in self._model.modules() if isinstance(m, torch.nn.BatchNorm1d) and m.training]
+        norms = [m for m in self._model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
         for norm in norms:
             norm.eval()
         try:
@@ -251,34 +245,27 @@ class TorchAdapter:
     def _update(self) -> bool:
         """Reduce, unscale, clip and step, in the order in which all ranks come to the same decision.
 
-        Returns:
-            True where that decision was not to step, since the gradient is not finite.
+        Returns True where that decision was not to step, since the gradient is not finite.
         """
         optimizer, clip_norm = self._optimizer, self._options.clip_norm
         if self._reduced:
             # Before unscale_ tests for infinity: ranks must agree to skip a step.
             self._weights.learn(optimizer.synchronize(weight=self._weights.weight, expected=self._weights.expected))
-        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(p.grad is None for p in parameters):
             return False  # no sample counted on any rank, and a scaler refuses to step without gradients
         # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
         checks = self._options.nan_policy and (not self._scaler.is_enabled() or self._scaler.get_scale() <= 1.0)
-        if checks and not all_finite([p.grad for group in optimizer.param_groups for p in group["params"]]):
+        if checks and not all_finite([p.grad for p in parameters]):
             return True
         if clip_norm is not None:
             self._scaler.unscale_(optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-        with self._how_to_step:
+            nn.utils.clip_grad_norm_(parameters, clip_norm)
+        how = fused_update.chosen(optimizer) if self._fuses else _PLAIN
+        with optimizer.skip_synchronize() if self._reduced else how:  # a distributed one fuses by itself
             self._scaler.step(optimizer)
         self._scaler.update()
         return False
-
-    @property
-    def _how_to_step(self) -> AbstractContextManager[Any]:
-        if self._reduced:
-            how: AbstractContextManager[Any] = self._optimizer.skip_synchronize()  # and fuses by itself
-            return how
-        return fused_update.chosen(self._optimizer) if self._fuses else _PLAIN
 
     def _fault(self, batches: Sequence[Batch]) -> Fault:
         """Return what is not finite, and undo the step as far as `nan_policy` requests."""
@@ -301,14 +288,13 @@ class TorchAdapter:
         name, own_name = (None if each is None else self._name_of(each) for each in (reduced, own))
         return Fault(name or "none", own_name, float(np.mean(losses)) if losses else float("nan"))
 
-    def _name_of(self, parameter: torch.nn.Parameter) -> str:
+    def _name_of(self, parameter: nn.Parameter) -> str:
         if self._reduced:
             return str(self._optimizer._hvd_reducer.name_of(parameter))
         return next(name for name, each in self._model.named_parameters() if each is parameter)
 
 
-def _check(model: torch.nn.Module, optimizer: Any, loss: Any) -> None:
-    """Raise TypeError or ValueError for what `Trainer` cannot train with."""
+def _check(model: nn.Module, optimizer: Any, loss: Any) -> None:
     if not callable(loss):
         raise TypeError(
             "loss must be a torch loss such as torch.nn.CrossEntropyLoss(), or a callable (outputs, targets) -> mean. "
@@ -326,7 +312,7 @@ def _check(model: torch.nn.Module, optimizer: Any, loss: Any) -> None:
         )
 
 
-def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the optimizer is over parameters of this model that can be trained."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.nn import Parameter
 
 from hvdtrain.torch.metrics import Totals
 
@@ -24,9 +25,7 @@ def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in dense)
 
 
-def first_non_finite(
-    gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]],
-) -> torch.nn.Parameter | None:
+def first_non_finite(gradients: Iterable[tuple[Parameter, torch.Tensor | None]]) -> Parameter | None:
     """Return the first parameter whose gradient is not finite."""
     return next((parameter for parameter, gradient in gradients if not all_finite([gradient])), None)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import cloudpickle
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from hvdtrain.torch import engine
 from hvdtrain.torch.gather_ops import allgather_async, broadcast_async_
+from hvdtrain.torch.handles import Handle
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -49,7 +52,10 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         )
     if engine.native().size() == 1:
         return
-    handles = [broadcast_async_(p, root_rank, f"parameter.{name}") for name, p in items if isinstance(p, Tensor)]
+    _wait([broadcast_async_(p, root_rank, f"parameter.{name}") for name, p in items if isinstance(p, Tensor)])
+
+
+def _wait(handles: Iterable[Handle]) -> None:
     for handle in handles:
         handle.wait()
 
@@ -116,9 +122,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Param:
-    """The place of a parameter among all parameters of the optimizer, where it is a key or a value of the state."""
-
-    index: int
+    index: int  # of a parameter among all of the optimizer's, where it is a key or a value of the state
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
@@ -150,27 +154,24 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
                 f"{groups['lengths']}. Build the same optimizer on every rank before broadcast_optimizer_state."
             )
     if is_root:
-        handles = [broadcast_async_(t, root_rank, f"optimizer_state.{i}") for i, t in enumerate(tensors)]
-        for handle in handles:
-            handle.wait()
-        return
-    _assign(optimizer, params, groups["options"], state, root_rank)
+        _wait([broadcast_async_(t, root_rank, f"optimizer_state.{i}") for i, t in enumerate(tensors)])
+    else:
+        _assign(optimizer, params, groups["options"], state, root_rank)
 
 
 def _describe(optimizer: torch.optim.Optimizer, params: list[Tensor], tensors: list[Tensor]) -> Any:
     """Return the state's structure, with each tensor replaced by its place in `tensors`."""
     place = {id(p): i for i, p in enumerate(params)}
 
-    def replace(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) in place:
-                return _Param(place[id(value)])
-            tensors.append(value)
-            on_cpu = value.device.type == "cpu"
-            # empty_like preserves dense layouts such as channels_last, and makes all others dense.
-            stride = torch.empty_like(value, device="meta").stride()
-            return _Slot(len(tensors) - 1, tuple(value.shape), stride, value.dtype, on_cpu)
-        return value
+    def replace(value: Any, _: Any = None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in place:
+            return _Param(place[id(value)])
+        tensors.append(value)
+        # empty_like keeps dense layouts such as channels_last, and makes a dense one of all others.
+        stride = torch.empty_like(value, device="meta").stride()
+        return _Slot(len(tensors) - 1, tuple(value.shape), stride, value.dtype, value.device.type == "cpu")
 
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     lengths = [len(group["params"]) for group in optimizer.param_groups]
@@ -191,9 +192,8 @@ def _assign(
         if not isinstance(value, _Slot):
             return value
         device = torch.device("cpu") if value.on_cpu else device
-        fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == (
-            value.shape, value.dtype, device,
-        )  # fmt: skip
+        wanted = (value.shape, value.dtype, device)
+        fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == wanted
         tensor = old if fits else torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
         handles.append(broadcast_async_(tensor, root_rank, f"optimizer_state.{value.index}"))
         return tensor
@@ -203,29 +203,25 @@ def _assign(
         for key in [k for k in group if k != "params" and k not in values]:
             del group[key]
         for key, value in values.items():
-            group[key] = _map(value, lambda v, old, d=device: receive(v, old, d), group.get(key))
+            group[key] = _map(value, functools.partial(receive, device=device), group.get(key))
     new_state = []
     for key, value in state:
         owner = params[key.index] if isinstance(key, _Param) else key
         device = owner.device if isinstance(owner, Tensor) else params[0].device
-        old = optimizer.state.get(owner)
-        new_state.append((owner, _map(value, lambda v, old, d=device: receive(v, old, d), old)))
+        receive_there = functools.partial(receive, device=device)
+        new_state.append((owner, _map(value, receive_there, optimizer.state.get(owner))))
     optimizer.state.clear()
     optimizer.state.update(new_state)
-    for handle in handles:
-        handle.wait()
+    _wait(handles)
 
 
-def _map(value: Any, leaf: Callable[..., Any], *old: Any) -> Any:
+def _map(value: Any, leaf: Callable[[Any, Any], Any], old: Any = None) -> Any:
     """Apply `leaf` to all that is not a dict, list or tuple, in order, beside what is at the same place in `old`."""
     if isinstance(value, dict):
-        return {k: _map(v, leaf, *(o.get(k) if isinstance(o, dict) else None for o in old)) for k, v in value.items()}
+        there: Any = old if isinstance(old, dict) else {}
+        return {k: _map(v, leaf, there.get(k)) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [
-            _map(v, leaf, *(o[i] if isinstance(o, (list, tuple)) and i < len(o) else None for o in old))
-            for i, v in enumerate(value)
-        ]
-        if hasattr(value, "_fields"):  # a named tuple
-            return type(value)(*items)
-        return type(value)(items)
-    return leaf(value, *old)
+        there = old if isinstance(old, (list, tuple)) else ()
+        items = list(map(_map, value, repeat(leaf), chain(there, repeat(None))))
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple, or not
+    return leaf(value, old)

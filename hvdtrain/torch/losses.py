@@ -13,13 +13,8 @@ from numpy.typing import NDArray
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import World
 
-_ELEMENTWISE = (
-    torch.nn.MSELoss,
-    torch.nn.L1Loss,
-    torch.nn.SmoothL1Loss,
-    torch.nn.HuberLoss,
-    torch.nn.BCELoss,
-    torch.nn.BCEWithLogitsLoss,
+_ELEMENTWISE = tuple(
+    getattr(torch.nn, f"{name}Loss") for name in ("MSE", "L1", "SmoothL1", "Huber", "BCE", "BCEWithLogits")
 )
 _BY_CLASS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 
@@ -28,19 +23,12 @@ _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, int, NDArray[np.float6
 
 
 class Counted(NamedTuple):
-    """What counts of a batch in its loss and metrics.
+    """What counts of a batch in its loss and metrics."""
 
-    Attributes:
-        weight: what the batch's mean loss was divided by, up to a factor that is the same for every batch.
-        factor: makes the loss a sum: `weight`, or 1 for a loss that is a sum.
-        samples: on this rank.
-        all_targets: True where it is known on the host that the loss ignores no target.
-    """
-
-    weight: float
-    factor: float
-    samples: int
-    all_targets: bool
+    weight: float  # what the batch's mean loss was divided by, up to a factor that is the same for every batch
+    factor: float  # makes the loss a sum: `weight`, or 1 for a loss that is a sum
+    samples: int  # on this rank
+    all_targets: bool  # True where it is known on the host that the loss ignores no target
 
 
 def needs_exchange(loss: Any) -> bool:
@@ -90,30 +78,21 @@ class LossWeights:
     sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` ranks, so each loss is scaled by
     d_rk * size / sum(d). The number of samples on all ranks is known by arithmetic. The number of ignored labels is
     not: losses are scaled for the expected sum, the sum travels with the gradients, and the reducer scales them again
-    in steps in which it was different. So this needs no additional collective.
-
-    Attributes:
-        counted: the denominator of each batch of the current step.
-        weight: sum of this rank's denominators, if other ranks cannot know it; else None.
-        expected: the sum over all ranks for which losses are scaled.
-        per_sample: the largest weight of a sample so far, equal on all ranks. With the largest, gradients are never
-            scaled up before they are reduced, which float16 on the wire could not hold.
+    in steps in which it was different. So it costs no collective of its own.
     """
 
     def __init__(self, loss: Any, world: World) -> None:
-        self.counted: list[Counted] = []
-        self.weight: float | None = None
-        self.expected = 0.0
+        self.counted: list[Counted] = []  # what counts of each batch of the current step
+        self.weight: float | None = None  # sum of this rank's denominators; None where other ranks can compute it
+        self.expected = 0.0  # sum over all ranks that losses are scaled for
+        # The largest weight of a sample so far, equal on all ranks. With the largest, gradients are never scaled up
+        # before they are reduced, which float16 on the wire could not hold.
+        self.per_sample = 0.0
         self._loss = loss
         self._world = world
         self._exchanged = needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
         self._samples = 0  # of the step, over all ranks
-        self.per_sample = 0.0
-
-    def forget(self) -> None:
-        """Forget what a sample counts: ranks begin together, and data may have changed."""
-        self.per_sample = 0.0
 
     def count(self, batch: Batch) -> Counted:
         """Return what counts of a batch."""

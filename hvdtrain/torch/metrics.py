@@ -16,12 +16,7 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
-    """Return {name: function (outputs, targets) -> one value per sample or element, or one for the batch}.
-
-    Raises:
-        ValueError: an unknown name.
-        TypeError: neither a name nor a callable.
-    """
+    """Return {name: function (outputs, targets) -> one value per sample or element, or one for the batch}."""
     if isinstance(metrics, str):
         metrics = [metrics]
     known: dict[str, Metric] = {
@@ -131,8 +126,5 @@ class Totals:
     def means(self, reduce: Reduce) -> dict[str, float]:
         """Return each mean over all ranks."""
         sums, counts = reduce(self.numbers).reshape(2, -1)
-        names = ["loss", *self._metrics]
-        return {
-            name: float(total / count) if count else float("nan")
-            for name, total, count in zip(names, sums, counts, strict=True)
-        }
+        means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts != 0)
+        return dict(zip(["loss", *self._metrics], means.tolist(), strict=True))

@@ -6,6 +6,7 @@ import copyreg
 import functools
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -223,13 +224,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named = _name_parameters(optimizer, named_parameters)
     _check_agreement(named, process_set)
     options = ReducerOptions(
-        compression=compression,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        average_aggregated_gradients=average_aggregated_gradients,
+        compression, op, gradient_predivide_factor, groups, sparse_as_dense, process_set, average_aggregated_gradients
     )
     mixin: type[DistributedMixin] = DistributedMixin
     if op == Adasum and engine.native().size() > 1:
@@ -241,10 +236,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if isinstance(optimizer, DistributedMixin):  # wrapped again, with other options
         plain = optimizer._hvd_plain_class
         optimizer._hvd_reducer.detach()
-    name = plain.__name__
-    described = {"__module__": plain.__module__, "__doc__": plain.__doc__, "__qualname__": plain.__qualname__}
+    described = {name: getattr(plain, name) for name in ("__module__", "__doc__", "__qualname__")}
     ours = {"_hvd_plain_class": plain, "_hvd_fuses": fused_update.applies_to(plain)}
-    cls: Any = type(name, (mixin, plain), {**described, **ours})
+    cls: Any = type(plain.__name__, (mixin, plain), {**described, **ours})
     distributed = object.__new__(cls)
     distributed.__dict__ = optimizer.__dict__
     distributed._hvd_should_synchronize = True
@@ -277,15 +271,11 @@ def _name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Any]] | None
 ) -> list[tuple[str, Parameter]]:
     """Return the optimizer's parameters with names, in the order of its groups; then those that it may get later."""
-    in_groups = [
-        (f"allreduce.noname.{i}.{j}", p)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, p in enumerate(group["params"])
-    ]
-    if not in_groups:
+    places = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
+    if not places:
         raise ValueError("The optimizer has no parameters: is the model without any? There is nothing to train.")
     if named_parameters is None:
-        return in_groups
+        return [(f"allreduce.noname.{i}.{j}", p) for i, j, p in places]
     given = list(named_parameters)
     if not given:
         raise ValueError("named_parameters is empty: is the model without parameters? There is nothing to train.")
@@ -295,22 +285,20 @@ def _name_parameters(
                 "named_parameters must be (name, parameter) tuples, such as model.named_parameters(). "
                 f"Received: {type(item).__name__}"
             )
-    names = [name for name, _ in given]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = sorted(name for name, times in Counter(name for name, _ in given).items() if times > 1)
     if twice:
         raise ValueError(f"named_parameters must have unique names. Received twice: {', '.join(twice)}")
-    name_of = {id(p): name for name, p in given}
-    unnamed = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])
-               if id(p) not in name_of]  # fmt: skip
+    name_of = {p: name for name, p in given}
+    unnamed = [place for place in places if place[2] not in name_of]
     if unnamed:
         i, j, param = unnamed[0]
         raise ValueError(
-            f"named_parameters lacks {len(unnamed)} of the optimizer's {len(in_groups)} parameters, the first of shape "
+            f"named_parameters lacks {len(unnamed)} of the optimizer's {len(places)} parameters, the first of shape "
             f"{tuple(param.shape)} (group {i}, number {j}): are they another model's? Pass the named_parameters() of "
             "the model whose parameters the optimizer has."
         )
-    known = {id(p) for _, p in in_groups}
-    return [(name_of[id(p)], p) for _, p in in_groups] + [(n, p) for n, p in given if id(p) not in known]
+    reduced = {p for *_, p in places}
+    return [(name_of[p], p) for *_, p in places] + [(name, p) for name, p in given if p not in reduced]
 
 
 def _check_agreement(named: list[tuple[str, Parameter]], process_set: Any) -> None:

@@ -34,18 +34,11 @@ def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
     saved = optimizer.state_dict()
     scalars: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
-        scalars[str(index)] = {}
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor):
-                arrays[f"optimizer.{index}.{name}"] = _on_host(value)
-            else:
-                scalars[str(index)][name] = value
+        tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+        arrays |= {f"optimizer.{index}.{name}": _on_host(value) for name, value in tensors.items()}
+        scalars[str(index)] = {name: value for name, value in entries.items() if name not in tensors}
     groups = [
-        {
-            key: value.item() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
+        {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in saved["param_groups"]
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
@@ -58,11 +51,7 @@ def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
 
 
 def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
-    """Restore what `capture` returned.
-
-    Raises:
-        ValueError: a tensor is missing, left over, or of another shape; named, and nothing has changed.
-    """
+    """Restore what `capture` returned; a ValueError names the first tensor that does not fit, before any changes."""
     current = _tensors(model)
     saved = {name[6:]: array for name, array in state.arrays.items() if name.startswith("model.")}
     for name in [*current, *saved]:
@@ -133,15 +122,13 @@ def _layout(optimizer: Any) -> list[Any]:
 
 def _as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return a group's saved options in the types it has now: JSON knows neither tuples nor tensors."""
-    restored = {}
-    for key, value in saved.items():
-        here = group.get(key)
-        if isinstance(here, tuple):
-            value = tuple(value)
-        elif isinstance(here, torch.Tensor):
-            value = torch.as_tensor(value, dtype=here.dtype, device=here.device)
-        restored[key] = value
-    return restored
+
+    def restored(value: Any, here: Any) -> Any:
+        if isinstance(here, torch.Tensor):
+            return torch.as_tensor(value, dtype=here.dtype, device=here.device)
+        return tuple(value) if isinstance(here, tuple) else value
+
+    return {key: restored(value, group.get(key)) for key, value in saved.items()}
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
