@@ -75,8 +75,8 @@ class PreparedLoader:
         filler = None
         for item, count, held in self._source.items(epoch):
             self.count = count
-            if item is None:
-                item = filler if filler is not None else self._any_batch()
+            if item is None:  # a batch of one sample, for a rank without samples in the epoch
+                item = filler if filler is not None else self._loader.collate_fn([self._loader.dataset[0]])
             filler = item
             hooks = self._scale_gradients(count * self._world.size / held)
             try:
@@ -84,10 +84,6 @@ class PreparedLoader:
             finally:  # also if the loop ends early
                 for hook in hooks:
                     hook.remove()
-
-    def _any_batch(self) -> Any:
-        """Return a batch of one sample, for a rank without samples in the epoch."""
-        return self._loader.collate_fn([self._loader.dataset[0]])
 
     def _scale_gradients(self, weight: float) -> list[Any]:
         if weight == 1.0:

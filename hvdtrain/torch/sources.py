@@ -16,6 +16,11 @@ from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, Sour
 from hvdtrain.distributed.world import World, current
 from hvdtrain.torch.worker_seeds import SeededBatches
 
+_NOT_OF_ORDER = (
+    "collate_fn", "generator", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory",
+    "prefetch_factor", "timeout", "worker_init_fn",
+)  # fmt: skip
+
 
 class ShardSampler(Sampler[int]):
     """This rank's sample indices of an epoch: every sample on exactly one rank, shuffled by (seed, epoch).
@@ -45,24 +50,17 @@ class ShardSampler(Sampler[int]):
         world: World | None = None,
     ) -> None:
         self._world = world or current()
-        num_samples = dataset if isinstance(dataset, int) else len(dataset)
+        self._total = self.num_samples = dataset if isinstance(dataset, int) else len(dataset)  # over all ranks
         if drop_last:
             if batch_size is None:
-                raise ValueError("drop_last needs batch_size, in samples per rank. Received: batch_size=None")
-            num_samples -= num_samples % (batch_size * self._world.size)
-        self.num_samples = num_samples  # over all ranks
+                raise ValueError("drop_last needs batch_size, in samples a rank. Received: batch_size=None")
+            self.num_samples -= self._total % (batch_size * self._world.size)
         self.shuffle = shuffle
         self.seed = seed
-        self._total = dataset if isinstance(dataset, int) else len(dataset)
         self._epoch, self._start = 0, 0
 
     def set_epoch(self, epoch: int, *, start: int = 0) -> None:
-        """Choose the epoch whose order the next iteration has.
-
-        Args:
-            epoch: counts from 0.
-            start: how many samples of it are done already, over all ranks: the others are shared out.
-        """
+        """Choose the epoch whose order the next iteration has, and how many samples of it are done, over all ranks."""
         self._epoch, self._start = epoch, start
 
     def set_start(self, start: int) -> None:
@@ -75,18 +73,17 @@ class ShardSampler(Sampler[int]):
     def shard(self) -> sharding.Shard:
         """Return the indices that the next iteration gives."""
         # What drop_last leaves out stands at the end of the order of all samples.
-        return sharding.Shard(self._order(self._epoch), self._positions())
+        return sharding.Shard(self._order(), self._positions())
 
     def __len__(self) -> int:
         return len(self._positions())
 
     def _positions(self) -> range:
-        first = min(self._start + self._world.rank, self.num_samples)
-        return range(first, self.num_samples, self._world.size)
+        return range(self._start + self._world.rank, self.num_samples, self._world.size)
 
-    def _order(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    def _order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         """Return the function from positions to samples."""
-        return sharding.EpochOrder(self._total, epoch=epoch, seed=self.seed, shuffle=self.shuffle).at
+        return sharding.EpochOrder(self._total, epoch=self._epoch, seed=self.seed, shuffle=self.shuffle).at
 
 
 class _SharedOrder(ShardSampler):
@@ -103,7 +100,7 @@ class _SharedOrder(ShardSampler):
             self._sampler.set_epoch(epoch)
         self._drawn = self._world.broadcast(np.fromiter(self._sampler, np.int64, self._total), name="sampler")
 
-    def _order(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    def _order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         return self._drawn.__getitem__
 
 
@@ -136,19 +133,7 @@ def _shard_sampler(loader: DataLoader[Any], *, world: World, seed: int) -> Shard
 def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
     """Return a DataLoader over the same dataset with the same workers and collation, in another order."""
     dataset = next((each.dataset for each in order.values() if isinstance(each, SeededBatches)), loader.dataset)
-    return DataLoader(
-        dataset,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        num_workers=loader.num_workers,
-        generator=loader.generator,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        **order,
-    )
+    return DataLoader(dataset, **{name: getattr(loader, name) for name in _NOT_OF_ORDER}, **order)
 
 
 class LoaderSource:
@@ -165,19 +150,15 @@ class LoaderSource:
             self._loader = _like(loader, batch_sampler=self._seeded)
         else:
             self._loader = _like(loader, batch_size=self._batch_size, sampler=self._sampler)
-        num_samples = self._sampler.num_samples
+        num_samples, batch_size = self._sampler.num_samples, self._batch_size
         if not num_samples:
             raise ValueError(
-                f"drop_last leaves no samples. Received: {len(loader.dataset)} samples, batch_size={self._batch_size} "  # type: ignore[arg-type]
+                f"drop_last leaves no samples. Received: {len(loader.dataset)} samples, batch_size={batch_size} "  # type: ignore[arg-type]
                 f"and {world.size} ranks"
             )
-        self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=self._batch_size, size=world.size)
-        self.facts: dict[str, Any] = {
-            "number of samples": num_samples,
-            "batch_size": self._batch_size,
-            "seed": self._sampler.seed,
-            "shuffle": self._sampler.shuffle,
-        }
+        self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
+        self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size}
+        self.facts |= {"seed": self._sampler.seed, "shuffle": self._sampler.shuffle}
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches; whether they are shuffled, the user's DataLoader says."""

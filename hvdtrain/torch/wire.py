@@ -7,24 +7,16 @@ from torch import Tensor
 
 # What horovod.torch 0.28.1 adds up; narrower floats travel as float32, which also adds them up better.
 _REDUCED = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
-_REDUCED_AS = {
-    torch.bfloat16: torch.float32,
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-}
-_MOVED = {*_REDUCED, torch.uint8, torch.int8, torch.int16}
+_SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16)
+_REDUCED_AS = {torch.bfloat16: torch.float32, **dict.fromkeys(_SMALL_INTEGERS, torch.int32)}
+_MOVED = {*_REDUCED, *_SMALL_INTEGERS}
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def is_native(tensor: Tensor) -> bool:
     """Return whether Horovod can reduce this very tensor in place."""
-    return (
-        tensor.dtype in _REDUCED
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-    )
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return tensor.dtype in _REDUCED and is_dense and not tensor.requires_grad
 
 
 def is_native_type(dtype: torch.dtype) -> bool:
@@ -33,11 +25,7 @@ def is_native_type(dtype: torch.dtype) -> bool:
 
 
 def to_reduce(tensor: Tensor) -> Tensor:
-    """Return `tensor` as something that can be added up; the tensor itself where that is possible.
-
-    Raises:
-        TypeError: no sum is defined for this type.
-    """
+    """Return `tensor` as something that can be added up; the tensor itself where that is possible."""
     tensor = tensor.detach()
     if tensor.dtype not in _REDUCED:
         if tensor.dtype not in _REDUCED_AS:

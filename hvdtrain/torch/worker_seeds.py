@@ -22,12 +22,7 @@ class BatchRequest(NamedTuple):
 
 
 class SeededBatches:
-    """Says for each batch where it stands; a DataLoader takes it for a batch sampler, or for a sampler.
-
-    Args:
-        batches: a sampler's batches, which can be iterated again for each epoch.
-        dataset: yields the samples of a batch.
-    """
+    """Says for each of a sampler's batches where it stands; a DataLoader takes it for a batch sampler, or a sampler."""
 
     def __init__(self, batches: Iterable[Any], dataset: Any) -> None:
         self.dataset: Any = _SeededDataset(dataset)
@@ -36,12 +31,7 @@ class SeededBatches:
         self._positions: Iterator[int] = iter(())
 
     def begin(self, positions: Iterator[int], *seeds: int) -> None:
-        """Choose where the next iteration is.
-
-        Args:
-            positions: of the batches in the epoch of all ranks: each has another one, resumed or not.
-            seeds: of the epoch.
-        """
+        """Choose the seeds of the epoch, and the places of the next iteration's batches among those of all ranks."""
         # Who seeds torch otherwise is to draw otherwise. A checkpoint holds this number.
         self._seeds, self._positions = (torch.initial_seed(), *seeds), positions
 

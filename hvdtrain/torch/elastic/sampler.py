@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import torch.utils.data
@@ -29,15 +30,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_indices: set[int] = set()
-        self.num_replicas = 0
-        self.rank = 0
-        self.remaining_indices: list[int] = []
-        self.num_samples = 0
-        self.total_size = 0
-        self._recorded = 0  # samples of this rank's share since the last reset
-        self.reset()
+        self.set_epoch(0)
 
     @property
     def processed_num(self) -> int:
@@ -47,7 +40,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Forget what was processed and go to `epoch`; to be called when an epoch ends, not when it begins."""
         self.epoch = epoch
-        self.processed_indices = set()
+        self.processed_indices: set[int] = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -60,7 +53,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             batch_size: samples of one rank; more than it has left counts as all.
         """
         end = min(self._recorded + batch_size, self.num_samples)
-        self.processed_indices.update(self._padded()[self._recorded * self.num_replicas : end * self.num_replicas])
+        self.processed_indices.update(self._padded[self._recorded * self.num_replicas : end * self.num_replicas])
         self._recorded = end
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +76,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.remaining_indices = [i for i in self._order() if i not in self.processed_indices]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        self._recorded = 0
+        # Several times over, where fewer samples are left than half the ranks.
+        self._padded = list(islice(cycle(self.remaining_indices), self.total_size))
+        self._recorded = 0  # samples of this rank's share since then
 
     def _order(self) -> list[int]:
         indices = list(range(len(self.dataset)))
@@ -91,16 +86,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             random.Random(self.seed + self.epoch).shuffle(indices)
         return indices
 
-    def _padded(self) -> list[int]:
-        left = self.remaining_indices
-        missing = self.total_size - len(left)
-        if missing == 0:
-            return left
-        # Several times over, where fewer samples are left than half the ranks.
-        return left + (left * -(-missing // len(left)))[:missing]
-
     def __iter__(self) -> Iterator[int]:
-        return iter(self._padded()[self.rank :: self.num_replicas])
+        return iter(self._padded[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
         return self.num_samples

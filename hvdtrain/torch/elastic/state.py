@@ -13,10 +13,6 @@ from hvdtrain.torch.elastic.sampler import ElasticSampler
 from hvdtrain.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
-def _rank() -> int:
-    return int(engine.native().rank())
-
-
 class TorchState(ObjectState):
     """The state of a training run, to be committed, restored and synchronized.
 
@@ -36,7 +32,7 @@ class TorchState(ObjectState):
         for name, handler in handlers.items():
             setattr(self, name, handler.value)
         others = {name: value for name, value in kwargs.items() if name not in handlers}
-        super().__init__(bcast_object=broadcast_object, get_rank=_rank, **others)
+        super().__init__(bcast_object=broadcast_object, get_rank=lambda: int(engine.native().rank()), **others)
 
     def save(self) -> None:
         """Keep a copy of everything in memory."""
