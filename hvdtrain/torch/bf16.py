@@ -18,14 +18,9 @@ from hvdtrain.torch.handles import Handle
 
 
 class Exchange(Handle):
-    """A handle on one reduction of several tensors; gives them reduced, in the types and shapes of those given.
+    """A handle on one reduction of several floating point tensors on one device; gives them in their own types.
 
-    Args:
-        tensors: floating point, on one device; shapes equal on all ranks.
-        name: equal on all ranks.
-        process_set: the ranks that take part.
-        prescale: multiplies each rank's tensors before they are rounded.
-        postscale: multiplies the sum before it is rounded.
+    `prescale` multiplies each rank's tensors before they are rounded, `postscale` the sum.
     """
 
     def __init__(
@@ -61,5 +56,6 @@ class Exchange(Handle):
 
     def _split(self, gather: Any) -> list[Tensor]:
         bits = engine.native().synchronize(gather).view(torch.bfloat16)
-        parts = bits[: sum(shape.numel() for shape, _ in self._like)].split([shape.numel() for shape, _ in self._like])
+        sizes = [shape.numel() for shape, _ in self._like]
+        parts = bits[: sum(sizes)].split(sizes)
         return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, self._like, strict=True)]

@@ -79,11 +79,7 @@ def set_threads(threads: int) -> int:
 
 
 def pick_device(local_rank: int) -> str:
-    """Make the GPU of `local_rank` the current one, before anything is allocated on another; "cpu" without a GPU.
-
-    Raises:
-        RuntimeError: there are GPUs, but fewer than local ranks.
-    """
+    """Make the GPU of `local_rank` the current one, before anything is allocated on another; "cpu" without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
     index = devices.gpu_of(local_rank, torch.cuda.device_count())

@@ -41,12 +41,10 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return `tensor` rounded, if it is floating point, and the type that it had."""
         return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return `tensor` as the type that it had."""
         return tensor.to(ctx)
 
 

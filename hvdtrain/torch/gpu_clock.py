@@ -16,11 +16,7 @@ Mark = torch.cuda.Event | float
 
 
 class GpuClock(Clock):
-    """Time as the GPU spends it; the host's until the GPU is used, and where it never is.
-
-    Args:
-        device: whose stream is marked; the current one by default.
-    """
+    """Time as the GPU spends it; the host's until the GPU is used, and where it never is."""
 
     runs_behind = True
 
@@ -50,9 +46,7 @@ class GpuClock(Clock):
 
 def of_bench() -> Clock:
     """Return the clock for `hvdtrain bench`: with HVDTRAIN_GPU_ASYNC=1 the GPU's, else the host's, behind the GPU."""
-    if torch.cuda.is_available():
-        return GpuClock() if tuning.gpu_async() else Clock(_finished)
-    return Clock()
+    return GpuClock() if tuning.gpu_async() and torch.cuda.is_available() else Clock(_finished)
 
 
 def _finished() -> float:

@@ -9,12 +9,9 @@ from hvdtrain.torch import engine
 
 
 class Handle:
-    """One operation in flight; `poll` and `synchronize` take it, and calling it waits too.
+    """One operation in flight, of native or other handles; `poll` and `synchronize` take it, and calling it waits too.
 
-    Args:
-        parts: native handles, or other handles, that must be done first.
-        finish: given the parts' outputs, returns the operation's result; runs once, in the waiting thread.
-        name: the operation's, for messages.
+    `finish` makes the result of what the parts give; it runs once, in the waiting thread.
     """
 
     def __init__(self, parts: Sequence[Any], finish: Callable[..., Any], name: str = "") -> None:
@@ -35,17 +32,16 @@ class Handle:
             if self.is_stale:
                 self._done = True
                 raise engine.native().HorovodInternalError("This operation was submitted before hvd.shutdown().")
-            outputs = []
-            error: Exception | None = None
+            outputs, errors = [], []
             for part in self._parts:
                 try:
                     outputs.append(synchronize(part))
-                except Exception as failure:  # noqa: BLE001 - wait for the others first, they write into our buffers
-                    error = error or failure
+                except Exception as error:  # noqa: BLE001 - wait for the others first, they write into our buffers
+                    errors.append(error)
             # Only now: after an interruption, by a signal handler for example, `wait` may be called again.
             self._done = True
-            if error is not None:
-                raise error
+            if errors:
+                raise errors[0]
             self._result = self._finish(*outputs)
             self._parts = []
         return self._result

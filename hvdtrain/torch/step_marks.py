@@ -47,13 +47,11 @@ class _StepMarks:
         self._stepping = False  # until a torch optimizer has stepped: Keras's steps on torch are others' to mark
         self._in_backward = False
 
-    def expect_batch(self) -> None:
-        """Take the next forward pass as the sign that a batch is there."""
+    def expect_batch(self) -> None:  # the next forward pass is the sign that it is there
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(self._forward)
 
-    def ignore_batch(self) -> None:
-        """Take the hook off again: between two steps it would only cost time."""
+    def ignore_batch(self) -> None:  # between two steps the hook would only cost time
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -64,8 +62,7 @@ class _StepMarks:
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim():
             self._batch_samples = len(inputs[0])
 
-    def reported(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `backward`, whose outermost calls are reported; after one, another batch may follow."""
+    def reported(self, backward: Callable[..., Any]) -> Callable[..., Any]:  # its outermost calls are
 
         @functools.wraps(backward)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +82,6 @@ class _StepMarks:
         return measured
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """End the step."""
         self._stepping = True
         facts = self._facts
         if self._samples:
@@ -94,19 +90,12 @@ class _StepMarks:
         if "gradient_bytes" not in facts:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             reducer = getattr(optimizer, "_hvd_reducer", None)
+            wire = "NoneCompressor" if reducer is None else reducer.options.compression.__name__
             facts |= {
                 "framework": "torch",
-                "gradient_bytes": sum(g.numel() * g.element_size() for g in gradients),
+                "gradient_bytes": sum(g.nbytes for g in gradients),
                 "reduced": bool(reducer is not None and reducer.is_distributed),
-                "wire": _wire(reducer),
+                "wire": {"NoneCompressor": "none", "FP16Compressor": "fp16", "BF16Compressor": "bf16"}.get(wire, wire),
             }
         self._recorder.step_done()
         self.expect_batch()
-
-
-def _wire(reducer: Any) -> str:
-    """Return the name of the compression under which gradients travel: "none", "fp16", "bf16"."""
-    if reducer is None:
-        return "none"
-    name: str = reducer.options.compression.__name__
-    return {"NoneCompressor": "none", "FP16Compressor": "fp16", "BF16Compressor": "bf16"}.get(name, name)
