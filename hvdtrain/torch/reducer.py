@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,13 +28,6 @@ _Counts = list[list[tuple[int, int]]]
 
 
 _Unit = TypeVar("_Unit", bound=ReductionUnit)
-
-
-@dataclass
-class _StepInFlight:
-    started: list[ReductionUnit] = field(default_factory=list)
-    active: Handle | None = None
-    numbers: Handle | None = None
 
 
 class _GradientFlags(NamedTuple):
@@ -80,7 +72,8 @@ class Reducer:
         self._units: list[ReductionUnit] = []
         self._unit_of: dict[Parameter, ReductionUnit] = {}
         self._hooks: dict[Parameter, Any] = {}
-        self._step, self._abandoned = _StepInFlight(), _StepInFlight()
+        self._in_flight: dict[str, Handle] = {}  # the step's operations besides units
+        self._abandoned: dict[str, Handle] = {}  # those of a step that failed
         self._generation = engine.generation()
         self._packs = bucket.can_pack(options)
         self._dense: list[Parameter] | None = None  # with dense gradients on all ranks; None until that is known
@@ -200,7 +193,7 @@ class Reducer:
     def is_in_flight(self) -> bool:
         """True while gradients of a step are sent or wait to be sent, until they are reduced."""
         self._renew()
-        return bool(self._step.started) or any(unit.ready for unit in self._units)
+        return any(unit.is_started or unit.ready for unit in self._units)
 
     def set_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, from the next step on."""
@@ -226,10 +219,10 @@ class Reducer:
     def _abandon(self) -> None:
         for unit in self._units:
             unit.abandon()
-        self._abandoned = self._step
+        self._abandoned = self._in_flight
 
     def _end_step(self) -> None:
-        self._step = _StepInFlight()
+        self._in_flight = {}
         self._passes = dict.fromkeys(self._passes, 0)
         for unit in self._units:
             unit.reset()
@@ -248,32 +241,24 @@ class Reducer:
             unit = self._unit_of[param]
             unit.ready += 1
             if unit.ready == len(unit.params) and unit is not self._closing:
-                self._start(unit)
-
-    def _start(self, unit: ReductionUnit) -> None:
-        unit.start(self._all_active)
-        self._step.started.append(unit)
+                unit.start(self._all_active)
 
     def _all_active(self) -> bool:
         """Return whether no rank has joined; bf16 units, which need all ranks, check it first."""
         if not engine.is_global(self.options.process_set):
             return True
-        if self._step.active is None:
-            drain(self._abandoned.active)
-            self._abandoned.active = None
-            self._step.active = active_ranks_async("gradients")
-        return bool(self._step.active.wait() == self.options.process_set.size())
+        if "active" not in self._in_flight:
+            drain(self._abandoned.pop("active", None))
+            self._in_flight["active"] = active_ranks_async("gradients")
+        return bool(self._in_flight["active"].wait() == self.options.process_set.size())
 
     def synchronize(self, *, weight: float | None = None, expected: float = 0.0) -> float | None:
-        """Reduce all gradients of this step and wait for them.
+        """Reduce all gradients of this step and wait for them; return the sum of the ranks' weights, None without.
 
         Args:
-            weight: this rank's weight in the mean, such as the number of labels that count; all ranks give one, or no
-                rank does. The gradients were scaled as if the ranks' weights had the sum `expected`.
-            expected: if the weights have another sum, gradients are multiplied by expected / sum.
-
-        Returns:
-            The sum of the ranks' weights, the same number on all of them; None without weights.
+            weight: what this rank's gradients weigh in the mean, such as the number of labels that count; all ranks
+                give one, or none does. The gradients were scaled as if all ranks' weights summed up to `expected`.
+            expected: where the weights sum up to another number, gradients are multiplied by expected / sum.
         """
         if not self.is_distributed:
             self.scale_gradients()
@@ -303,7 +288,7 @@ class Reducer:
             self._all_active()  # a collective: every rank takes part in every step, even if it started no bucket
         for unit in self._units:
             if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
-                self._start(unit)
+                unit.start(self._all_active)
         found = self._exchange_flags(weight)
         if found.counts is not None:
             self._start_what_others_have(found.counts)
@@ -364,16 +349,11 @@ class Reducer:
     def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
         """Reduce `numbers`, with the last bucket if there is one; return how, and the result."""
         if self._closing is not None:
-            self._step.started.append(self._closing)
             return self._closing.how, self._closing.exchange(numbers, self._all_active)
-        drain(self._abandoned.numbers)
-        self._abandoned.numbers = None
+        drain(self._abandoned.pop("numbers", None))
         how = reduction(self.options, self.scale)
-        vector = torch.tensor(numbers)
-        self._step.numbers = Handle([how.send(vector, "gradients.present")], lambda _: None)
-        self._step.numbers.wait()
-        received: list[float] = vector.tolist()
-        return how, received
+        self._in_flight["numbers"] = Handle([how.send(torch.tensor(numbers), "gradients.present")], Tensor.tolist)
+        return how, self._in_flight["numbers"].wait()
 
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, if so requested, without any reduction."""
