@@ -172,8 +172,8 @@ DEFECTS = (
     Defect(
         "world: the greatest number over ranks is their sum",
         "hvdtrain/distributed/world.py",
-        '"sum" if op == "mean" else op,',
-        '"sum",',
+        '"sum" if op == "mean" else op)',
+        '"sum")',
         ranks("trainer-torch", "healthy or flipped"),
     ),
     Defect(

@@ -74,11 +74,12 @@ def gpu_of(local_rank: int, count: int) -> int:
 
 
 def introduce(
-    module: ModuleType, allgather: Callable[..., Bytes], *, gpu: Callable[[int], tuple[str, str]], nccl: bool
+    module: ModuleType, run: Callable[..., Bytes], *, gpu: Callable[[int], tuple[str, str]], nccl: bool
 ) -> str:
     """Return in words what this rank computes on; ranks compare theirs in `compare_once`.
 
-    `gpu` returns UUID and name of a GPU that this process sees. With `nccl`, gradients travel over NCCL.
+    `run` runs collectives on host arrays. `gpu` returns UUID and name of a GPU that this process sees. With `nccl`,
+    gradients travel over NCCL.
     """
     global _compare
     if module.size() == 1:
@@ -86,7 +87,7 @@ def introduce(
     kind, _, index = picked.partition(":")
     uuid, name = gpu(int(index)) if kind == "cuda" else ("", "")
     mine = RankDevice(kind, host_id().hex(), socket.gethostname(), uuid, name)
-    _compare = functools.partial(compare, mine, module, allgather, nccl=nccl)
+    _compare = functools.partial(compare, mine, module, run, nccl=nccl)
     return f"{picked} ({name})" if name else picked
 
 
@@ -110,9 +111,9 @@ def host_id() -> bytes:
         return uuids.uuid5(uuids.NAMESPACE_DNS, platform.node()).bytes
 
 
-def compare(mine: RankDevice, module: ModuleType, allgather: Callable[..., Bytes], *, nccl: bool) -> None:
+def compare(mine: RankDevice, module: ModuleType, run: Callable[..., Bytes], *, nccl: bool) -> None:
     """Name the ranks that share a GPU; a collective of all ranks, and a LaunchError with NCCL, which takes one each."""
-    lines = allgather(mine.to_bytes(), "hvdtrain.devices").tobytes().splitlines()
+    lines = run(module, "allgather", mine.to_bytes(), name="hvdtrain.devices").tobytes().splitlines()
     ranks = [RankDevice(*json.loads(line)) for line in lines]
     shared = in_words(ranks)
     if shared and nccl:

@@ -74,14 +74,8 @@ _said = False
 class Host(Protocol):
     """What a framework does with host arrays and with its share of the host: `collectives` of each framework."""
 
-    def allreduce(self, array: Array, op: str, name: str) -> Array:
-        """Return the sum, min or max over ranks; never called with "mean"."""
-
-    def allgather(self, array: Array, name: str) -> Array:
-        """Return all ranks' arrays, concatenated on axis 0."""
-
-    def broadcast(self, array: Array, root: int, name: str) -> Array:
-        """Return the root's array."""
+    def run(self, horovod: ModuleType, kind: str, array: Array, *args: Any, **options: Any) -> Array:
+        """Return what Horovod's collective `kind`, such as "allreduce", makes of a host array."""
 
     def pick_device(self, local_rank: int) -> str:
         """Make this rank's GPU the current one and return its name, or "cpu"."""
@@ -205,7 +199,7 @@ def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
     if host.starts_with_threads():
         share = max(1, usable_cores() // module.local_size())
     else:  # a collective: whatever this rank's settings are
-        share = share_of_cores(host, local_size=module.local_size())
+        share = share_of_cores(module, host)
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(chosen) if chosen.isdecimal() else host.set_threads(share)
     if module.rank() == 0 and not _said:
@@ -267,7 +261,7 @@ def _has_room_for(launch: launch_environment.Launcher | None) -> bool:
     return launch is not None and free >= (launch.size or _MOST_CORES) * _SHARED_BYTES_A_RANK
 
 
-def share_of_cores(host: Host, *, local_size: int) -> int:
+def share_of_cores(module: ModuleType, host: Host) -> int:
     """Return how many of the cores that this rank may use are its own, at least 1; a collective of all ranks.
 
     A core that several ranks of a host may use is shared among them; one that a launcher gave to this rank alone is
@@ -277,11 +271,11 @@ def share_of_cores(host: Host, *, local_size: int) -> int:
     mask = np.zeros(_MOST_CORES, np.uint8)
     mask[[core for core in cores if core < _MOST_CORES]] = 1
     mine = np.concatenate([np.frombuffer(devices.host_id(), np.uint8), mask])
-    rows = host.allgather(mine, "hvdtrain.cores").reshape(-1, len(mine))
+    rows = host.run(module, "allgather", mine, name="hvdtrain.cores").reshape(-1, len(mine))
     here = rows[(rows[:, :16] == mine[:16]).all(axis=1), 16:]
     ranks = here.sum(axis=0, dtype=np.int64)  # on each core
     share = sum(1 / ranks[core] for core in cores if core < _MOST_CORES)
-    return max(1, int(min(share, _time_limit() / local_size) + 1e-9))
+    return max(1, int(min(share, _time_limit() / module.local_size()) + 1e-9))
 
 
 def usable_cores() -> int:

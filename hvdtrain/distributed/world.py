@@ -56,7 +56,8 @@ class World:
         self.engine = engine
         self.device = device
         self._horovod = horovod
-        self._host: tuning.Host = frameworks.load(engine, "collectives")
+        host: tuning.Host = frameworks.load(engine, "collectives")
+        self._run = functools.partial(host.run, horovod)
 
     # Read from Horovod each time: an elastic job renumbers ranks, grows and shrinks.
 
@@ -91,10 +92,9 @@ class World:
         devices.compare_once()
         if op not in ("sum", "mean", "min", "max"):
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
-        # A mean is a sum that is divided here. This is exact for integers too, and needs one native operation less.
-        total = self._host.allreduce(
-            np.asarray(array, order="C"), "sum" if op == "mean" else op, f"hvdtrain.{name}.{op}"
-        )
+        # A mean is a sum divided here: exact for integers too, and one native operation less to trust.
+        native = getattr(self._horovod, ("sum" if op == "mean" else op).capitalize())
+        total = self._run("allreduce", np.asarray(array, order="C"), op=native, name=f"hvdtrain.{name}.{op}")
         return total / self.size if op == "mean" else total
 
     @recorder.waiting()
@@ -108,7 +108,7 @@ class World:
             )
         # As bytes, so that any dtype arrives bit for bit.
         rows = array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((0, 1), np.uint8)
-        flat = self._host.allgather(rows.reshape(-1), f"hvdtrain.{name}.allgather")
+        flat = self._run("allgather", rows.reshape(-1), name=f"hvdtrain.{name}.allgather")
         return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
     @recorder.waiting()
@@ -118,8 +118,8 @@ class World:
         if not 0 <= root < self.size:
             raise ValueError(f"root must be a rank in [0, {self.size}). Received: root={root}")
         array = np.asarray(array, order="C")
-        flat = array.reshape(-1).view(np.uint8)
-        return self._host.broadcast(flat, root, f"hvdtrain.{name}").view(array.dtype).reshape(array.shape)
+        flat = self._run("broadcast", array.reshape(-1).view(np.uint8), root, name=f"hvdtrain.{name}")
+        return flat.view(array.dtype).reshape(array.shape)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> list[bytes]:
         """Return every rank's bytes, in rank order; lengths may differ."""
@@ -257,7 +257,7 @@ def init_engine(
     _pause_before_forks()
     devices.pick(module, pick)
     gpu = devices.from_driver if on_jax else host.gpu
-    decided.device = devices.introduce(module, host.allgather, gpu=gpu, nccl=decided.nccl)
+    decided.device = devices.introduce(module, host.run, gpu=gpu, nccl=decided.nccl)
     tuning.settle(decided, module, host)
     if not host.starts_with_threads():
         devices.compare_once()

@@ -4,37 +4,11 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
-from typing import Any
 
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from hvdtrain.distributed import devices
-from hvdtrain.distributed.world import Op, load_engine
-from hvdtrain.keras import host_collectives
-
-_OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
-
-
-def allreduce(array: NDArray[Any], op: Op, name: str) -> NDArray[Any]:
-    """Reduce `array` over ranks; see `World.allreduce`."""
-    return _run("allreduce", array, name=name, op=getattr(load_engine("tensorflow"), _OPS[op]))
-
-
-def allgather(array: NDArray[Any], name: str) -> NDArray[Any]:
-    """Concatenate `array` over ranks on axis 0."""
-    return _run("allgather", array, name=name)
-
-
-def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
-    """Return the root's `array`."""
-    return _run("broadcast", array, root, name=name)
-
-
-def _run(kind: str, array: NDArray[Any], *args: Any, **options: Any) -> NDArray[Any]:
-    horovod: Any = load_engine("tensorflow")
-    result: NDArray[Any] = host_collectives.run(horovod, kind, array, *args, **options)
-    return result
+from hvdtrain.keras.host_collectives import run as run
 
 
 def has_gpu() -> bool:

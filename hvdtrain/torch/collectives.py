@@ -10,27 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.distributed import devices
-from hvdtrain.distributed.world import Op, load_engine
 from hvdtrain.torch import compiler_on_demand
 
 
-def allreduce(array: NDArray[Any], op: Op, name: str) -> NDArray[Any]:
-    """Reduce `array` over ranks; see `World.allreduce`."""
-    return _run("allreduce", array, name=name, op=getattr(load_engine("torch"), op.capitalize()))
-
-
-def allgather(array: NDArray[Any], name: str) -> NDArray[Any]:
-    """Concatenate `array` over ranks on axis 0."""
-    return _run("allgather", array, name=name)
-
-
-def broadcast(array: NDArray[Any], root: int, name: str) -> NDArray[Any]:
-    """Return the root's `array`."""
-    return _run("broadcast", array, root, name=name)
-
-
-def _run(kind: str, array: NDArray[Any], *args: Any, **options: Any) -> NDArray[Any]:
-    result = getattr(load_engine("torch"), kind)(torch.from_numpy(np.array(array)), *args, **options)
+def run(horovod: ModuleType, kind: str, array: NDArray[Any], *args: Any, **options: Any) -> NDArray[Any]:
+    """Return what Horovod's collective `kind` makes of a host array."""
+    result = getattr(horovod, kind)(torch.from_numpy(np.array(array)), *args, **options)
     return np.asarray(result.numpy())
 
 

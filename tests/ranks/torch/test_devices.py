@@ -13,7 +13,7 @@ from hvdtrain.torch import collectives, engine
 
 def introduce(monkeypatch: pytest.MonkeyPatch, uuid: str, *, nccl: bool = False) -> None:
     monkeypatch.setattr(devices, "picked", "cuda:0")
-    said = devices.introduce(engine.native(), collectives.allgather, gpu=lambda _: (uuid, "NVIDIA H100"), nccl=nccl)
+    said = devices.introduce(engine.native(), collectives.run, gpu=lambda _: (uuid, "NVIDIA H100"), nccl=nccl)
     assert said == "cuda:0 (NVIDIA H100)"
 
 

@@ -23,7 +23,8 @@ def rank_on(uuid="", kind="cuda", host="x"):
 def compare(*ranks, nccl=False, rank=0):
     """Let ranks compare as the collective would on `rank`."""
     everybody = np.concatenate([each.to_bytes() for each in ranks])
-    devices.compare(ranks[rank], SimpleNamespace(rank=lambda: rank), lambda array, name: everybody, nccl=nccl)
+    horovod = SimpleNamespace(rank=lambda: rank)
+    devices.compare(ranks[rank], horovod, lambda module, kind, array, name: everybody, nccl=nccl)
 
 
 def test_names_of_any_length_and_script_go_over_the_ranks():

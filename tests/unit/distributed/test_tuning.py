@@ -82,7 +82,7 @@ class Host:
         self.given.append(threads)
         return threads
 
-    def allgather(self, array, name):
+    def run(self, horovod, kind, array, name):
         return np.concatenate([array] * self.ranks)
 
 
@@ -225,12 +225,12 @@ def test_cores_that_a_launcher_gave_to_one_rank_alone_are_not_divided_again(monk
     monkeypatch.setattr(tuning, "_time_limit", lambda: float("inf"))
 
     class Bound(Host):
-        def allgather(self, array, name):
+        def run(self, horovod, kind, array, name):
             other = array.copy()
             other[16:] = np.roll(array[16:], 4)  # the next four cores
             return np.concatenate([array, other])
 
-    assert tuning.share_of_cores(Bound(), local_size=2) == 4
+    assert tuning.share_of_cores(horovod(local_size=2), Bound()) == 4
 
 
 def test_a_framework_that_starts_with_its_threads_is_given_them_before_any_collective(monkeypatch):
@@ -240,7 +240,7 @@ def test_a_framework_that_starts_with_its_threads_is_given_them_before_any_colle
         def starts_with_threads(self):
             return True
 
-        def allgather(self, array, name):
+        def run(self, horovod, kind, array, name):
             raise AssertionError("its threads are running now")
 
     host = Early(2)
@@ -253,18 +253,18 @@ def test_ranks_of_another_host_share_no_core(monkeypatch):
     monkeypatch.setattr(tuning, "_time_limit", lambda: float("inf"))
 
     class Far(Host):
-        def allgather(self, array, name):
+        def run(self, horovod, kind, array, name):
             other = array.copy()
             other[0] ^= 1
             return np.concatenate([array, other])
 
-    assert tuning.share_of_cores(Far(), local_size=1) == 2
+    assert tuning.share_of_cores(horovod(local_size=1), Far()) == 2
 
 
 def test_a_containers_limit_on_processor_time_is_shared(monkeypatch):
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(tuning, "_time_limit", lambda: 8.0)
-    assert tuning.share_of_cores(Host(2), local_size=2) == 4
+    assert tuning.share_of_cores(horovod(local_size=2), Host(2)) == 4
 
 
 def test_threads_that_the_user_set_and_those_of_one_rank_are_left_alone(monkeypatch):
@@ -278,7 +278,7 @@ def test_threads_that_the_user_set_and_those_of_one_rank_are_left_alone(monkeypa
 def test_what_was_decided_is_said_once_on_rank_0(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hvdtrain")
     launched(monkeypatch, ONE_HOST)
-    monkeypatch.setattr(tuning, "share_of_cores", lambda host, local_size: 1)
+    monkeypatch.setattr(tuning, "share_of_cores", lambda module, host: 1)
     decided = prepare()
     tuning.settle(decided, horovod(rank=1), Host(2))
     assert caplog.messages == []
