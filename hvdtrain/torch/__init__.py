@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
 from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, shutdown
+from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, native, shutdown
 from hvdtrain.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from hvdtrain.torch.gather_ops import (
     allgather,
@@ -72,13 +73,9 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"hvdtrain.torch.{name}")
     if name in _ENGINE_NAMES or name in _HOROVOD_ONLY:
-        from hvdtrain.torch.engine import native
-
-        home = native()
-        if not hasattr(home, name):
-            home = importlib.import_module(f"{home.__name__}.mpi_ops") if name not in _HOROVOD_ONLY else home
-        if hasattr(home, name):
-            return getattr(home, name)
+        for home in (native(), sys.modules.get(f"{native().__name__}.mpi_ops")):
+            if hasattr(home, name):
+                return getattr(home, name)
         raise AttributeError(f"hvdtrain.torch.{name} is part of Horovod's build, which is not installed.")
     raise AttributeError(f"module 'hvdtrain.torch' has no attribute {name!r}")
 

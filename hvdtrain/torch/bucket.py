@@ -29,7 +29,7 @@ def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
 
     The result depends only on the order of `params`, their shapes, types and devices, so it is equal on all ranks.
     """
-    native = [param for param in reversed(list(params)) if wire.is_native_type(param.dtype)]
+    native = [param for param in reversed(list(params)) if param.dtype in wire.REDUCED]
     is_tiny = sum(param.nbytes for param in native) <= _TINY_BYTES
     buckets: dict[tuple[torch.dtype, torch.device], list[list[Parameter]]] = {}
     for param in native:

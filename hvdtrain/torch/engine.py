@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections import defaultdict
 from types import ModuleType
@@ -20,12 +21,7 @@ _counters: defaultdict[Any, itertools.count[int]] = defaultdict(itertools.count)
 def native() -> Any:
     """Return horovod.torch, or `hvdtrain.torch.solo` in one process without Horovod; raises what `init` does."""
     global _module
-    if _module is None:
-        _module = world.load_engine("torch")
-        if _module is None:
-            from hvdtrain.torch import solo
-
-            _module = solo
+    _module = _module or world.load_engine("torch") or importlib.import_module("hvdtrain.torch.solo")
     return _module
 
 
@@ -41,12 +37,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         HorovodMismatchError: it is installed, but built for other versions.
         LaunchError: the launcher announced more ranks than Horovod found.
     """
-    global _module
     fresh = not native().is_initialized()
     # world.init calls init() without arguments: pass on only what was given, so that both forms agree.
     given = {k: v for k, v in (("comm", comm), ("process_sets", process_sets)) if v is not None}
-    module = world.init_engine("torch", **given)
-    if module is None:
+    if world.init_engine("torch", **given) is None:
         native().init(**given)
     if fresh:
         start_over()

@@ -49,7 +49,7 @@ class DistributedMixin(torch.optim.Optimizer):
         reducer = self._reducer()
         closure = args[0] if args else kwargs.get("closure")
         if not self._hvd_should_synchronize:
-            closure = None  # the user does it
+            pass  # the user does it
         elif closure is None:
             if not reducer.is_synchronized:
                 reducer.synchronize()
@@ -252,8 +252,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def _check_options(op: int, predivide: float, passes: int, groups: Any) -> None:
     if predivide != 1.0 and op != Average:
         raise ValueError(f"gradient_predivide_factor needs op=Average. Received: {predivide} with op={op}")
-    if predivide != 1.0 and engine.native().rocm_built():
-        raise ValueError("gradient_predivide_factor is not supported with ROCm")
     if passes <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0. Received: {passes}")
     if groups is None or (isinstance(groups, int) and groups >= 0):

@@ -61,10 +61,7 @@ class _Normalize(torch.autograd.Function):
         shape = [1, channels] + [1] * (x.dim() - 2)
         xw = x.to(wide)
         local_count = x.numel() // max(channels, 1)
-        if local_count:
-            local_var, local_mean = torch.var_mean(xw, dim=dims, correction=0)
-        else:
-            local_var = local_mean = torch.zeros(channels, dtype=wide, device=x.device)
+        local_var, local_mean = torch.var_mean(xw, dim=dims, correction=0) if local_count else xw.new_zeros(2, channels)
         mine = torch.cat([local_mean, local_var, local_mean.new_tensor([float(local_count)])])
         # (size, 2 * channels + 1)
         parts = allgather_async(mine.unsqueeze(0), name=f"sync_batch_norm.{channels}.{wide}").wait()

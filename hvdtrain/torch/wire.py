@@ -6,32 +6,27 @@ import torch
 from torch import Tensor
 
 # What horovod.torch 0.28.1 adds up; narrower floats travel as float32, which also adds them up better.
-_REDUCED = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
+REDUCED = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
 _SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16)
 _REDUCED_AS = {torch.bfloat16: torch.float32, **dict.fromkeys(_SMALL_INTEGERS, torch.int32)}
-_MOVED = {*_REDUCED, *_SMALL_INTEGERS}
+_MOVED = {*REDUCED, *_SMALL_INTEGERS}
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def is_native(tensor: Tensor) -> bool:
     """Return whether Horovod can reduce this very tensor in place."""
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
-    return tensor.dtype in _REDUCED and is_dense and not tensor.requires_grad
-
-
-def is_native_type(dtype: torch.dtype) -> bool:
-    """Return whether Horovod adds up tensors of this type as they are."""
-    return dtype in _REDUCED
+    return tensor.dtype in REDUCED and is_dense and not tensor.requires_grad
 
 
 def to_reduce(tensor: Tensor) -> Tensor:
     """Return `tensor` as something that can be added up; the tensor itself where that is possible."""
     tensor = tensor.detach()
-    if tensor.dtype not in _REDUCED:
+    if tensor.dtype not in REDUCED:
         if tensor.dtype not in _REDUCED_AS:
             raise TypeError(
                 f"Tensors of {tensor.dtype} cannot be reduced over ranks. Received: shape {tuple(tensor.shape)}. "
-                f"Cast it to one of {sorted(str(t) for t in (*_REDUCED, *_REDUCED_AS))} first."
+                f"Cast it to one of {sorted(str(t) for t in (*REDUCED, *_REDUCED_AS))} first."
             )
         tensor = tensor.to(_REDUCED_AS[tensor.dtype])
     return tensor.contiguous()

@@ -70,8 +70,7 @@ class StateHandler:
     """Saves one object of a `TorchState`."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
-        self.save()
+        self.set_value(value)
 
     def save(self) -> None:
         """Keep a copy of the object's state."""
