@@ -43,7 +43,14 @@ def of_array(array: NDArray[Any]) -> bytes:
     whole = data.size // 8 * 8
     words = data[:whole].view(np.uint64)
     for begin in range(0, words.size, _BLOCK):
-        _add_block(hashed, words[begin : begin + _BLOCK])
+        block = words[begin : begin + _BLOCK]
+        rest = 0  # the words at the block's end that fill no row of lanes are hashed as they are
+        if block.size > _SMALL:
+            rest = min(block.size // lanes * lanes for lanes in _LANES)
+            for lanes in _LANES:
+                rows = block[: block.size // lanes * lanes].reshape(-1, lanes)
+                hashed.update(np.add.reduce(rows, axis=0).data)
+        hashed.update(block[rest:].data)
     hashed.update(data[whole:].data)
     return hashed.digest()
 
@@ -60,14 +67,3 @@ def combined(digests: Mapping[str, bytes]) -> bytes:
     for name, digest in digests.items():
         hashed.update(name.encode() + b"\0" + digest)
     return hashed.digest()
-
-
-def _add_block(hashed: hashlib.blake2b, words: NDArray[np.uint64]) -> None:
-    """Hash the lanes of a block, and the words at its end that fill no row of lanes."""
-    rest = 0
-    if words.size > _SMALL:
-        rest = min(words.size // lanes * lanes for lanes in _LANES)
-        for lanes in _LANES:
-            rows = words[: words.size // lanes * lanes].reshape(-1, lanes)
-            hashed.update(np.add.reduce(rows, axis=0).data)
-    hashed.update(words[rest:].data)

@@ -20,6 +20,7 @@ from hvdtrain.distributed.world import World
 
 Arrays = dict[str, NDArray[Any]]
 
+_SHARED = ("mean.", "max.")
 _MT_WORDS = 624  # the state of a Mersenne Twister, which Python and numpy.random both use
 
 
@@ -55,21 +56,17 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
     With `everywhere`, all ranks get them. "mean.x" and "max.x" that are equal on all ranks are there once, as rank 0's:
     masks and tables of models are buffers too.
     """
-    equal = _equal_on_all(mine, world=world)
+    names = sorted(name for name in mine if name.startswith(_SHARED))
+    hashes = np.frombuffer(b"".join(checksums.of_array(mine[name]) for name in names), np.int64)
+    low, high = (world.allreduce(hashes, op, name="rank_state.hashes") for op in ("min", "max"))
+    same = (low == high).reshape(-1, checksums.SIZE // 8).all(axis=1)
     if not world.is_root:
+        equal = {name for name, is_same in zip(names, same, strict=True) if is_same}
         mine = {name: array for name, array in mine.items() if name not in equal}
     parts = world.allgather_bytes(_pack(mine), name="rank_state")
     if not (world.is_root or everywhere):
         return {}
     return {f"{rank}/{name}": array for rank, part in enumerate(parts) for name, array in _unpack(part).items()}
-
-
-def _equal_on_all(mine: Arrays, *, world: World) -> set[str]:
-    names = sorted(name for name in mine if name.startswith(("mean.", "max.")))
-    hashes = np.frombuffer(b"".join(checksums.of_array(mine[name]) for name in names), np.int64)
-    low, high = (world.allreduce(hashes, op, name="rank_state.hashes") for op in ("min", "max"))
-    same = (low == high).reshape(-1, checksums.SIZE // 8).all(axis=1)
-    return {name for name, equal in zip(names, same, strict=True) if equal}
 
 
 def deal(saved: Arrays, *, world: World) -> Arrays:
@@ -81,7 +78,7 @@ def deal(saved: Arrays, *, world: World) -> Arrays:
         ranks.setdefault(int(number), {})[rest] = array
     if not ranks:
         return {}
-    everywhere = {name: array for name, array in ranks[0].items() if name.startswith(("mean.", "max."))}
+    everywhere = {name: array for name, array in ranks[0].items() if name.startswith(_SHARED)}
     return combine([everywhere | ranks[number] for number in sorted(ranks)], rank=world.rank, size=world.size)
 
 

@@ -6,6 +6,7 @@ telemetry, because World's collectives report their wait times to it.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 import time
@@ -137,13 +138,11 @@ class Recorder(ContextDecorator):
     def read_graphs(self) -> None:
         """Add the wait times of graphs since the last call."""
         for read, counted in self._graphs:
-            try:
+            with contextlib.suppress(Exception):  # the variable of a session that was cleared
                 seconds = read()
-            except Exception:  # noqa: BLE001 - the variable of a session that was cleared
-                continue
-            self._seconds["reduction"] += seconds - counted[0]
-            self._seconds["compute"] -= seconds - counted[0]
-            counted[0] = seconds
+                self._seconds["reduction"] += seconds - counted[0]
+                self._seconds["compute"] -= seconds - counted[0]
+                counted[0] = seconds
 
     # Readings
 

@@ -168,7 +168,9 @@ class Watchdog:
         self._idle_reported = self._idle_reported and not moved
         self._steps = done
         self._waited_s = {key: self._waited_s[key] + passed if key in self._waited_s else 0.0 for key in found}
-        self._write_progress()
+        if self.exit is not None and RUN_DIR in os.environ and self._written != done:
+            self._written = done
+            self.exit.facts.post("progress", {"step": done, "time": time.time()})
         for key, waited_s in self._waited_s.items():
             limit_s = min(self._limit_s, _END_S) if found[key].kind == "end" else self._limit_s
             if waited_s >= limit_s and key not in self._reported:
@@ -178,11 +180,6 @@ class Watchdog:
         if self._idle_s >= 0.9 * self._limit_s and not self._idle_reported and self._others_wait():
             self._idle_reported = True
             self._report_idle()
-
-    def _write_progress(self) -> None:
-        if self.exit is not None and RUN_DIR in os.environ and self._written != self._steps:
-            self._written = self._steps
-            self.exit.facts.post("progress", {"step": self._steps, "time": time.time()})
 
     def _others_wait(self) -> bool:
         """Return whether other ranks wait for this one: they report it, or have shut Horovod down."""
@@ -198,7 +195,8 @@ class Watchdog:
         """Say what this rank waits for, and end the wait: by an error on all ranks, or else with the process."""
         this = self.exit
         if this is None:
-            _say_start(wait, waited_s)
+            who = f"rank {launch_environment.rank()} (host {socket.gethostname()})"
+            say(f"{who} has waited {waited_s:.0f} s in {wait.what}.\n{waits.stacks(wait.thread)}{_ADVICE_START}")
             os._exit(STALLED)
         what, place = wait.what, waits.place(waits.frames().get(wait.thread))
         this.facts.post("waits", {"what": what, "seconds": waited_s, "place": place})
@@ -245,14 +243,14 @@ class Watchdog:
 def _missing(this: RankExit, what: str) -> list[str]:
     """Return a line for each rank of this host that does not wait for `what`, as far as it is known."""
     waiting, idle = this.facts.all("waits"), this.facts.all("idle")
+    there = {this.rank} | {rank for rank, said in waiting.items() if said.get("what") == what}
     lines = []
     for rank, pid in this.facts.all("pid").items():
-        said = waiting.get(rank)
-        if rank == this.rank or (said is not None and said.get("what") == what):
+        if rank in there:
             continue
-        if said is not None:
-            at = f", at {said['place']}" if said.get("place") else ""
-            lines.append(f"  rank {rank} waits in {said.get('what')}{at}")
+        if rank in waiting:
+            at = f", at {waiting[rank]['place']}" if waiting[rank].get("place") else ""
+            lines.append(f"  rank {rank} waits in {waiting[rank].get('what')}{at}")
         elif rank in idle:
             at = idle[rank].get("place") or "no line of yours"
             lines.append(f"  rank {rank} is missing: it is at {at}, see its stack")
@@ -264,8 +262,3 @@ def _missing(this: RankExit, what: str) -> list[str]:
 
 def _continues(wait: waits.Wait) -> bool:
     return any(other.key == wait.key for other in waits.find(besides=threading.get_ident()))
-
-
-def _say_start(wait: waits.Wait, waited_s: float) -> None:
-    line = f"rank {launch_environment.rank()} (host {socket.gethostname()}) has waited {waited_s:.0f} s in {wait.what}."
-    say("\n".join([line, waits.stacks(wait.thread) + _ADVICE_START]))

@@ -96,7 +96,10 @@ class RankExit:
         text = "".join(traceback.format_exception(error)).rstrip()
         last = _last_line(error)
         if not self.facts.claim("first") and os.environ.get(DEBUG) != "1":
-            for rank, first in self._wait_for_first().items():
+            until = time.monotonic() + _FIRST_PRINTS_S
+            while not (errors := self.facts.all("error")) and time.monotonic() < until:
+                time.sleep(0.05)
+            for rank, first in errors.items():
                 if rank != self.rank and first.get("last_line") == last:
                     say(f"{self.who}: the same {last.partition(':')[0]} as on rank {rank}")
                     return
@@ -108,21 +111,13 @@ class RankExit:
         what = {"rank": self.rank, "host": self.host, "time": time.time(), "text": text, "last_line": last}
         self.facts.post("error", what)
 
-    def _wait_for_first(self) -> dict[int, Any]:
-        until = time.monotonic() + _FIRST_PRINTS_S
-        while not (errors := self.facts.all("error")) and time.monotonic() < until:
-            time.sleep(0.05)
-        return errors
-
     def _follow(self, error: BaseException) -> int:
         """Say in one line why another rank's end ends this one; return the exit status."""
-        if self.stalled_s:
-            time.sleep(self.stalled_s)
-            say(f"{self.who}: ended after the stall reported above")
-            return STALLED
+        time.sleep(self.stalled_s)
         stalled = [rank for rank in self.facts.all("waits") if rank != self.rank]
-        if stalled:
-            say(f"{self.who}: ended after the stall that {_ranks(stalled)} reported")
+        if self.stalled_s or stalled:
+            reported = "reported above" if self.stalled_s else f"that {_ranks(stalled)} reported"
+            say(f"{self.who}: ended after the stall {reported}")
             return STALLED
         self.facts.post("followed", {"rank": self.rank, "time": time.time()})
         say(f"{self.who}: ended because {self._cause()}. It waited {_where(error)}; {DEBUG}=1 shows its traceback.")

@@ -7,6 +7,7 @@ HVDTRAIN_GPU_ASYNC no thread waits for a step's reductions: an event behind them
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -149,10 +150,8 @@ def _kind(code: CodeType) -> str | None:
 def _counted() -> list[tuple[str, Sequence[str], int, int]]:
     found = []
     for name, (names, counts) in list(_graphs.items()):
-        try:
+        with contextlib.suppress(Exception):  # the variables of a session that was cleared
             found.append((name, names, *counts()))
-        except Exception:  # noqa: BLE001 - the variables of a session that was cleared
-            continue
     return found
 
 
