@@ -214,14 +214,11 @@ class TorchAdapter:
 
         One process would have the other ranks' samples beside it; torch raises for one alone, at an epoch's end.
         """
-        norms = [m for m in self._model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
-        for norm in norms:
-            norm.eval()
+        norms = nn.ModuleList(m for m in self._model.modules() if isinstance(m, nn.BatchNorm1d) and m.training).eval()
         try:
             yield
         finally:
-            for norm in norms:
-                norm.train()
+            norms.train()
 
     def _run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through a model whose layers synchronize in forward and backward; return a loss of zero."""

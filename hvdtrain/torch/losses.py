@@ -46,13 +46,10 @@ def denominator(loss: Any, batch: Batch) -> tuple[float, bool]:
     targets = batch.targets
     if not count or not needs_exchange(loss):
         return count, False
-    if isinstance(targets, torch.Tensor):
-        if targets.is_floating_point():
-            return count, True
-        targets = targets.detach().cpu().numpy()
-    targets = np.asarray(targets)  # in numpy, where a small operation costs a third of torch's
-    if targets.dtype.kind == "f":  # class probabilities: a mean over samples
-        return count, True
+    if isinstance(targets, torch.Tensor) and not targets.is_floating_point():
+        targets = targets.detach().cpu().numpy()  # where a small operation costs a third of torch's
+    if isinstance(targets, torch.Tensor) or (targets := np.asarray(targets)).dtype.kind == "f":
+        return count, True  # class probabilities: a mean over samples
     kept = targets != loss.ignore_index
     count = float(np.count_nonzero(kept))
     if loss.weight is None:
@@ -136,13 +133,12 @@ def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return
     received = f"Received: outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)} on rank {rank}"
+    by_class = isinstance(loss, _BY_CLASS)
     if isinstance(loss, _ELEMENTWISE) and outputs.shape != targets.shape:
         raise ValueError(f"{type(loss).__name__} needs targets of the outputs' shape. {received}")
-    if not isinstance(loss, _BY_CLASS):
-        return
-    if targets.is_floating_point():
-        if outputs.shape != targets.shape:
-            raise ValueError(f"Class probabilities must have the outputs' shape. {received}")
+    if by_class and targets.is_floating_point() and outputs.shape != targets.shape:
+        raise ValueError(f"Class probabilities must have the outputs' shape. {received}")
+    if not by_class or targets.is_floating_point():
         return
     expected = outputs.shape[:1] + outputs.shape[2:]
     if targets.shape != expected:

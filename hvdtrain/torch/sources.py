@@ -162,8 +162,7 @@ class LoaderSource:
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches; whether they are shuffled, the user's DataLoader says."""
-        items = self.items(epoch, after)
-        return self._as_batches(items, self._sampler.shard(), after)
+        return self._as_batches(self.items(epoch, after), self._sampler.shard(), after)
 
     def example(self, epoch: int) -> Batch | None:
         """Return the epoch's first batch: the sampler knows epochs by their number."""
