@@ -45,9 +45,6 @@ def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
     """Run `action` on the root and return its JSON result on every rank; if it fails, every rank raises.
 
     The action does only I/O. The collectives that share its outcome are outside `if is_root`.
-
-    Raises:
-        Exception: on the root, its own error; on the others, a HvdTrainError that quotes it.
     """
     result = None
     with everywhere(world=world, name=name):
@@ -58,10 +55,9 @@ def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
 
 @contextmanager
 def everywhere(*, world: World, name: str) -> Iterator[None]:
-    """Raise on every rank if the block fails on one. The end of the block is a collective.
+    """Raise on every rank if the block fails on one: its own error, or else a HvdTrainError that quotes the first.
 
-    Raises:
-        Exception: this rank's own error; on ranks without an error, a HvdTrainError that quotes the first.
+    The end of the block is a collective.
     """
     error: Exception | None = None
     try:

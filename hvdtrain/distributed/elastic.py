@@ -83,19 +83,34 @@ class ObjectState(State):
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
         self._set(kwargs)
 
+    @property
+    def _parts(self) -> Iterable[Any]:
+        return ()  # what has save, restore, sync and reset of its own
+
     def save(self) -> None:
-        """Save copies of the attributes."""
+        """Save copies of everything in memory."""
+        for part in self._parts:
+            part.save()
         self._saved_state = copy.deepcopy(self._attributes())
 
     def restore(self) -> None:
         """Restore the copies."""
+        for part in self._parts:
+            part.restore()
         self._set(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """Take the root's attributes, and save copies of them."""
+        """Take the root's state, and save copies of it."""
+        for part in self._parts:
+            part.sync()
         if self._saved_state:
             self._set(self._bcast_object(self._attributes()))
-            ObjectState.save(self)
+        ObjectState.save(self)
+
+    def reset(self) -> None:
+        """Prepare for other ranks."""
+        for part in self._parts:
+            part.reset()
 
     def _attributes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
@@ -150,12 +165,7 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
 
 
 def _join_ranks(reset: Reset) -> None:
-    """Join the present ranks; try again where some of them die before all have joined.
-
-    Raises:
-        SystemExit: this host is no longer part of the job.
-        Exception: the last try's, where all failed; Horovod's driver is gone, for example.
-    """
+    """Join the present ranks; try again where some of them die first. A host that left the job ends: SystemExit."""
     for tries_left in reversed(range(_TRIES)):
         try:
             reset()

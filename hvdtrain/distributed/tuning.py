@@ -114,12 +114,8 @@ class Tuning:
 def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tuning:
     """Decide what must be decided before Horovod starts.
 
-    Args:
-        engine: "torch" or "tensorflow".
-        host: this process's framework.
-        nccl: whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
-            GPU: ranks that fuse differently would wait for each other for ever.
-        on_jax: whether JAX computes, and borrows torch's Horovod: its gradients travel from host memory.
+    `nccl` says whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
+    GPU: ranks that fuse differently would wait for each other for ever. On JAX gradients travel from host memory.
     """
     nccl = nccl and not on_jax
     tuning = Tuning(one_host=launch_environment.on_one_host(), nccl=nccl and host.has_gpu())

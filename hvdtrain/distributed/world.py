@@ -205,14 +205,9 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
 def init_engine(
     framework: Framework, *args: Any, on_jax: bool | None = None, pick: devices.Pick | None = None, **kwargs: Any
 ) -> ModuleType | None:
-    """Load and initialise Horovod for `framework`; arguments go to `horovod.init`.
+    """Load and initialise Horovod for `framework`, or for JAX, which borrows it; arguments go to `horovod.init`.
 
-    Args:
-        framework: whose library to load.
-        args: for `horovod.init`.
-        on_jax: whether JAX computes and uses this library; None to find out from what is imported.
-        pick: makes a local rank's device the current one and returns its name; None if the script does that itself.
-        kwargs: for `horovod.init`.
+    `on_jax` None looks at what is imported. `pick` None leaves the choice of a device to the script.
     """
     if on_jax is None:  # before Horovod imports torch, which would look like the user's choice
         on_jax = launch_environment.runs_on_jax(None)

@@ -72,12 +72,9 @@ class StepSummary:
 
 
 class StepTimes:
-    """Saves the parts of each step that the recorder sees end.
+    """Saves the parts of each step that the recorder sees end; a framework's `step_marks.attach` reports to it.
 
-    Args:
-        times: the recorder, which a framework's `step_marks.attach` reports to.
-        limit: number of measured steps after which `on_limit` is called, in each step; 0 means never.
-        on_limit: see above.
+    After `limit` measured steps each further one calls `on_limit`; 0 means never.
     """
 
     def __init__(
@@ -143,11 +140,7 @@ class RankReport:
 
 @functools.cache
 def from_environment() -> StepTimes:
-    """Return the object that records the steps for HVDTRAIN_STEP_TIMES, always the same one; it reports at exit.
-
-    Raises:
-        HvdTrainError: the variable is not a number of steps.
-    """
+    """Return the steps that HVDTRAIN_STEP_TIMES asks for, the same object each time; they are reported at exit."""
     limit = os.environ.get(VARIABLE, "")
     if not limit.isdigit():
         raise HvdTrainError(f"{VARIABLE} must be a number of steps, 0 for all of them. Received: {limit!r}")

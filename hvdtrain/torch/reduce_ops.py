@@ -42,12 +42,8 @@ def submit(
 ) -> Handle:
     """Start one reduction of `tensors`, as one group if there are several; the handle gives a list of tensors.
 
-    Args:
-        tensors: any mix of shapes; any type and layout that `wire.to_reduce` takes.
-        how: operation, factors, process set.
-        name: equal on all ranks.
-        in_place: write the results into `tensors` and return those.
-        counted: for a mean, count the ranks that have not joined and divide by that; False if the caller does.
+    With `in_place` these are `tensors` themselves. For a mean with `counted`, the ranks that have not joined are
+    counted, and the sum is divided by their number; else the caller does that.
     """
     if how.op == Adasum:
         check_adasum(tensors[0])

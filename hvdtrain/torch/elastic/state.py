@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,30 +35,9 @@ class TorchState(ObjectState):
         others = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(bcast_object=broadcast_object, get_rank=lambda: int(engine.native().rank()), **others)
 
-    def save(self) -> None:
-        """Keep a copy of everything in memory."""
-        for handler in self._handlers.values():
-            handler.save()
-        super().save()
-
-    def restore(self) -> None:
-        """Restore the copy."""
-        for handler in self._handlers.values():
-            handler.restore()
-        super().restore()
-
-    def sync(self) -> None:
-        """Give every rank the root's state, and save a copy."""
-        for handler in self._handlers.values():
-            handler.sync()
-            handler.save()
-        super().sync()
-
-    def reset(self) -> None:
-        """Share what is left of the epoch among the ranks there are now."""
-        for handler in self._handlers.values():
-            handler.reset()
-        super().reset()
+    @property
+    def _parts(self) -> Iterable[StateHandler]:
+        return self._handlers.values()
 
     def __setattr__(self, name: str, value: Any) -> None:
         handlers = self.__dict__.get("_handlers", {})
