@@ -59,11 +59,7 @@ def pick(module: ModuleType, choose: Pick | None) -> None:
 
 
 def gpu_of(local_rank: int, count: int) -> int:
-    """Return which of the `count` GPUs that this process sees belongs to `local_rank`.
-
-    Raises:
-        RuntimeError: fewer GPUs than local ranks.
-    """
+    """Return which of the `count` GPUs that this process sees belongs to `local_rank`."""
     if count == 1:  # the launcher (Slurm, Kubernetes) already gave each rank its own
         return 0
     if local_rank >= count:

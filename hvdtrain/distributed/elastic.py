@@ -128,12 +128,10 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
     """
 
     @functools.wraps(func)
-    def alone(state: Any, *args: Any, **kwargs: Any) -> Any:
-        state.sync()
-        return func(state, *args, **kwargs)
-
-    @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _horovod:
+            state.sync()
+            return func(state, *args, **kwargs)
         manager = _horovod.notification_manager
         manager.init()
         manager.register_listener(state)
@@ -161,7 +159,7 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
         finally:
             manager.remove_listener(state)
 
-    return wrapper if _horovod else alone
+    return wrapper
 
 
 def _join_ranks(reset: Reset) -> None:

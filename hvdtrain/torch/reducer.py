@@ -295,9 +295,8 @@ class Reducer:
         for unit in self._units:
             unit.begin_second_half()
         correction = 1.0
-        if weight is None:
-            if self.options.op == Average and found.active != size:
-                correction = size / found.active
+        if weight is None and self.options.op == Average:
+            correction = size / found.active
         elif found.weight and abs(found.weight - expected) > 1e-5 * expected:
             # With a tolerance: float32 and the mean's factor have rounded the sum.
             correction = expected / found.weight
