@@ -25,18 +25,8 @@ _NOT_OF_ORDER = (
 class ShardSampler(Sampler[int]):
     """This rank's sample indices of an epoch: every sample on exactly one rank, shuffled by (seed, epoch).
 
-    Call `set_epoch` before each epoch, or every epoch has the order of epoch 0.
-
-    Args:
-        dataset: anything with a length; or the number of samples itself.
-        shuffle: False keeps the dataset's order.
-        seed: must be equal on all ranks.
-        drop_last: leave out the samples at the end that do not fill a batch of `batch_size` on every rank.
-        batch_size: samples per rank and step; needed for drop_last only.
-        world: whose ranks share the samples; the current World by default.
-
-    Raises:
-        ValueError: drop_last without a batch_size.
+    Call `set_epoch` before each epoch, or every epoch has the order of epoch 0. `drop_last` leaves out the samples at
+    the end that do not fill a batch of `batch_size` on every rank. `seed` must be equal on all ranks.
     """
 
     def __init__(
