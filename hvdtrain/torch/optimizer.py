@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from hvdtrain.distributed import launch_environment, watchdog
 from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
 from hvdtrain.torch import engine, fused_update
-from hvdtrain.torch.adasum import AdasumMixin
 from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.engine import Adasum, Average
 from hvdtrain.torch.functions import allgather_object
@@ -173,6 +172,40 @@ class DistributedMixin(torch.optim.Optimizer):
         return copyreg._reconstructor, (self._hvd_plain_class, object, None), state  # type: ignore[attr-defined]
 
 
+class AdasumMixin(DistributedMixin):
+    """Gradients stay local, each rank takes its own step, and the parameters' changes are added up adaptively."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the user's optimizer's step on this rank's gradients, then combine the changes of all ranks."""
+        reducer = self._reducer()
+        params = [param for param in reducer.parameters if param.requires_grad]
+        before = [param.detach().clone() for param in params]
+        reducer.scale_gradients()
+        result = self._hvd_plain_class.step(self, *args, **kwargs)
+        how = Reduction(Adasum, process_set=engine.global_set())
+        compression = reducer.options.compression
+        in_flight = []
+        for param, start in zip(params, before, strict=True):
+            compressed, context = compression.compress(param.detach() - start)
+            name = f"adasum.{reducer.name_of(param)}"
+            in_flight.append((submit([compressed], how, name=name, in_place=True), context))
+        for param, start, (handle, context) in zip(params, before, in_flight, strict=True):
+            (change,) = handle.wait()
+            param.detach().copy_(start + compression.decompress(change, context))
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def synchronize(self, *, weight: float | None = None, expected: float = 0.0) -> None:
+        """Do nothing: gradients are not reduced, and so cannot be weighed."""
+        if weight is not None:
+            raise ValueError(f"Adasum has no mean that could be weighed. Received: weight={weight}")
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Raise AssertionError: with Adasum a step without reduction has no meaning."""
+        raise AssertionError("skip_synchronize() is not possible with Adasum, which reduces after the step.")
+
+
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Any]] | None = None,
@@ -231,7 +264,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         if not engine.is_global(process_set):
             raise NotImplementedError("Adasum runs over all ranks. Received: another process set.")
         check_adasum(named[0][1])
-        mixin = type("AdasumDistributedMixin", (AdasumMixin, DistributedMixin), {})
+        mixin = AdasumMixin
     plain = type(optimizer)
     if isinstance(optimizer, DistributedMixin):  # wrapped again, with other options
         plain = optimizer._hvd_plain_class
