@@ -72,6 +72,13 @@ def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
 class ReductionUnit:
     """Gradients that are sent as one, of parameters on one device; the first name is the operation's."""
 
+    ready: int  # how many of the gradients backward has made
+    _direct: int | None  # Horovod's own handle, where the gradient itself is sent
+    _handle: Any
+    _sent: list[Tensor]  # empty where the gradient itself was sent, or a sparse one
+    _contexts: list[Any]
+    _flags: list[bool]
+
     def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
         self.params, self.names, self._options = params, names, options
         self.set_scale(scale)
@@ -179,12 +186,9 @@ class ReductionUnit:
 
     def reset(self) -> None:
         """Forget this step."""
-        self.ready = 0  # how many of the gradients backward has made
-        self._direct: int | None = None  # Horovod's own handle, where the gradient itself is sent
-        self._handle: Any = None
-        self._sent: list[Tensor] = []  # empty where the gradient itself was sent, or a sparse one
-        self._contexts: list[Any] = []
-        self._flags: list[bool] = []
+        self.ready = 0
+        self._direct = None
+        self._handle, self._sent, self._contexts, self._flags = None, [], [], []
 
 
 def drain(handle: Any) -> None:

@@ -26,6 +26,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         seed: of the shuffle; equal on all ranks.
     """
 
+    _recorded: int  # samples of this rank's share since the last reset
+
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
         self.shuffle = shuffle
@@ -74,11 +76,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.num_replicas = engine.native().size()
         self.rank = engine.native().rank()
         self.remaining_indices = [i for i in self._order() if i not in self.processed_indices]
-        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.num_samples: int = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
         # Several times over, where fewer samples are left than half the ranks.
         self._padded = list(islice(cycle(self.remaining_indices), self.total_size))
-        self._recorded = 0  # samples of this rank's share since then
+        self._recorded = 0
 
     def _order(self) -> list[int]:
         indices = list(range(len(self.dataset)))
