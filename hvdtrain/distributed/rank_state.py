@@ -53,8 +53,8 @@ def set_random_states(states: Arrays) -> None:
 def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
     """Return all ranks' values as {"<rank>/<name>": array} on the root, and nothing on the others; a collective.
 
-    With `everywhere`, all ranks get them. "mean.x" and "max.x" that are equal on all ranks are there once, as rank 0's:
-    masks and tables of models are buffers too.
+    With `everywhere`, all ranks get them. Values "mean.x" and "max.x" that are equal on all ranks are included once, as
+    rank 0's, because masks and tables of models are buffers too.
     """
     names = sorted(name for name in mine if name.startswith(_SHARED))
     hashes = np.frombuffer(b"".join(checksums.of_array(mine[name]) for name in names), np.int64)
@@ -70,7 +70,7 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
 
 
 def deal(saved: Arrays, *, world: World) -> Arrays:
-    """Return this rank's values of what `gather` returned on the root, perhaps for other ranks; a collective."""
+    """Return this rank's part of what `gather` returned on the root; the number of ranks may change. A collective."""
     packed = world.allgather_bytes(_pack(saved) if world.is_root else b"", name="rank_state")[0]
     ranks: dict[int, Arrays] = {}
     for name, array in _unpack(packed).items():

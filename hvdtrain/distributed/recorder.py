@@ -22,10 +22,10 @@ class Seconds(NamedTuple):
     """Seconds by part."""
 
     data: float = 0.0  # loading batches
-    compute: float = 0.0  # forward pass, update, and the backward pass where nothing reports it by itself
+    compute: float = 0.0  # forward pass, update, and the backward pass if it is not reported separately
     backward: float = 0.0
-    other: float = 0.0  # between steps: callbacks, and what else a rank does there
-    outside: float = 0.0  # between runs of steps, such as a validation
+    other: float = 0.0  # callbacks and other work between steps
+    outside: float = 0.0  # between series of steps, for example validation
     reduction: float = 0.0  # waiting for other ranks during compute and backward
     elsewhere: float = 0.0  # waiting for other ranks during data and other
 
@@ -67,11 +67,11 @@ class Clock:
 class Recorder(ContextDecorator):
     """Adds up the seconds of each part; all of this process's time belongs to exactly one part.
 
-    Whoever ends a part reports it. Waiting for other ranks is reported on its own, from any thread.
+    The code that ends a part reports it. Waiting for other ranks is reported separately, from any thread.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self.on_step: Callable[[Seconds], None] | None = None  # called with those of each step that `step_done` ends
+        self.on_step: Callable[[Seconds], None] | None = None  # called with each step's seconds, after `step_done`
         self._lock = threading.RLock()
         self._seconds: dict[str, float] = dict.fromkeys(Seconds._fields, 0.0)
         self._own = self._waited = 0.0  # since a part ended

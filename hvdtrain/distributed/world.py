@@ -92,7 +92,7 @@ class World:
         devices.compare_once()
         if op not in ("sum", "mean", "min", "max"):
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
-        # A mean is a sum divided here: exact for integers too, and one native operation less to trust.
+        # A mean is a sum that is divided here. This is exact for integers too, and needs one native operation less.
         native = getattr(self._horovod, ("sum" if op == "mean" else op).capitalize())
         total = self._run("allreduce", np.asarray(array, order="C"), op=native, name=f"hvdtrain.{name}.{op}")
         return total / self.size if op == "mean" else total
@@ -166,7 +166,7 @@ class SoloWorld(World):
 
 
 def load_engine(framework: Framework) -> ModuleType | None:
-    """Return `horovod.<framework>`, or None where this is one process without Horovod; raises what `init` does."""
+    """Return `horovod.<framework>`, or None for one process without Horovod; raises what `init` raises."""
     if _loaded and framework not in _loaded:
         (other,) = _loaded
         raise EngineConflictError(
@@ -205,9 +205,10 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
 def init_engine(
     framework: Framework, *args: Any, on_jax: bool | None = None, pick: devices.Pick | None = None, **kwargs: Any
 ) -> ModuleType | None:
-    """Load and initialise Horovod for `framework`, or for JAX, which borrows it; arguments go to `horovod.init`.
+    """Load and initialise Horovod for `framework`; arguments go to `horovod.init`.
 
-    `on_jax` None looks at what is imported. `pick` None leaves the choice of a device to the script.
+    `on_jax` says whether JAX computes and uses this library; None to find out from what is imported. `pick` makes a
+    local rank's device the current one and returns its name; None if the script does that itself.
     """
     if on_jax is None:  # before Horovod imports torch, which would look like the user's choice
         on_jax = launch_environment.runs_on_jax(None)

@@ -15,18 +15,18 @@ INTERVAL_S, _MOST_STEPS = 1.0, 1000  # between two exchanges
 
 @dataclass(frozen=True)
 class HeartbeatReport:
-    """What ranks reported to each other, equal on all of them."""
+    """What all ranks reported, equal on all of them."""
 
-    stop: bool  # a rank was requested to stop
+    stop: bool  # whether a stop was requested on any rank
     steps: int  # since the last report
-    seconds: float  # that these took, on the slowest rank
+    seconds: float  # how long these took on the slowest rank
     times: RankTimes
 
 
 class Heartbeat:
     """Exchanges a flag and times about once a second: after a number of steps that all ranks agree on.
 
-    That number follows from how long steps take. A flag in every step would cost a round of its own in each.
+    That number is computed from step times. A flag in every step would cost every step an additional exchange.
     """
 
     def __init__(self, world: World, *, times: Recorder = recorder) -> None:
@@ -37,7 +37,7 @@ class Heartbeat:
         self._steps, self._left = 0, 1
 
     def beat(self, stop: bool) -> HeartbeatReport | None:
-        """Count a step; return what ranks reported if it was time to exchange, the same on all of them."""
+        """Count a step; if an exchange is due, return what ranks reported, equal on all of them."""
         self._steps += 1
         self._left -= 1
         if self._left and not (stop and self._world.size == 1):

@@ -140,7 +140,7 @@ class RankReport:
 
 @functools.cache
 def from_environment() -> StepTimes:
-    """Return the steps that HVDTRAIN_STEP_TIMES asks for, the same object each time; they are reported at exit."""
+    """Return the object that records the steps for HVDTRAIN_STEP_TIMES, always the same one; it reports at exit."""
     limit = os.environ.get(VARIABLE, "")
     if not limit.isdigit():
         raise HvdTrainError(f"{VARIABLE} must be a number of steps, 0 for all of them. Received: {limit!r}")

@@ -169,7 +169,7 @@ def _describe(optimizer: torch.optim.Optimizer, params: list[Tensor], tensors: l
         if id(value) in place:
             return _Param(place[id(value)])
         tensors.append(value)
-        # empty_like keeps dense layouts such as channels_last, and makes a dense one of all others.
+        # empty_like preserves dense layouts such as channels_last, and makes all others dense.
         stride = torch.empty_like(value, device="meta").stride()
         return _Slot(len(tensors) - 1, tuple(value.shape), stride, value.dtype, value.device.type == "cpu")
 

@@ -75,13 +75,13 @@ class LossWeights:
     sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` ranks, so each loss is scaled by
     d_rk * size / sum(d). The number of samples on all ranks is known by arithmetic. The number of ignored labels is
     not: losses are scaled for the expected sum, the sum travels with the gradients, and the reducer scales them again
-    in steps in which it was different. So it costs no collective of its own.
+    in steps in which it was different. So this needs no additional collective.
     """
 
     def __init__(self, loss: Any, world: World) -> None:
-        self.counted: list[Counted] = []  # what counts of each batch of the current step
-        self.weight: float | None = None  # sum of this rank's denominators; None where other ranks can compute it
-        self.expected = 0.0  # sum over all ranks that losses are scaled for
+        self.counted: list[Counted] = []  # the denominator of each batch of the current step
+        self.weight: float | None = None  # sum of this rank's denominators, if other ranks cannot know it; else None
+        self.expected = 0.0  # the sum over all ranks for which losses are scaled
         # The largest weight of a sample so far, equal on all ranks. With the largest, gradients are never scaled up
         # before they are reduced, which float16 on the wire could not hold.
         self.per_sample = 0.0

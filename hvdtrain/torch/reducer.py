@@ -23,7 +23,7 @@ from hvdtrain.torch.handles import Handle
 from hvdtrain.torch.reduce_ops import Reduction, active_ranks_async
 from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
 
-# For each parameter of each unit, on how many ranks its gradient is dense, and on how many sparse.
+# For each unit and parameter: on how many ranks the gradient is dense, and on how many it is sparse.
 _Counts = list[list[tuple[int, int]]]
 
 
@@ -31,11 +31,11 @@ _Unit = TypeVar("_Unit", bound=ReductionUnit)
 
 
 class _GradientFlags(NamedTuple):
-    """What ranks exchange at the end of a step; equal on all of them."""
+    """What ranks exchange at the end of a step, equal on all of them."""
 
     active: int  # ranks that have not joined
     weight: float | None  # the sum of the ranks' weights; None where none were given
-    counts: _Counts | None  # None where every rank has the gradients that this one has, and no others
+    counts: _Counts | None  # None if every rank has exactly the gradients of this one
 
 
 class Reducer:
@@ -157,7 +157,7 @@ class Reducer:
         self._units = [unit for unit in self._units if unit not in buckets]
         for param in [param for unit in buckets for param in unit.params]:
             self._add_unit(ReductionUnit, [param])
-        # The order in which ranks list their gradients, which a new rank takes from its parameters.
+        # Ranks list their gradients in the order of the parameters. A new rank does so from the beginning.
         order = {param: index for index, param in enumerate(self._passes)}
         self._units.sort(key=lambda unit: order[unit.params[0]])
 
@@ -256,9 +256,9 @@ class Reducer:
         """Reduce all gradients of this step and wait for them; return the sum of the ranks' weights, None without.
 
         Args:
-            weight: what this rank's gradients weigh in the mean, such as the number of labels that count; all ranks
-                give one, or none does. The gradients were scaled as if all ranks' weights summed up to `expected`.
-            expected: where the weights sum up to another number, gradients are multiplied by expected / sum.
+            weight: this rank's weight in the mean, such as the number of labels that count; all ranks give one, or no
+                rank does. The gradients were scaled as if the ranks' weights had the sum `expected`.
+            expected: if the weights have another sum, gradients are multiplied by expected / sum.
         """
         if not self.is_distributed:
             self.scale_gradients()
@@ -315,7 +315,7 @@ class Reducer:
         """Take part in the reductions of gradients that this rank lacks."""
         for unit, ((dense, sparse), *_) in zip(self._units, counts, strict=True):
             if unit.takes_sparse and dense and sparse:
-                unit.reset()  # no other rank takes part in what was started: do not wait for it
+                unit.reset()  # no other rank takes part in this unit's operation: do not wait for it
                 raise HvdTrainError(
                     f"The gradient of {unit.names[0]} is sparse on {sparse} rank(s) and dense on {dense}. Use "
                     "the same layer on every rank, or sparse_as_dense=True."
@@ -325,9 +325,9 @@ class Reducer:
                 unit.start(self._all_active, sparse=bool(ranks[0][1]))
 
     def _exchange_flags(self, weight: float | None) -> _GradientFlags:
-        """Exchange which gradients ranks have, how many ranks are active, and what they weigh.
+        """Exchange which gradients ranks have, how many ranks are active, and the sum of their weights.
 
-        The numbers travel with the last bucket where there is one. They are reduced as gradients are, which is undone.
+        The numbers are sent with the last bucket, if there is one, and reduced like gradients; this is undone here.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
         how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
@@ -335,7 +335,7 @@ class Reducer:
         factor = how.prescale_factor * how.postscale_factor
         one = factor / size if how.op == Average else factor  # what a rank adds to a received number
         total = None if weight is None else received[1] / one
-        # The mean of what all ranks have alike is this one's: so it is in nearly all steps.
+        # In nearly all steps, all ranks have the same flags, so that their mean equals this rank's.
         if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
             return _GradientFlags(size, total, None)
         active = round(received[0] / one) if engine.is_global(how.process_set) else size

@@ -70,12 +70,12 @@ def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
 
 
 class ReductionUnit:
-    """Gradients that are sent as one, of parameters on one device; the first name is the operation's."""
+    """Gradients that are reduced in one operation, of parameters on one device; the first name is the operation's."""
 
     ready: int  # how many of the gradients backward has made
-    _direct: int | None  # Horovod's own handle, where the gradient itself is sent
+    _direct: int | None  # Horovod's handle, if the gradient itself is sent
     _handle: Any
-    _sent: list[Tensor]  # empty where the gradient itself was sent, or a sparse one
+    _sent: list[Tensor]  # empty if the gradient itself was sent, or a sparse one
     _contexts: list[Any]
     _flags: list[bool]
 
@@ -118,7 +118,7 @@ class ReductionUnit:
         grad = self.params[0].grad
         is_plain = len(self.params) == 1 and options.compression is NoneCompressor
         if is_plain and grad is not None and wire.is_native(grad):
-            self._direct = self.how.send(grad, self.names[0])  # the gradient itself; short, since backward waits for it
+            self._direct = self.how.send(grad, self.names[0])  # the gradient itself; fast, because backward waits
             return
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
             self._start_sparse()
@@ -148,7 +148,7 @@ class ReductionUnit:
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and put the results, times `correction`, into the gradients; one that no rank has stays None.
 
-        `present` says for each parameter whether any rank has a gradient; None: all have those that this one has.
+        `present` says for each parameter whether any rank has a gradient; None: all ranks have the same as this one.
         """
         if self._direct is not None:
             engine.native().synchronize(self._direct)

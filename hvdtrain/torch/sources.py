@@ -43,7 +43,7 @@ class ShardSampler(Sampler[int]):
         self._total = self.num_samples = dataset if isinstance(dataset, int) else len(dataset)  # over all ranks
         if drop_last:
             if batch_size is None:
-                raise ValueError("drop_last needs batch_size, in samples a rank. Received: batch_size=None")
+                raise ValueError("drop_last needs batch_size, in samples per rank. Received: batch_size=None")
             self.num_samples -= self._total % (batch_size * self._world.size)
         self.shuffle = shuffle
         self.seed = seed

@@ -109,7 +109,7 @@ def joined(module: ModuleType) -> None:
 
 
 class Watchdog:
-    """Checks about once a second, in a thread of its own, how long this process has waited for others."""
+    """Checks about once a second, in a separate thread, how long this process has waited for others."""
 
     def __init__(self, limit_s: float) -> None:
         self.exit: RankExit | None = None  # once Horovod knows this rank
