@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hvdtrain.keras import callbacks, process_sets
+from hvdtrain.keras import basics, callbacks
 from hvdtrain.keras.basics import (
     Adasum,
     Average,
@@ -18,27 +18,15 @@ from hvdtrain.keras.basics import (
     Min,
     Product,
     Sum,
-    ccl_built,
     cross_rank,
     cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
     init,
     is_initialized,
     local_rank,
     local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
     rank,
-    rocm_built,
     shutdown,
     size,
-    start_timeline,
-    stop_timeline,
 )
 from hvdtrain.keras.compression import Compression
 from hvdtrain.keras.ops import (
@@ -52,78 +40,40 @@ from hvdtrain.keras.ops import (
     reducescatter,
 )
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.process_sets import add_process_set, remove_process_set
 from hvdtrain.keras.saving import distribute_model, load_model
 from hvdtrain.keras.variables import broadcast_global_variables, broadcast_model, broadcast_variables
 from hvdtrain.keras.wrapping import DistributedOptimizer, PartialDistributedOptimizer
 
-if TYPE_CHECKING:
-    from hvdtrain.keras import elastic as elastic
-
-    ProcessSet: Any
-    global_process_set: Any
+# Horovod's own classes and functions where it is installed. Asking for them loads it.
+_OF_PROCESS_SETS = ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")
+_OF_HOROVOD = (
+    "ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rocm_built", "start_timeline", "stop_timeline",
+)  # fmt: skip
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_model",
-    "broadcast_object",
-    "broadcast_variables",
-    "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "distribute_model",
-    "distributed_part",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_initialized",
-    "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "Max", "Min", "PartialDistributedOptimizer", "Product",
+    "Sum", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
+    "broadcast_global_variables", "broadcast_model", "broadcast_object", "broadcast_variables", "callbacks",
+    "cross_rank", "cross_size", "distribute_model", "distributed_part", "init", "is_initialized", "load_model",
+    "local_rank", "local_size", "rank", "reducescatter", "shutdown", "size",
+]  # fmt: skip
+__all__ += [*_OF_PROCESS_SETS, *_OF_HOROVOD, "elastic"]
 
 
 def __getattr__(name: str) -> Any:
-    # These are Horovod's own classes and objects where it is installed, and asking for them loads it.
     if name == "elastic":
         return importlib.import_module("hvdtrain.keras.elastic")
-    if name in ("ProcessSet", "global_process_set"):
-        return getattr(process_sets.module(), name)
+    if name in _OF_PROCESS_SETS:
+        return getattr(basics.process_sets(), name)
+    if name in _OF_HOROVOD:
+        return getattr(basics.engine(), name, _no)
     raise AttributeError(f"module 'hvdtrain.keras' has no attribute {name!r}")
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    """Answer for a process without Horovod: nothing is built, enabled or written."""
+    return False
 
 
 if "HVDTRAIN_STEP_TIMES" in os.environ:  # `hvdtrain bench --script`

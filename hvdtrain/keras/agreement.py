@@ -44,38 +44,28 @@ def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: A
     Raises:
         DesyncError: on every rank, naming the first variable that differs.
     """
+
+    def gather(array: Any, name: str) -> Any:
+        return host_collectives.call("allgather", array, name=f"hvdtrain.{name}", process_set=process_set)
+
     mine = [[path(v), [int(n) for n in v.shape], str(keras.backend.standardize_dtype(v.dtype))] for v in variables]
     digest = hashlib.sha256(json.dumps([_normal(each) for each in mine]).encode()).digest()
-    row = np.frombuffer(digest + int(offer).to_bytes(8, "little"), np.uint8).reshape(1, -1)
-    rows = host_collectives.call("allgather", row, name="hvdtrain.agree", process_set=process_set)
+    rows = gather(np.frombuffer(digest + offer.to_bytes(8, "little"), np.uint8).reshape(1, -1), "agree")
     if (rows[:, :32] == rows[0, :32]).all():
-        return max(int.from_bytes(r[32:].tobytes(), "little") for r in rows)
-    raise DesyncError(_difference(_gather(mine, process_set), what))
-
-
-def _gather(described: list[Described], process_set: Any | None) -> list[list[Described]]:
-    """Return every rank's description, in rank order."""
-    data = np.frombuffer(json.dumps(described).encode(), np.uint8)
-    name = "hvdtrain.disagree"
-    sizes = host_collectives.call("allgather", np.array([data.size]), name=f"{name}.length", process_set=process_set)
-    gathered = host_collectives.call("allgather", data, name=f"{name}.bytes", process_set=process_set)
-    return [json.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(sizes)[:-1])]
+        return max(int.from_bytes(row[32:].tobytes(), "little") for row in rows)
+    data = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+    sizes = gather(np.array([data.size]), "disagree.length")
+    parts = np.split(gather(data, "disagree.bytes"), np.cumsum(sizes)[:-1])
+    ranks = [json.loads(part.tobytes()) for part in parts]
+    number, index, a, b = first_difference(ranks, _normal) or (0, 0, None, None)
+    raise DesyncError(
+        f"Ranks hold different {what}: variable {index} is {_text(a)} on the first rank and {_text(b)} on rank number "
+        f"{number} of the set (seen from rank {world.current().rank}). Build the same model on every rank."
+    )
 
 
 def _normal(described: Described) -> Described:
     return [without_counters(described[0]), *described[1:]]
-
-
-def _difference(ranks: list[list[Described]], what: str) -> str:
-    found = first_difference(ranks, _normal)
-    where = f"(seen from rank {world.current().rank}). Build the same model on every rank."
-    if found is None:
-        return f"Ranks hold different {what} {where}"
-    number, index, a, b = found
-    return (
-        f"Ranks hold different {what}: variable {index} is {_text(a)} on the first rank and {_text(b)} on rank number "
-        f"{number} of the set {where}"
-    )
 
 
 def _text(described: Described | None) -> str:

@@ -1,21 +1,16 @@
-"""Which Horovod serves Keras's backend, and which rank this process is."""
+"""Which Horovod serves Keras's backend, which rank this process is, and which sets of ranks there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.distributed import launch_environment, world
+from hvdtrain.distributed import launch_environment, solo_process_sets, world
 from hvdtrain.errors import HvdTrainError
 
-# The values of Horovod's own constants, so that scripts that pass either kind agree, with Horovod installed or not.
-Average = 0
-Sum = 1
-Adasum = 2
-Min = 3
-Max = 4
-Product = 5
+# Horovod's own values, so that scripts may pass either kind, with Horovod installed or not.
+Average, Sum, Adasum, Min, Max, Product = range(6)
 
 
 def _framework() -> world.Framework:
@@ -50,10 +45,10 @@ def init(*args: Any, **kwargs: Any) -> None:
         args: as `horovod.init` takes them: `comm` and `process_sets`.
         kwargs: likewise.
     """
-    if not args and not kwargs:
+    if args or kwargs:
+        world.use(world.make(_framework(), *args, on_jax=launch_environment.runs_on_jax("keras"), **kwargs))
+    else:
         world.init("keras")
-        return
-    world.use(world.make(_framework(), *args, on_jax=launch_environment.runs_on_jax("keras"), **kwargs))
 
 
 def shutdown() -> None:
@@ -108,36 +103,18 @@ def cross_size() -> int:
     return 1 if module is None else int(module.cross_size())
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> Any:
-    """Write Horovod's timeline to `file_path`; does nothing in one process without Horovod, which sends nothing."""
+def process_sets() -> Any:
+    """Return Horovod's module of process sets, or its stand-in in one process without Horovod."""
+    return solo_process_sets if engine() is None else importlib.import_module("horovod.common.process_sets")
+
+
+def members(process_set: Any | None) -> int:
+    """Return how many ranks a set has: 0 if this rank is not one of them; None means all ranks."""
     module = running()
-    return None if module is None else module.start_timeline(file_path, mark_cycles=mark_cycles)
-
-
-def stop_timeline() -> Any:
-    """Stop writing Horovod's timeline."""
-    module = running()
-    return None if module is None else module.stop_timeline()
-
-
-def _query(function: str, meaning: str) -> Callable[[], bool]:
-    """Return Horovod's `function`; without Horovod it returns False."""
-
-    def ask() -> bool:
-        module = engine()
-        return module is not None and bool(getattr(module, function)())
-
-    ask.__name__, ask.__doc__ = function, f"True if {meaning}."
-    return ask
-
-
-mpi_threads_supported = _query("mpi_threads_supported", "MPI may be called from several threads")
-mpi_enabled = _query("mpi_enabled", "this run uses MPI")
-mpi_built = _query("mpi_built", "Horovod was built with MPI")
-gloo_enabled = _query("gloo_enabled", "this run uses Gloo")
-gloo_built = _query("gloo_built", "Horovod was built with Gloo")
-nccl_built = _query("nccl_built", "Horovod was built with NCCL")
-ddl_built = _query("ddl_built", "Horovod was built with DDL")
-ccl_built = _query("ccl_built", "Horovod was built with oneCCL")
-cuda_built = _query("cuda_built", "Horovod was built with CUDA")
-rocm_built = _query("rocm_built", "Horovod was built with ROCm")
+    if module is None:
+        return int(process_set is None or process_set.included())
+    if process_set is None:
+        return int(module.size())
+    if process_set.process_set_id is None:
+        raise ValueError(f"The process set is not registered. Call hvd.add_process_set first. Received: {process_set}")
+    return int(process_set.size()) if process_set.included() else 0

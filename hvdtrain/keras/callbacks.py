@@ -9,7 +9,6 @@ from typing import Any
 import keras
 
 from hvdtrain.distributed import world
-from hvdtrain.keras import host_collectives
 from hvdtrain.keras.training_state import build_optimizer
 from hvdtrain.keras.variables import broadcast_model, sync_from_jax
 from hvdtrain.system import scratch
@@ -166,7 +165,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = self._learning_rate()
 
     def _learning_rate(self) -> float:
-        return float(host_collectives.to_numpy(self.model.optimizer.learning_rate))
+        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
 
     def _adjust(self, epoch: float) -> None:
         sync_from_jax(self.model)

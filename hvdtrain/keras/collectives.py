@@ -40,12 +40,13 @@ def set_threads(threads: int) -> int | None:
     """Compute each operation with at most `threads` threads, unless the user chose or TensorFlow already started."""
     if "TF_NUM_INTRAOP_THREADS" in os.environ:
         return None
-    if tf.config.threading.get_intra_op_parallelism_threads() == 0:
-        try:
-            tf.config.threading.set_intra_op_parallelism_threads(threads)
-        except RuntimeError:  # its threads are running
-            return None
-    return int(tf.config.threading.get_intra_op_parallelism_threads())
+    threading = tf.config.threading
+    try:
+        if threading.get_intra_op_parallelism_threads() == 0:
+            threading.set_intra_op_parallelism_threads(threads)
+    except RuntimeError:  # its threads are running
+        return None
+    return int(threading.get_intra_op_parallelism_threads())
 
 
 def pick_device(local_rank: int) -> str:

@@ -19,9 +19,10 @@ class Compressor:
     def compress(cls, tensor: Any) -> tuple[Any, str | None]:
         """Return `tensor` as it travels, and its dtype to come back to."""
         dtype = keras.backend.standardize_dtype(tensor.dtype)
-        if cls.wire is None or not dtype.startswith(("float", "bfloat")):
+        wire = cls.wire or ("float32" if dtype == "bfloat16" else None)  # Horovod knows no bfloat16
+        if wire is None or not dtype.startswith(("float", "bfloat")):
             return tensor, None
-        return keras.ops.cast(tensor, cls.wire), dtype
+        return keras.ops.cast(tensor, wire), dtype
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: str | None) -> Any:
@@ -53,9 +54,6 @@ class Compression:
     bf16 = BF16Compressor
 
 
-_BY_NAME = {"NoneCompressor": NoneCompressor, "FP16Compressor": FP16Compressor, "BF16Compressor": BF16Compressor}
-
-
 def resolve(compression: Any) -> type[Compressor]:
     """Return the compressor meant by `compression`: ours, or Horovod's or hvdtrain.torch's of the same name.
 
@@ -64,7 +62,7 @@ def resolve(compression: Any) -> type[Compressor]:
     """
     if isinstance(compression, type) and issubclass(compression, Compressor):
         return compression
-    found = _BY_NAME.get(getattr(compression, "__name__", ""))
-    if found is None:
-        raise ValueError(f"compression must be Compression.none, .fp16 or .bf16. Received: {compression!r}")
-    return found
+    for ours in (NoneCompressor, FP16Compressor, BF16Compressor):
+        if getattr(compression, "__name__", "") == ours.__name__:
+            return ours
+    raise ValueError(f"compression must be Compression.none, .fp16 or .bf16. Received: {compression!r}")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import keras
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,15 +56,13 @@ def in_set(process_set: Any | None) -> dict[str, Any]:
     return {} if process_set is None else {"process_set": process_set}
 
 
-def allreduce_in_place(
-    array: Array, *, name: str, process_set: Any | None = None, **options: Any
-) -> Callable[[], Array]:
+def allreduce_in_place(array: Array, *, process_set: Any | None = None, **options: Any) -> Callable[[], Array]:
     """Start to reduce `array`, which must be writeable and not change; return a function that waits for the result."""
     module: Any = basics.running()
     if module is None or module.__name__ != "horovod.torch":
-        result = call("allreduce", array, name=name, process_set=process_set, **options)
+        result = call("allreduce", array, process_set=process_set, **options)
         return lambda: result
-    handle = module.allreduce_async_(_torch_tensor(array), name=name, **in_set(process_set), **options)
+    handle = module.allreduce_async_(_torch_tensor(array), **in_set(process_set), **options)
 
     def wait() -> Array:
         module.synchronize(handle)
@@ -77,19 +74,4 @@ def allreduce_in_place(
 def _torch_tensor(array: Array) -> Any:
     import torch
 
-    array = np.ascontiguousarray(array).reshape(np.shape(array))
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def to_numpy(tensor: Any) -> Array:
-    """Return a variable's or tensor's value as a host array."""
-    value = tensor.value if isinstance(tensor, keras.Variable) else tensor
-    if not hasattr(value, "detach"):
-        return np.asarray(keras.ops.convert_to_numpy(value))
-    # torch: Keras converts tensors in a way that NumPy 2 deprecates.
-    value = value.detach().cpu()
-    if "bfloat16" not in str(value.dtype):
-        return np.asarray(value.numpy())
-    import ml_dtypes
-
-    return np.asarray(value.float().numpy().astype(ml_dtypes.bfloat16))
+    return torch.from_numpy(np.require(array, requirements="CW"))

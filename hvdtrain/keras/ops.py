@@ -49,8 +49,8 @@ def allreduce(
         op = basics.Sum if average is False else basics.Average
     tensor = keras.ops.convert_to_tensor(value)
     wire, back = resolve(compression).compress(tensor)
-    if keras.backend.standardize_dtype(wire.dtype) == "bfloat16":  # Horovod knows none
-        wire, back = keras.ops.cast(wire, "float32"), back or "bfloat16"
+    if keras.backend.standardize_dtype(wire.dtype) == "bfloat16":  # which Horovod cannot add up
+        wire = keras.ops.cast(wire, "float32")
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     result = _run("allreduce", wire, name=name, op=op, process_set=process_set, **scales)
     if basics.running() is None and prescale_factor * postscale_factor != 1.0:
@@ -85,13 +85,10 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, process_se
     tensor = keras.ops.convert_to_tensor(value)
     if splits is None:
         return _run("alltoall", tensor, name=name, process_set=process_set)
-    lengths = np.asarray(host_collectives.to_numpy(splits), np.int32)
+    lengths = np.asarray(keras.ops.convert_to_numpy(splits), np.int32)
     if basics.running() is None:
         return tensor, keras.ops.convert_to_tensor(lengths)
-    rows, received = host_collectives.call(
-        "alltoall", host_collectives.to_numpy(tensor), lengths, name=_name(name, "alltoall"), process_set=process_set
-    )
-    return keras.ops.convert_to_tensor(rows), keras.ops.convert_to_tensor(received)
+    return _run("alltoall", tensor, lengths, name=name, process_set=process_set)
 
 
 def barrier(process_set: Any | None = None) -> None:
@@ -105,28 +102,22 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
     Pickled bytes come from this run's own ranks, which run this program; nothing is read from disk.
     """
     module = basics.running()
-    if module is None:
-        return obj
-    return module.broadcast_object(obj, root_rank=root_rank, name=name, **host_collectives.in_set(process_set))
+    options = host_collectives.in_set(process_set)
+    return obj if module is None else module.broadcast_object(obj, root_rank=root_rank, name=name, **options)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any | None = None) -> list[Any]:
     """Return every rank's `obj`, in rank order."""
     module = basics.running()
-    if module is None:
-        return [obj]
-    return list(module.allgather_object(obj, name=name, **host_collectives.in_set(process_set)))
-
-
-def _name(name: str | None, kind: str) -> str:
-    return f"{name or f'hvdtrain.{next(_calls)}'}.{kind}"
+    options = host_collectives.in_set(process_set)
+    return [obj] if module is None else list(module.allgather_object(obj, name=name, **options))
 
 
 def _run(kind: str, tensor: Any, *args: Any, name: str | None, process_set: Any | None, **options: Any) -> Any:
     module = basics.running()
     if module is None:
         return tensor
-    name = _name(name, kind)
+    name = f"{name or f'hvdtrain.{next(_calls)}'}.{kind}"
     backend = keras.backend.backend()
     if backend == "tensorflow" and not hasattr(tensor, "numpy"):  # in a graph
         options |= host_collectives.in_set(process_set)
@@ -139,6 +130,6 @@ def _run(kind: str, tensor: Any, *args: Any, name: str | None, process_set: Any 
                 f"hvd.{kind} needs a concrete array and was called while JAX traces. Call it outside of jit, or let "
                 "DistributedOptimizer reduce the gradients."
             )
-    array = host_collectives.to_numpy(tensor)
+    array = keras.ops.convert_to_numpy(tensor)
     result = host_collectives.call(kind, array, *args, name=name, process_set=process_set, **options)
-    return keras.ops.convert_to_tensor(result)
+    return keras.tree.map_structure(keras.ops.convert_to_tensor, result)

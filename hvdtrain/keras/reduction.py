@@ -12,8 +12,6 @@ import keras
 from hvdtrain.distributed import launch_environment
 from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compressor, NoneCompressor
-from hvdtrain.keras.host_collectives import in_set
-from hvdtrain.keras.process_sets import members
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,9 @@ class GradientReduction:
     name: str = ""
     local_variables: list[Any] = field(default_factory=list)
 
-    @property
-    def average(self) -> bool:
-        """True if the sum is divided by the number of ranks."""
-        return self.op == basics.Average
-
     def size(self) -> int:
         """Number of ranks that take part; 0 where this one does not."""
-        return members(self.process_set)
+        return basics.members(self.process_set)
 
     def active(self) -> bool:
         """True if gradients are reduced: in an elastic job also on one rank, whose compiled step may get more."""
@@ -59,24 +52,16 @@ class GradientReduction:
     @property
     def sum_factor(self) -> float:
         """What turns a sum over ranks into the result."""
-        return self.factor / (self.size() if self.average else 1)
+        return self.factor / (self.size() if self.op == basics.Average else 1)
 
     @property
     def scales(self) -> dict[str, float]:
         """Horovod's `prescale_factor` and `postscale_factor`."""
         return {"prescale_factor": 1.0 / self.predivide, "postscale_factor": self.predivide * self.factor}
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The `process_set` argument of Horovod's functions, left out where it is all ranks."""
-        return in_set(self.process_set)
-
-    def to_wire(self, gradient: Any) -> Any:
-        """Return `gradient` as it is sent: bfloat16, which Horovod cannot sum, as float32 unless it was requested."""
-        wire, _ = self.compression.compress(gradient)
-        if self.compression.wire is None and keras.backend.standardize_dtype(wire.dtype) == "bfloat16":
-            return keras.ops.cast(wire, "float32")
-        return wire
+    def to_wires(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return `gradients` as they travel."""
+        return [self.compression.compress(gradient)[0] for gradient in gradients]
 
     def buckets(self, variables: Sequence[Any]) -> list[list[int]] | None:
         """Return groups of positions in `variables` to reduce together; None if Horovod may fuse as it likes."""
@@ -86,11 +71,11 @@ class GradientReduction:
         if isinstance(self.groups, int):
             number = min(self.groups, count)
             edges = [round(i * count / number) for i in range(number + 1)]
-            return [list(range(a, b)) for a, b in itertools.pairwise(edges) if b > a]
-        home = {id(_identity(v)): number for number, group in enumerate(self.groups) for v in group}
+            return [list(range(*pair)) for pair in itertools.pairwise(edges)]
+        home = {identity(v): number for number, group in enumerate(self.groups) for v in group}
         found: dict[int, list[int]] = {}
         for position, variable in enumerate(variables):
-            found.setdefault(home.get(id(_identity(variable)), -1 - position), []).append(position)
+            found.setdefault(home.get(identity(variable), -1 - position), []).append(position)
         return list(found.values())
 
 
@@ -106,16 +91,17 @@ def small_together(nbytes: Sequence[int], *, limit: int = 2**18, room: int = 2**
     """
     buckets: list[list[int]] = []
     bucket: list[int] = []
-    filled = 0
+    filled = room + 1
     for position in reversed(range(len(nbytes))):  # about the order in which backward makes gradients
-        if nbytes[position] >= limit:
+        size = nbytes[position]
+        if size >= limit:
             buckets.append([position])
             continue
-        if not bucket or filled + nbytes[position] > room:
+        if filled + size > room:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(position)
-        filled += nbytes[position]
+        filled += size
     return buckets
 
 
@@ -126,13 +112,8 @@ def by_dtype(buckets: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[li
     ]
 
 
-def _identity(variable: Any) -> Any:
-    """Return the object that identifies a variable: Keras wraps backend variables, and users may hold either."""
+def identity(variable: Any) -> int:
+    """Return the id of the backend's variable: Keras wraps those, and users may hold either."""
     if keras.backend.backend() == "jax":
-        return variable  # its value is another array after every step
-    return getattr(variable, "_value", variable)
-
-
-def same_variable(one: Any, other: Any) -> bool:
-    """True if both are, or wrap, the same variable."""
-    return one is other or _identity(one) is _identity(other)
+        return id(variable)  # its value is another array after every step
+    return id(getattr(variable, "_value", variable))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,8 +12,7 @@ import numpy as np
 from hvdtrain.distributed import world
 from hvdtrain.keras import basics, host_collectives
 from hvdtrain.keras.agreement import agree
-from hvdtrain.keras.process_sets import members
-from hvdtrain.keras.reduction import same_variable, small_together
+from hvdtrain.keras.reduction import identity, small_together
 
 # A bound on the extra memory; large enough that the number of messages does not matter.
 CHUNK_BYTES = 64 * 2**20
@@ -44,10 +44,10 @@ def broadcast_variables(
     size = world.current().size
     if not 0 <= root_rank < size:
         raise ValueError(f"root_rank must be a rank in [0, {size}). Received: root_rank={root_rank}")
-    if basics.running() is None or members(process_set) <= 1 or not variables:
+    if basics.members(process_set) <= 1 or not variables:
         return
     agree(variables, what="variables to broadcast", process_set=process_set)
-    for bucket in small_together([_nbytes(v) for v in variables], limit=CHUNK_BYTES, room=CHUNK_BYTES):
+    for bucket in small_together([num_bytes(v) for v in variables], limit=CHUNK_BYTES, room=CHUNK_BYTES):
         _broadcast([variables[i] for i in bucket], root_rank, process_set)
 
 
@@ -64,10 +64,9 @@ def broadcast_model(model: Any, optimizer: Any | None = None, root_rank: int = 0
         skip: variables that are not broadcast.
     """
     optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-    variables = list(model.weights)
-    if optimizer is not None:
-        variables += list(optimizer.variables)
-    broadcast_variables([v for v in variables if not any(same_variable(v, s) for s in skip)], root_rank)
+    variables = [*model.weights, *(optimizer.variables if optimizer is not None else [])]
+    skipped = {identity(v) for v in skip}
+    broadcast_variables([v for v in variables if identity(v) not in skipped], root_rank)
 
 
 def broadcast_global_variables(root_rank: int, model: Any | None = None) -> None:
@@ -87,17 +86,17 @@ def broadcast_global_variables(root_rank: int, model: Any | None = None) -> None
     broadcast_model(model, root_rank=root_rank)
 
 
-def _nbytes(variable: Any) -> int:
-    return int(np.prod(variable.shape)) * (8 if "64" in str(variable.dtype) else 4)
+def num_bytes(variable: Any) -> int:
+    """Return the size of a variable's value."""
+    return math.prod(variable.shape) * np.dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
 
 
 def _broadcast(variables: list[Any], root_rank: int, process_set: Any | None) -> None:
-    values = [np.ascontiguousarray(host_collectives.to_numpy(v)).reshape(v.shape) for v in variables]
+    values = [np.require(keras.ops.convert_to_numpy(v), requirements="C") for v in variables]
     # As bytes, so that integers, booleans, bfloat16 and NaNs all arrive as they were.
     data = np.concatenate([v.reshape(-1).view(np.uint8) for v in values])
-    received = host_collectives.call(
-        "broadcast", data, root_rank, name="hvdtrain.broadcast_variables", process_set=process_set
-    )
+    name = "hvdtrain.broadcast_variables"
+    received = host_collectives.call("broadcast", data, root_rank, name=name, process_set=process_set)
     if world.current().rank == root_rank:
         return
     parts = np.split(received, np.cumsum([v.nbytes for v in values])[:-1])

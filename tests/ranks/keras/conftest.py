@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from keras.ops import convert_to_numpy as to_numpy
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.host_collectives import to_numpy
 
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # lets a test start one
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # lets a test add one

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from keras.ops import convert_to_numpy as to_numpy
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.host_collectives import to_numpy
 
 pytestmark = pytest.mark.world_size(2, 3)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras import basics, process_sets
+from hvdtrain.keras import basics
 
 pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.every_backend]
 
@@ -60,7 +60,7 @@ def test_constants_are_horovods():
     module = basics.running()
     for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product"):
         assert getattr(hvd, name) == getattr(module, name)
-    assert hvd.global_process_set.size() == hvd.size() == process_sets.members(None)
+    assert hvd.global_process_set.size() == hvd.size() == basics.members(None)
     assert hvd.cross_size() * hvd.local_size() == hvd.size()
     assert hvd.gloo_built() == bool(module.gloo_built())
     assert hvd.is_initialized()

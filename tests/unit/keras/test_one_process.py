@@ -15,7 +15,7 @@ BACKENDS = ("tensorflow", "torch", "jax")
 SCRIPT = """
 import keras, numpy as np
 import hvdtrain.keras as hvd
-from hvdtrain.keras.host_collectives import to_numpy
+from keras.ops import convert_to_numpy as to_numpy
 
 hvd.init()
 assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size()) == (0, 1, 0, 1, 1)
