@@ -281,8 +281,8 @@ DEFECTS = (
     Defect(
         "Keras: each rank decides alone whether a gradient is finite",
         "hvdtrain/keras/optimizer.py",
-        'return _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)',
-        "return finite",
+        'finite = _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)',
+        "finite = finite",
         KERAS,
     ),
     Defect(

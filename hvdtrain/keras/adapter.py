@@ -23,10 +23,8 @@ from hvdtrain.keras import losses, training_state
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.saving import adopt_optimizer
 from hvdtrain.keras.skipped_updates import StepSnapshot
-from hvdtrain.keras.training_state import build_optimizer, metric_variables
+from hvdtrain.keras.training_state import assign, build_optimizer, copies, metric_variables
 from hvdtrain.keras.variables import broadcast_model
-
-_POLICIES = {"fp32": None, "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
 def make_adapter(
@@ -40,10 +38,13 @@ def make_adapter(
 ) -> KerasAdapter:
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
     _check(model, optimizer, loss, metrics)
-    _set_precision(model, options.precision)
+    if options.precision != "fp32":
+        _set_policy(model, {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}[options.precision])
     plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
     _check_plain(plain, model, given=optimizer is not None)
-    if _computes_in_half(model) and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
+    layers = model._flatten_layers(include_self=True)
+    in_half = any(layer.dtype_policy.name.endswith("mixed_float16") for layer in layers)
+    if in_half and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
         plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
     compression = getattr(hvd.Compression, options.compression)
     distributed = hvd.DistributedOptimizer(plain, compression=compression, backward_passes_per_step=options.accumulate)
@@ -58,19 +59,18 @@ def make_adapter(
 
 
 def _check(model: keras.Model, optimizer: Any, loss: Any, metrics: Any) -> None:
+    name = model.name
     if optimizer is None and not model.compiled:
         raise ValueError(
-            "optimizer must be a keras.optimizers.Optimizer or a name. "
-            f"Received: None, and {model.name} is not compiled"
+            f"optimizer must be a keras.optimizers.Optimizer or a name. Received: None, and {name} is not compiled"
         )
     if model.built and not model.trainable_variables:
         raise ValueError(
-            f"model has no trainable parameters. Received: {model.name} with {len(model.weights)} weights, "
-            "none of them trainable"
+            f"model has no trainable parameters. Received: {name} with {len(model.weights)} weights, none trainable"
         )
     if optimizer is None and (loss is not None or metrics):
         raise ValueError(
-            f"Without an optimizer, {model.name} trains with the loss and metrics of its compile(). "
+            f"Without an optimizer, {name} trains with the loss and metrics of its compile(). "
             f"Received: loss={loss!r}, metrics={metrics!r}. Give all of them, or none."
         )
 
@@ -83,12 +83,10 @@ def _check_plain(optimizer: Any, model: keras.Model, *, given: bool) -> None:
             f"Give the Trainer the plain optimizer: it distributes it itself. Received: {which}, a "
             f"{type(optimizer).__name__} that is distributed already"
         )
-    if not getattr(optimizer, "built", False) or not model.built:
-        return
     own = {id(v) for v in model.trainable_variables}
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    foreign = [v.path for v in inner._trainable_variables if id(v) not in own]
-    if foreign:
+    foreign = [v.path for v in inner._trainable_variables if id(v) not in own]  # none if it is not built yet
+    if foreign and model.built:
         raise ValueError(
             f"optimizer must be over the model's own variables. Received: one built over {len(foreign)} others, the "
             f"first {foreign[0]}. Make a new optimizer for this model."
@@ -102,7 +100,6 @@ class KerasAdapter:
         self._model = model
         self._options = options
         self._world = world
-        self._elastic = launch_environment.is_elastic()
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = losses.is_sum(model, split=self._weighted)
         self.fault: Fault | None = None
@@ -110,7 +107,7 @@ class KerasAdapter:
         self._started = False
         self._fresh = True  # until the first step after metrics were read
         self._training = False  # the metrics are those of an unfinished epoch
-        self._resumed: dict[str, NDArray[Any]] = {}  # metrics to load with the first batch
+        self._resumed: dict[str, NDArray[Any]] = {}  # its metrics are loaded with the first batch
         if self._weighted:
             self._part.set_batch_weight(1.0)  # before anything is compiled
             losses.warn_of_masks(model, world=world)
@@ -142,12 +139,12 @@ class KerasAdapter:
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         training_state.set_rank_state(held, self._model)
-        self._resumed = held if training_state.has_metrics(held) else {}
+        self._resumed = held
 
     def start(self) -> None:
         """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""
         self._started = False
-        if self._elastic:
+        if launch_environment.is_elastic():
             self._synchronize()
         if self._model.built:
             self._broadcast()
@@ -186,13 +183,13 @@ class KerasAdapter:
         """Sum the metrics' own variables over ranks, and let the metrics make their results of them."""
         self._resume_metrics()  # of an epoch whose last step was taken before
         variables = metric_variables(self._model)
-        mine = _copies(variables) if keep else []
+        mine = copies(variables) if keep else []
         for variable, total in zip(variables, _reduced(variables, reduce), strict=True):
             # Counts and sums add up, and nearly every metric holds these; the others say so.
             variable.assign(total if variable.aggregation == "sum" else total / self._world.size)
         results = _scalars(self._model.get_metrics_result())
         if keep:
-            _assign(variables, mine)
+            assign(variables, mine)
             return results
         self._model.reset_metrics()
         self._fresh, self._training = True, False
@@ -203,7 +200,7 @@ class KerasAdapter:
         variables = [v for v in self._model.non_trainable_weights if "float" in str(v.dtype)]
         if self._world.size == 1 or not variables:
             return
-        _assign(variables, _reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle")))
+        assign(variables, _reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle")))
 
     def state(self) -> State:
         """Return weights and optimizer state, as arrays that the next step may change."""
@@ -253,10 +250,10 @@ class KerasAdapter:
         if self._weighted:
             self._part.set_batch_weight(weight)
         restored = [] if weight else [*metric_variables(self._model), *self._model.non_trainable_variables]
-        before = _copies(restored)
+        before = copies(restored)
         with self._running_metrics():
             self._model.train_on_batch(*_data(batch, self._world))
-        _assign(restored, before)
+        assign(restored, before)
 
     @contextmanager
     def _running_metrics(self) -> Iterator[None]:
@@ -300,16 +297,7 @@ def _snapshot_for(model: keras.Model, options: Options) -> StepSnapshot | None:
             f"nan_policy, loss scaling and accumulate do not go together. {received} in a LossScaleOptimizer and "
             f'accumulate={options.accumulate}. Use precision="bf16", or leave one out.'
         )
-    return StepSnapshot(model, part.skip_non_finite(), everything=options.nan_policy != "raise")
-
-
-def _copies(variables: Sequence[Any]) -> list[NDArray[Any]]:
-    return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
-
-
-def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    return StepSnapshot(model, everything=options.nan_policy != "raise")
 
 
 def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
@@ -345,18 +333,11 @@ def _readable(leaf: Any) -> Any:
     return as_array(leaf) if hasattr(leaf, "detach") and keras.backend.backend() != "torch" else leaf
 
 
-def _set_precision(model: keras.Model, precision: str) -> None:
-    """Give every layer the mixed policy: float32 variables, computation in the lower precision."""
-    policy = _POLICIES[precision]
-    if policy is None:
-        return
+def _set_policy(model: keras.Model, policy: str) -> None:
+    """Give every layer a mixed policy: float32 variables, and the lower precision for what is computed."""
     for layer in model._flatten_layers(include_self=True):
         layer.dtype_policy = policy
     model.train_function = model.test_function = model.predict_function = None
-
-
-def _computes_in_half(model: keras.Model) -> bool:
-    return any(layer.dtype_policy.name.endswith("mixed_float16") for layer in model._flatten_layers(include_self=True))
 
 
 def _set_clip_norm(distributed: Any, clip_norm: float | None) -> None:

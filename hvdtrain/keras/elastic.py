@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvdtrain.distributed.elastic import ObjectState, State, run_fn
-from hvdtrain.keras import basics, host_collectives, ops
+from hvdtrain.keras import basics, ops
 from hvdtrain.keras.callbacks import Logs
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.training_state import build_optimizer
+from hvdtrain.keras.training_state import assign, build_optimizer, copies
 from hvdtrain.keras.variables import broadcast_model, sync_from_jax
+
+__all__ = [
+    "CommitStateCallback", "KerasState", "ObjectState", "State", "UpdateBatchStateCallback", "UpdateEpochStateCallback",
+    "run",
+]  # fmt: skip
 
 
 class KerasState(ObjectState):
@@ -34,7 +38,6 @@ class KerasState(ObjectState):
         self.model = model
         self.optimizer = optimizer if optimizer is not None else model.optimizer
         build_optimizer(model, self.optimizer)
-        self._values: list[Any] = []
         self._save_values()
         super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)
 
@@ -45,8 +48,7 @@ class KerasState(ObjectState):
 
     def restore(self) -> None:
         """Restore what was saved last."""
-        for variable, value in zip(self._variables(), self._values, strict=True):
-            variable.assign(value)
+        assign(self._variables(), self._values)
         super().restore()
 
     def sync(self) -> None:
@@ -65,7 +67,7 @@ class KerasState(ObjectState):
 
     def _save_values(self) -> None:
         sync_from_jax(self.model)
-        self._values = [np.array(host_collectives.to_numpy(v)) for v in self._variables()]
+        self._values = copies(self._variables())
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +93,6 @@ class CommitStateCallback(keras.callbacks.Callback):
         super().__init__()
         self.state = state
         self.batches_per_commit = batches_per_commit
-        self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Start counting: ranks that just joined start here."""
@@ -120,15 +121,14 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self.first = state.batch
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Note where this part of the epoch begins: Keras counts its batches from 0."""
-        self.first = self.state.batch
+        self.before = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Count the batch."""
-        self.state.batch = self.first + batch + 1
+        self.state.batch = self.before + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Start over."""
@@ -145,7 +145,6 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self.initial_epoch = state.epoch
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Note where this call of fit begins: Keras counts from 0 each time."""
@@ -154,14 +153,3 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Count the epoch."""
         self.state.epoch = self.initial_epoch + epoch + 1
-
-
-__all__ = [
-    "CommitStateCallback",
-    "KerasState",
-    "ObjectState",
-    "State",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "run",
-]

@@ -8,7 +8,7 @@ nothing is sent between updates, and before clipping and weight decay, so that b
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,7 @@ import keras
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras.agreement import agree, path, without_counters
 from hvdtrain.keras.backends import backend_module
-from hvdtrain.keras.reduction import GradientReduction, same_variable
-from hvdtrain.keras.skipped_updates import SkippedUpdates
+from hvdtrain.keras.reduction import GradientReduction, identity
 
 _backend = backend_module()
 
@@ -28,29 +27,19 @@ _next_number = 0
 
 @dataclass
 class _StepState:
-    """State of a distributed optimizer besides Keras's. It is hidden, so that Keras neither tracks nor saves it.
+    """What a distributed optimizer knows beside Keras's own state; hidden from Keras, which would track and save it."""
 
-    Attributes:
-        number: of this optimizer; None until ranks have agreed on it.
-        weight: a BatchWeight; None before `set_batch_weight`.
-        stepped: whether there was a step.
-        variables: those of the current step.
-        reached: how far the current step has come: 1 at accumulation, 2 at clipping.
-        skipped: where non-finite gradients are reported; None if gradients are not checked.
-        finite: with `skipped`: whether the current step may change weights.
-    """
-
-    number: int | None = None
-    weight: Any = None
+    number: int | None = None  # None until ranks have agreed
+    weight: Any = None  # a BatchWeight once the optimizer is weighted
     stepped: bool = False
-    variables: list[Any] = field(default_factory=list)
-    reached: int = 0
-    skipped: SkippedUpdates | None = None
-    finite: Any = None
+    variables: list[Any] = field(default_factory=list)  # of the running step
+    reached: int = 0  # how far the running step came: 1 at accumulation, 2 at clipping
+    report: Callable[..., None] | None = None  # of skipped updates; None where non-finite gradients are applied
+    finite: Any = None  # with `report`: whether the running step may change weights
 
 
-class DistributedMixin:
-    """The base class that `DistributedOptimizer` puts before the user's optimizer class."""
+class DistributedMixin(keras.optimizers.Optimizer):
+    """What `DistributedOptimizer` puts in front of the user's optimizer class."""
 
     _hvd_how: GradientReduction  # of the class, so that from_config(get_config()) is distributed in the same way
 
@@ -90,7 +79,7 @@ class DistributedMixin:
                     "This optimizer's steps were compiled without a batch weight. "
                     "Call set_batch_weight(1.0) once before the first step."
                 )
-            state.weight = _backend.new_batch_weight()
+            state.weight = _backend.BatchWeight()
         state.weight.set(float(value))
 
     # ---- Keras's hooks
@@ -101,9 +90,8 @@ class DistributedMixin:
         state = self._hvd_state
         state.reached = 0
         grads = list(grads)
-        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
-        accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
-        if grads and state.reached < (1 if accumulates else 2):
+        result = super().apply(grads, trainable_variables)
+        if grads and state.reached < (1 if self.gradient_accumulation_steps else 2):
             raise HvdTrainError(
                 f"{type(self).__name__}.apply updated weights without Keras's _backend_apply_gradients or "
                 "_clip_gradients, so its gradients were not reduced over ranks. Let it call super().apply()."
@@ -120,37 +108,35 @@ class DistributedMixin:
         state.variables = list(trainable_variables)
         if state.weight is not None:
             grads = state.weight.multiply(grads)
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        return super()._backend_apply_gradients(grads, trainable_variables)
 
     @_backend.untraced
     def _clip_gradients(self, grads: list[Any]) -> Any:
-        state = self._hvd_state
+        state, how = self._hvd_state, self._hvd_how
         state.reached = 2
-        skipped = state.skipped
-        own = None if skipped is None else _backend.non_finite_flags(grads)
-        how = self._hvd_how
+        own = None if state.report is None else _backend.non_finite_flags(grads)
         if how.active():
             grads = _backend.on_update_step(self, self._reduce, grads)
         elif how.factor != 1.0:
             grads = [g * how.factor for g in grads]
-        if skipped is not None:
-            # Reduced gradients are equal on all ranks, so all ranks decide the same.
+        if state.report is not None:
+            # Reduced gradients are equal on all ranks, so all decide alike.
             state.finite = _backend.may_update(self, grads)
-            report = functools.partial(skipped.report, [path(v) for v in state.variables], False)
+            report = functools.partial(state.report, [path(v) for v in state.variables])
             # Flags are only made for a report: `may_update` has looked at each gradient once.
             _backend.report_unless(state.finite, report, own, lambda: _backend.non_finite_flags(grads)())
-        return super()._clip_gradients(grads)  # type: ignore[misc]
+        return super()._clip_gradients(grads)
 
     @_backend.untraced
     def _apply_weight_decay(self, variables: list[Any]) -> None:
-        if self._hvd_state.skipped is None:
-            super()._apply_weight_decay(variables)  # type: ignore[misc]
-        # Else `_backend_update_step`, which Keras calls next, applies it, but only in a step that is not skipped.
+        if self._hvd_state.report is None:
+            super()._apply_weight_decay(variables)
+        # Else `_backend_update_step`, which Keras calls next, applies it on its condition.
 
     @_backend.untraced
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
         parent: Any = super()
-        if self._hvd_state.skipped is None:
+        if self._hvd_state.report is None:
             parent._backend_update_step(grads, trainable_variables, learning_rate)
             return
 
@@ -162,35 +148,31 @@ class DistributedMixin:
 
     @_backend.untraced
     def _skip(self) -> None:
-        """Undo the step's count of passes and its accumulated gradients; afterwards `apply` counts the last pass."""
-        self._iterations.assign_sub(self._passes)  # type: ignore[attr-defined]
-        for accumulator in self._accumulators:  # on torch, Keras clears them by a product with 0, which leaves NaN
+        """Undo the step's passes; `apply` counts the last one afterwards."""
+        self._iterations.assign_sub(self._passes)
+        for accumulator in self._accumulators:  # on torch Keras clears them by a product, which NaN survives
             accumulator.assign(keras.ops.zeros_like(accumulator))
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """Return updated variables, as JAX needs; see keras.optimizers.Optimizer.stateless_apply."""
-        new = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
-        if self._hvd_state.skipped is None or keras.backend.backend() != "jax":
-            return new
-        # Under loss scaling, the old values arrive as Keras variables.
-        weights, state = (
-            [keras.ops.convert_to_tensor(v) for v in old] for old in (trainable_variables, optimizer_variables)
-        )
+        """Return updated variables; see keras.optimizers.Optimizer.stateless_apply, the way that JAX takes."""
+        new_weights, new_state = super().stateless_apply(optimizer_variables, grads, trainable_variables)
+        if self._hvd_state.report is None or keras.backend.backend() != "jax":
+            return new_weights, new_state
+        # Within loss scaling the old ones come as Keras variables.
+        weights = [keras.ops.convert_to_tensor(v) for v in trainable_variables]
+        state = [keras.ops.convert_to_tensor(v) for v in optimizer_variables]
         cleared = {id(v) for v in self._accumulators}
-        for index, variable in enumerate(self.variables):  # type: ignore[attr-defined]
-            if variable is self._iterations:  # type: ignore[attr-defined]
-                state[index] = new[1][index] - self._passes
+        for index, variable in enumerate(self.variables):
+            if variable is self._iterations:
+                state[index] = new_state[index] - self._passes
             elif id(variable) in cleared:
-                state[index] = new[1][index]
-        finite = self._hvd_state.finite
-        return tuple(
-            [keras.ops.where(finite, a, b) for a, b in zip(*pair, strict=True)]
-            for pair in ((new[0], weights), (new[1], state))
-        )
+                state[index] = new_state[index]
+        where = functools.partial(keras.ops.where, self._hvd_state.finite)
+        return list(map(where, new_weights, weights)), list(map(where, new_state, state))
 
     @property
     def _passes(self) -> int:
-        return self.gradient_accumulation_steps or 1  # type: ignore[attr-defined]
+        return int(self.gradient_accumulation_steps or 1)
 
     @property
     def _accumulators(self) -> list[Any]:
@@ -199,39 +181,48 @@ class DistributedMixin:
     @_backend.untraced
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update `variable`, in one pass where the backend has one; see keras.optimizers.Optimizer.update_step."""
-        step = super().update_step  # type: ignore[misc]
+        step = super().update_step
         # One process uses Keras's arithmetic, to equal plain Keras bit for bit.
         if not (self._hvd_how.active() and _backend.fused_update(self, step, gradient, variable, learning_rate)):
             step(gradient, variable, learning_rate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Keras copies an optimizer through its file format, which has its settings but not the reduction.
-        return type(self).from_config(self.get_config())  # type: ignore[attr-defined]
+        # Keras copies an optimizer through its file format, which has its settings only and no reduction.
+        return type(self).from_config(self.get_config())
 
     def __copy__(self) -> Any:
         return self.__deepcopy__({})
 
     # ---- non-finite gradients
 
-    def skip_non_finite(self) -> SkippedUpdates:
-        """Skip updates whose reduced gradients are not finite; return the object that they are reported to.
+    def skip_non_finite(self, report: Callable[..., None]) -> None:
+        """Skip updates whose reduced gradients are not finite. To be called before the first step.
 
-        Call it before the first step. All ranks skip the same updates. A skipped update does not count in `iterations`
-        and leaves no accumulated gradient.
+        All ranks decide alike. A skipped update leaves neither a count in `iterations` nor an accumulated gradient.
+
+        Args:
+            report: called on the host for each, with the variables' paths and, for each, whether its gradient on this
+                rank is not finite, and whether the reduced one is not. The last is left out if loss scaling skips it.
         """
-        skipped = self._hvd_state.skipped = SkippedUpdates()
-        return skipped
+        self._hvd_state.report = report
 
-    def report_scaling(self, finite: Any, grads: Sequence[Any]) -> None:
-        """Report that loss scaling skips this step, unless `finite`; does nothing without `skip_non_finite`."""
-        skipped = self._hvd_state.skipped
-        if skipped is None:
-            return
-        variables = self._trainable_variables  # type: ignore[attr-defined]
-        pairs = [(g, path(v)) for g, v in zip(grads, variables, strict=True) if g is not None]
-        own = _backend.non_finite_flags([g for g, _ in pairs])
-        report = functools.partial(skipped.report, [name for _, name in pairs], True)
-        _backend.report_unless(finite, report, own, own)
+    def finite_everywhere(self, finite: Any, grads: Sequence[Any]) -> Any:
+        """Return whether the gradients of all ranks are finite, for loss scaling; report a step that it skips.
+
+        Gradients with weight 0 count as finite.
+        """
+        state, how = self._hvd_state, self._hvd_how
+        if state.weight is not None:
+            finite = keras.ops.logical_or(finite, state.weight.read() == 0.0)
+        if how.active():
+            if state.number is None:
+                self.agree_on_model()
+            finite = _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)
+        if state.report is not None:
+            given = [(g, path(v)) for g, v in zip(grads, self._trainable_variables, strict=True) if g is not None]
+            report = functools.partial(state.report, [name for _, name in given])
+            _backend.report_unless(finite, report, _backend.non_finite_flags([g for g, _ in given]))
+        return finite
 
     # ---- ranks
 
@@ -247,21 +238,8 @@ class DistributedMixin:
         state = self._hvd_state
         mine = _next_number if state.number is None else state.number
         what = f"models under {type(self).__name__}"
-        variables = self._trainable_variables  # type: ignore[attr-defined]
-        state.number = agree(variables, what=what, offer=mine, process_set=self._hvd_how.process_set)
+        state.number = agree(self._trainable_variables, what=what, offer=mine, process_set=self._hvd_how.process_set)
         _next_number = max(_next_number, state.number + 1)
-
-    def finite_everywhere(self, finite: Any) -> Any:
-        """Return whether the gradients of all ranks are finite; those with weight 0 count as finite."""
-        weight = self._hvd_state.weight
-        if weight is not None:
-            finite = keras.ops.logical_or(finite, weight.read() == 0.0)
-        how = self._hvd_how
-        if not how.active():
-            return finite
-        if self._hvd_state.number is None:
-            self.agree_on_model()
-        return _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)
 
     def register_local_var(self, var: Any) -> None:
         """Do not reduce the gradient of `var`; scale it by 1 / size unless scale_local_gradients is False."""
@@ -269,20 +247,17 @@ class DistributedMixin:
 
     @property
     def _prefix(self) -> str:
-        base = self._hvd_how.name or f"Distributed{type(self).__name__}"
-        return f"{base}.{self._hvd_state.number}"
+        return f"{self._hvd_how.name or f'Distributed{type(self).__name__}'}.{self._hvd_state.number}"
 
     def _reduce(self, grads: list[Any]) -> list[Any]:
-        how = self._hvd_how
-        variables = self._hvd_state.variables
-        shared = [i for i, v in enumerate(variables) if not any(same_variable(v, x) for x in how.local_variables)]
-        local_factor = how.factor
-        if how.scale_local_gradients and how.local_variables:
-            local_factor /= how.size()
-        reduced = list(grads) if local_factor == 1.0 else [g * local_factor for g in grads]
+        how, variables = self._hvd_how, self._hvd_state.variables
+        local = {identity(v) for v in how.local_variables}
+        factor = how.factor / (how.size() if local and how.scale_local_gradients else 1)
+        reduced = list(grads) if factor == 1.0 else [g * factor for g in grads]
+        shared = [i for i, v in enumerate(variables) if identity(v) not in local]
         if shared:
             chosen = [variables[i] for i in shared]
-            index = self._get_variable_index  # type: ignore[attr-defined]
+            index = self._get_variable_index
             names = [f"{self._prefix}.{index(v)}.{without_counters(path(v))}" for v in chosen]
             results = _backend.reduce_gradients([grads[i] for i in shared], names, chosen, how)
             for i, result in zip(shared, results, strict=True):

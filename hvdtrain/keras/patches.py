@@ -17,8 +17,9 @@ from hvdtrain.keras.optimizer import distributed_part
 log = logging.getLogger("hvdtrain")
 
 
+@functools.cache  # once a process
 def patch_keras() -> None:
-    """Let `LossScaleOptimizer` agree over ranks, and `Model.compile` know of distributed optimizers. Idempotent."""
+    """Let `LossScaleOptimizer` agree over ranks, and `Model.compile` know of distributed optimizers."""
     from keras.src.trainers.trainer import Trainer
 
     _patch(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
@@ -27,14 +28,11 @@ def patch_keras() -> None:
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     original = getattr(owner, name)
-    if hasattr(original, "_hvdtrain"):
-        return
 
     @functools.wraps(original)
     def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(original, self, *args, **kwargs)
 
-    patched._hvdtrain = True  # type: ignore[attr-defined]
     setattr(owner, name, patched)
 
 
@@ -42,10 +40,7 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
     finite = original(self, grads)
     part = distributed_part(self)
     # Ranks must agree to skip: a rank that skips sends nothing, and the others would wait for it.
-    if part is not None:
-        finite = part.finite_everywhere(finite)
-        part.report_scaling(finite, grads)
-    return finite
+    return finite if part is None else part.finite_everywhere(finite, grads)
 
 
 def _compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +54,6 @@ def without_xla(model: Any) -> None:
     """Turn XLA (TensorFlow) or torch.compile (torch) off for a model whose optimizer is distributed, and log it."""
     if keras.backend.backend() == "jax" or not getattr(model, "jit_compile", False):
         return
-    if distributed_part(model.optimizer) is None:
-        return
-    model.jit_compile = False
-    log.info("jit_compile %s: Horovod's operations do not compile with the step of %s", "True -> False", model.name)
+    if distributed_part(model.optimizer) is not None:
+        model.jit_compile = False
+        log.info("jit_compile True -> False: Horovod's operations do not compile with the step of %s", model.name)

@@ -1,9 +1,8 @@
-"""Updates that a compiled step skips: how they are reported to the host, and what they must leave behind."""
+"""Steps whose update is skipped: what they must leave behind, and why they were skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -11,65 +10,34 @@ import numpy as np
 
 from hvdtrain.adapter import Fault
 from hvdtrain.keras.backends import backend_module
+from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.training_state import metric_variables
-
-
-@dataclass(frozen=True)
-class SkippedUpdate:
-    """An update that was not made.
-
-    Attributes:
-        reduced: path of the first variable whose reduced gradient is not finite.
-        own: path of the first whose gradient on this rank alone is not; None where all are finite.
-        by_scaling: whether loss scaling skipped it, to try again at a lower scale.
-    """
-
-    reduced: str
-    own: str | None
-    by_scaling: bool
-
-
-class SkippedUpdates:
-    """Receives, on the host, what the compiled step reports."""
-
-    def __init__(self) -> None:
-        self._last: SkippedUpdate | None = None
-
-    def report(self, paths: Sequence[str], by_scaling: bool, own: Any, reduced: Any) -> None:
-        """Note an update that was skipped.
-
-        Args:
-            paths: of the variables.
-            by_scaling: see `SkippedUpdate`; then `reduced` equals `own`.
-            own: for each variable, whether its gradient on this rank is not finite.
-            reduced: likewise, over all ranks.
-        """
-        self._last = SkippedUpdate(_first(paths, reduced) or "none", _first(paths, own), by_scaling)
-
-    def take(self) -> SkippedUpdate | None:
-        """Return what was reported since the last call."""
-        last, self._last = self._last, None
-        return last
-
-
-def _first(paths: Sequence[str], flags: Any) -> str | None:
-    return next((path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag), None)
 
 
 class StepSnapshot:
     """What a step changes before its gradient is known: running statistics, seeds, metrics, the loss scale.
 
     Args:
-        model: compiled, its optimizer distributed.
-        skipped: where its updates are reported.
+        model: compiled, its optimizer distributed; from now on it skips updates that are not finite.
         everything: whether a skipped step leaves nothing behind; else only its loss is reported.
     """
 
-    def __init__(self, model: keras.Model, skipped: SkippedUpdates, *, everything: bool) -> None:
+    def __init__(self, model: keras.Model, *, everything: bool) -> None:
         self._model = model
-        self._skipped = skipped
         self._everything = everything
         self._before: list[tuple[Any, Any]] = []
+        self._skipped: tuple[str, str | None, bool] | None = None  # first bad path: reduced, own; by loss scaling
+        part: Any = distributed_part(model.optimizer)
+        part.skip_non_finite(self._note)
+
+    def _note(self, paths: Sequence[str], own: Any, reduced: Any = None) -> None:
+        """Note a skipped update; see `DistributedMixin.skip_non_finite`."""
+
+        def first(flags: Any) -> str | None:
+            return next((path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag), None)
+
+        by_scaling = reduced is None
+        self._skipped = (first(own if by_scaling else reduced) or "none", first(own), by_scaling)
 
     def save(self) -> None:
         """Copy the values from before the step."""
@@ -89,16 +57,19 @@ class StepSnapshot:
             counted: whether this rank had samples in it.
         """
         backend_module().wait_for_reports()
-        skipped = self._skipped.take()
+        skipped, self._skipped = self._skipped, None
+        if skipped is None:
+            return None
+        reduced, own, by_scaling = skipped
         before = {id(v): value for v, value in self._before}
         # Loss scaling lowers its scale after such a step, which cannot help once the scale is 1.
-        if skipped is None or (skipped.by_scaling and _number(before[id(self._model.optimizer.dynamic_scale)]) > 1.0):
+        if by_scaling and _number(before[id(self._model.optimizer.dynamic_scale)]) > 1.0:
             return None
         tracker = self._model._loss_tracker  # counts the epoch; the difference to before is the step's
         total, count = (_number(v) - _number(before[id(v)]) for v in (tracker.total, tracker.count))
         for variable, value in self._before:
             variable.assign(value)
-        return Fault(skipped.reduced, skipped.own if counted else None, total / count if count else float("nan"))
+        return Fault(reduced, own if counted else None, total / count if count else float("nan"))
 
 
 def _number(value: Any) -> float:

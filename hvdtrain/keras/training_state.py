@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,17 +19,27 @@ Arrays = dict[str, NDArray[Any]]
 _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
 
 
+def copies(variables: Sequence[Any]) -> list[NDArray[Any]]:
+    """Return the values of `variables` on the host."""
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
+
+
+def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Assign a value to each variable."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
 def capture(model: keras.Model) -> State:
     """Return the model's weights and its optimizer's variables, as arrays that the next step may change."""
-    variables = _variables(model)
     # Variables made not to be trained, such as running statistics. A frozen layer's weights are not among them: nothing
     # changes them, and a difference between ranks must be found before `settle` averages it away.
     frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
     own = {id(v) for v in model.non_trainable_weights} - frozen
     trained = {id(v) for v in model.trainable_weights}
+    variables = _variables(model)
     return State(
         {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in variables.items()},
-        {},
         unsettled=frozenset(name for name, v in variables.items() if id(v) in own),
         trained=frozenset(name for name, v in variables.items() if id(v) in trained),
     )
@@ -49,8 +60,7 @@ def restore(state: State, model: keras.Model) -> None:
         there = state.arrays[name].shape if name in state.arrays else "missing"
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
-    for name, variable in current.items():
-        variable.assign(state.arrays[name])
+    _load(current, state.arrays)
 
 
 def build_optimizer(model: keras.Model, optimizer: Any = None) -> None:
@@ -84,7 +94,7 @@ def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
         model: a compiled model.
         metrics: whether to include the running metrics, those of an unfinished epoch.
     """
-    variables = {**_seeds(model), **_statistics(model), **(_metrics(model) if metrics else {})}
+    variables = {**_seeds_and_statistics(model), **(_metrics(model) if metrics else {})}
     held = {name: _to_host(variable) for name, variable in variables.items()}
     if keras.backend.backend() == "torch":  # a Dropout without a seed draws from torch's generator
         from hvdtrain.torch import training_state
@@ -94,8 +104,8 @@ def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
 
 
 def set_rank_state(held: Arrays, model: keras.Model) -> None:
-    """Load the entries that `rank_state` returned, except for metrics. Missing entries are ignored."""
-    _assign({**_seeds(model), **_statistics(model)}, held)
+    """Load what `rank_state` returned, but for metrics, as far as it is there."""
+    _load(_seeds_and_statistics(model), held)
     if keras.backend.backend() == "torch":
         from hvdtrain.torch import training_state
 
@@ -103,13 +113,8 @@ def set_rank_state(held: Arrays, model: keras.Model) -> None:
 
 
 def set_metrics(held: Arrays, model: keras.Model) -> None:
-    """Load the running metrics from `rank_state`; they exist once the model has seen a batch."""
-    _assign(_metrics(model), held)
-
-
-def has_metrics(held: Arrays) -> bool:
-    """Return whether the result of `rank_state` contains running metrics."""
-    return any(name.split(".")[1] == "metric" for name in held)
+    """Load the running metrics in what `rank_state` returned; they exist once the model has seen a batch."""
+    _load(_metrics(model), held)
 
 
 def metric_variables(model: keras.Model) -> list[Any]:
@@ -117,18 +122,15 @@ def metric_variables(model: keras.Model) -> list[Any]:
     return [v for metric in model.metrics for v in metric.variables]
 
 
-def _seeds(model: keras.Model) -> dict[str, Any]:
+def _seeds_and_statistics(model: keras.Model) -> dict[str, Any]:
     from keras.src.backend.common import global_state
 
     shared = global_state.get_global_attribute("global_seed_generator")
     generators = [g for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
     states = {id(g.state): g.state for g in [*generators, *([shared] if shared is not None else [])]}
-    return {f"random.seed.{index}": state for index, state in enumerate(states.values())}
-
-
-def _statistics(model: keras.Model) -> dict[str, Any]:
-    variables = enumerate(model.non_trainable_weights)
-    return {f"{'mean' if 'float' in str(v.dtype) else 'max'}.weight.{index}": v for index, v in variables}
+    seeds = {f"random.seed.{index}": state for index, state in enumerate(states.values())}
+    statistics = enumerate(model.non_trainable_weights)
+    return seeds | {f"{'mean' if 'float' in str(v.dtype) else 'max'}.weight.{index}": v for index, v in statistics}
 
 
 def _metrics(model: keras.Model) -> dict[str, Any]:
@@ -136,12 +138,11 @@ def _metrics(model: keras.Model) -> dict[str, Any]:
     return {f"{'sum' if v.aggregation == 'sum' else 'mean'}.metric.{index}": v for index, v in variables}
 
 
-def _assign(variables: dict[str, Any], held: Arrays) -> None:
-    for name, variable in variables.items():
-        if name in held:
-            variable.assign(held[name])
+def _load(variables: dict[str, Any], arrays: Arrays) -> None:
+    for name in variables.keys() & arrays.keys():
+        variables[name].assign(arrays[name])
 
 
 def _to_host(variable: Any) -> NDArray[Any]:
-    value = np.array(keras.ops.convert_to_numpy(variable))
+    (value,) = copies([variable])
     return value if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 else value.astype(np.float32)  # bfloat16

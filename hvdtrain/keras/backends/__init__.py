@@ -5,7 +5,7 @@ Every module here has the same functions, on lists of that backend's tensors:
     reduce_gradients(gradients, names, variables, how)   the same gradients on every rank; names and number are equal
                                                          on all of them, also in a graph that is traced again
     true_on_all_ranks(flag, name, how)                   a boolean scalar
-    new_batch_weight()                                   a BatchWeight: `set`, `read`, `multiply`
+    BatchWeight()                                        what gradients are multiplied by: `set`, `read`, `multiply`
     on_update_step(optimizer, function, gradients)       function(gradients), but only where weights change
     non_finite_flags(gradients)                          a function that returns one flag a gradient, as it is now
     may_update(optimizer, gradients)                     a boolean scalar: false if weights would become non-finite
@@ -15,11 +15,14 @@ Every module here has the same functions, on lists of that backend's tensors:
     fused_update(optimizer, step, gradient, ...)         updates a variable in one pass; false if it cannot
     untraced(function)                                   function, left alone by the backend's compiler
     refuse_compiler()                                    raises where a collective could not run
+
+Those that several backends have alike are here.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -35,3 +38,41 @@ def backend_module() -> Any:
     if name not in ("tensorflow", "torch", "jax"):
         raise ValueError(f'Keras must run on "tensorflow", "torch" or "jax". Received: KERAS_BACKEND={name!r}')
     return importlib.import_module(f"hvdtrain.keras.backends.{name}")
+
+
+class HostWeight:
+    """What a rank's gradients are multiplied by; a compiled step reads it each time it runs."""
+
+    value = 1.0
+
+    def set(self, value: float) -> None:
+        """Set the weight of the steps from now on."""
+        self.value = value
+
+    def read(self) -> Any:
+        """Return the weight as a scalar."""
+        return self.value
+
+    def multiply(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return `gradients` times the weight; exact zeros at weight 0, whatever they held."""
+        weight, ops = self.read(), keras.ops
+        return [ops.where(weight == 0, ops.zeros_like(g), g * ops.cast(weight, g.dtype)) for g in gradients]
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`: the backend runs Python as it is written."""
+    return function
+
+
+def fused_update(optimizer: Any, step: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
+    """Return False: torch updates all variables together, and XLA fuses updates."""
+    return False
+
+
+def on_update_step(optimizer: Any, function: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> list[Any]:
+    """Return `function(gradients)`: Keras clips gradients in the branch that updates weights, and in no other."""
+    return function(gradients)
+
+
+def wait_for_reports() -> None:
+    """Return at once: a step ends after its calls to the host."""

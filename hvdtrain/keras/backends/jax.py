@@ -14,27 +14,19 @@ from jax.experimental import io_callback
 
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics, host_collectives
-from hvdtrain.keras.backends.shared import BatchWeight, fused_update, untraced  # noqa: F401 - part of each backend
+from hvdtrain.keras.backends import HostWeight, fused_update, untraced  # noqa: F401 - part of each backend
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 
 Tensor = Any
 
 
-class HostWeight(BatchWeight):
+class BatchWeight(HostWeight):
     """A weight on the host, which compiled steps read by a callback."""
-
-    def multiply(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return `gradients` times the weight; exact zeros at weight 0, whatever they held."""
-        weight = self.read()
-        return [jnp.where(weight == 0, jnp.zeros_like(g), g * weight.astype(g.dtype)) for g in gradients]
 
     def read(self) -> Tensor:
         """Return the weight as a scalar."""
         # Ordered, so that XLA can neither reuse last step's value nor read it too early.
         return io_callback(lambda: np.float32(self.value), jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
-
-
-new_batch_weight = HostWeight
 
 
 def refuse_compiler() -> None:
@@ -59,7 +51,7 @@ def _is_update_step(optimizer: Any, steps: int) -> Tensor:
 
 def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
     """Return a function that returns, for each gradient, whether something in it is not finite."""
-    return lambda: jnp.stack([jnp.logical_not(jnp.isfinite(g).all()) for g in gradients])
+    return lambda: jnp.stack([~jnp.isfinite(g).all() for g in gradients])
 
 
 def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
@@ -103,9 +95,9 @@ def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
     """Return `gradients` reduced over ranks."""
-    wires = [how.to_wire(g) for g in gradients]
+    wires = how.to_wires(gradients)
     shapes = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in wires]
-    buckets = how.buckets(variables) or small_together([w.size * w.dtype.itemsize for w in wires])
+    buckets = how.buckets(variables) or small_together([w.nbytes for w in wires])
     buckets = by_dtype(buckets, [w.dtype.name for w in wires])
     # The callback holds no traced value but its arguments: JAX may run it long after this trace is gone.
     on_host = functools.partial(_reduce_on_host, list(names), buckets, how)
@@ -121,7 +113,7 @@ def _reduce_on_host(names: list[str], buckets: list[list[int]], how: GradientRed
         # JAX's arrays are read-only: this copy is sent in place, and its parts are the results.
         flat = np.concatenate([arrays[i].reshape(-1) for i in bucket])
         reduce = _reduce_bf16 if flat.dtype == ml_dtypes.bfloat16 else _allreduce
-        pending.append(reduce(flat, names[bucket[0]], how))
+        pending.append(reduce(flat, f"{names[bucket[0]]}.{flat.dtype}", how))
     outputs: list[Any] = list(arrays)
     for bucket, wait in zip(buckets, pending, strict=True):
         parts = np.split(wait(), np.cumsum([arrays[i].size for i in bucket])[:-1])
@@ -132,9 +124,7 @@ def _reduce_on_host(names: list[str], buckets: list[list[int]], how: GradientRed
 
 def _allreduce(flat: Any, name: str, how: GradientReduction) -> Callable[[], Any]:
     """Start to reduce `flat`, which must not be used again; return a function that waits for the result."""
-    return host_collectives.allreduce_in_place(
-        flat, name=f"{name}.{flat.dtype}", op=how.op, process_set=how.process_set, **how.scales
-    )
+    return host_collectives.allreduce_in_place(flat, name=name, op=how.op, process_set=how.process_set, **how.scales)
 
 
 def _reduce_bf16(flat: Any, name: str, how: GradientReduction) -> Callable[[], Any]:
@@ -142,8 +132,8 @@ def _reduce_bf16(flat: Any, name: str, how: GradientReduction) -> Callable[[], A
     size = how.size()
     padded = np.concatenate([flat, np.zeros(-flat.size % size, flat.dtype)])
     options = {"process_set": how.process_set}
-    received = host_collectives.call("alltoall", padded.view(np.uint8), name=f"{name}.bf16_shards", **options)
+    received = host_collectives.call("alltoall", padded.view(np.uint8), name=f"{name}.shards", **options)
     shards = received.view(flat.dtype).astype(np.float32).reshape(size, -1)  # (ranks, shard)
     bits = (shards.sum(axis=0) * np.float32(how.sum_factor)).astype(flat.dtype).view(np.uint8)
-    gathered = host_collectives.call("allgather", bits, name=f"{name}.bf16_sums", **options)
+    gathered = host_collectives.call("allgather", bits, name=f"{name}.sums", **options)
     return lambda: gathered.view(flat.dtype)[: flat.size]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.keras import basics, process_sets
-from hvdtrain.keras.backends import tensorflow_marks
-from hvdtrain.keras.backends.shared import BatchWeight, on_update_step, wait_for_reports  # noqa: F401 - part of each backend
+from hvdtrain.distributed.recorder import recorder
+from hvdtrain.distributed.watchdog import waits
+from hvdtrain.keras import basics
+from hvdtrain.keras.backends import HostWeight, on_update_step, wait_for_reports  # noqa: F401 - part of each backend
 from hvdtrain.keras.backends.tensorflow_updates import fused_update  # noqa: F401 - likewise
+from hvdtrain.keras.compression import NoneCompressor
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 
 Tensor = Any
@@ -19,11 +22,10 @@ Tensor = Any
 untraced = tf.autograph.experimental.do_not_convert
 
 
-class VariableWeight(BatchWeight):
+class BatchWeight(HostWeight):
     """A weight in a variable, which a traced graph reads on every step. No optimizer or model tracks it."""
 
     def __init__(self) -> None:
-        super().__init__()
         with tf.init_scope(), tf.device("/CPU:0"):
             self._variable = tf.Variable(1.0, dtype=tf.float32, trainable=False, name="hvdtrain_batch_weight")
 
@@ -33,10 +35,14 @@ class VariableWeight(BatchWeight):
             super().set(value)
             self._variable.assign(value)
 
+    def read(self) -> Tensor:
+        """Return the weight as a scalar."""
+        return self._variable.read_value()
+
     def multiply(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return `gradients` times the weight; exact zeros at weight 0, whatever they held."""
         weight = self.read()
-        values = [_values(g) for g in gradients]
+        values = _values(gradients)
         # The usual weight is 1: then the branch passes its inputs through, and nothing is copied.
         weighted = tf.cond(
             tf.equal(weight, 1.0),
@@ -48,21 +54,14 @@ class VariableWeight(BatchWeight):
             for g, v in zip(gradients, weighted, strict=True)
         ]
 
-    def read(self) -> Tensor:
-        """Return the weight as a scalar."""
-        return self._variable.read_value()
-
-
-new_batch_weight = VariableWeight
-
 
 def _scaled(value: Tensor, weight: Tensor) -> Tensor:
     weight = tf.cast(weight, value.dtype)
     return tf.where(tf.equal(weight, 0), tf.zeros_like(value), value * weight)
 
 
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
 def refuse_compiler() -> None:
@@ -82,7 +81,7 @@ def refuse_compiler() -> None:
 
 def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
     """Return a function that returns, for each gradient, whether something in it is not finite."""
-    return lambda: tf.stack([tf.logical_not(_is_finite(_values(g))) for g in gradients])
+    return lambda: tf.stack([tf.logical_not(_is_finite(v)) for v in _values(gradients)])
 
 
 def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
@@ -91,7 +90,7 @@ def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
     A sum over a tensor holds whatever in it is not finite, and costs less than looking at each element. Where it
     overflowed without that, each element is looked at.
     """
-    values = [_values(g) for g in gradients]
+    values = _values(gradients)
     sums = tf.stack([tf.cast(tf.reduce_sum(v), tf.float32) for v in values])
     return tf.cond(_is_finite(sums), lambda: tf.constant(True), lambda: tf.reduce_all([_is_finite(v) for v in values]))
 
@@ -120,12 +119,45 @@ def true_on_all_ranks(flag: Tensor, name: str, how: GradientReduction) -> Tensor
     return tf.cast(_allreduce(tf.cast(flag, tf.int32), name, how, op=basics.Min), tf.bool)
 
 
-@tensorflow_marks.marked
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> Any:
-    """Return `gradients` reduced over ranks: tensors as tensors, IndexedSlices as IndexedSlices."""
+    """Return `gradients` reduced over ranks, tensors as tensors, IndexedSlices as IndexedSlices; record the wait.
+
+    In a graph, `hvdtrain.distributed.watchdog` sees a rank wait by two counters, and the recorder reads for how long
+    from a sum of seconds.
+    """
     refuse_compiler()
+    if tf.executing_eagerly():  # a thread that waits there can be seen from outside
+        with recorder.waiting():
+            return _reduce(gradients, names, variables, how)
+    began, ended, seconds = _marks(tuple(names))
+    # Begun once the first gradient is there: backward makes the last layer's first.
+    with tf.control_dependencies(_values(gradients[-1:])):
+        counted = began.assign_add(1, read_value=False)
+    with tf.control_dependencies(_values(gradients)):
+        ready = tf.timestamp()
+    reduced = _reduce(gradients, names, variables, how)
+    with tf.control_dependencies([counted, ready, *_values(reduced)]):
+        ended.assign(began.read_value(), read_value=False)
+        seconds.assign_add(tf.timestamp() - ready, read_value=False)
+    return reduced
+
+
+@functools.cache
+def _marks(names: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    """Return the variables of the reduction of these names, the same for every trace of it."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        began, ended = (tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2))
+        seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+    waits.note_graph(names, lambda: (int(began.numpy()), int(ended.numpy())))
+    recorder.note_graph(lambda: float(seconds.numpy()))
+    return began, ended, seconds
+
+
+def _reduce(
+    gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
+) -> list[Tensor]:
     reduced = [tf.convert_to_tensor(g) if how.sparse_as_dense else g for g in gradients]
     dense = [i for i, g in enumerate(reduced) if not isinstance(g, tf.IndexedSlices)]
     for i, gradient in enumerate(reduced):
@@ -146,7 +178,7 @@ def reduce_gradients(
 def _reduce_dense(
     tensors: list[Tensor], names: list[str], variables: list[Any], how: GradientReduction
 ) -> list[Tensor]:
-    wires = [how.to_wire(t) for t in tensors]
+    wires = how.to_wires(tensors)
     groups = how.buckets(variables)
     if groups is None and tf.executing_eagerly():  # each call would wait for its answer alone
         groups = [list(range(len(wires)))]
@@ -158,24 +190,27 @@ def _reduce_dense(
         elif groups is not None:
             name = _graph_name(f"{name}.{together[0].dtype.name}")
             results = _horovod()._grouped_allreduce(together, name=name, op=how.op, **_common(how), **how.scales)
-        else:
-            results = _flat_allreduce(together, f"{name}.{together[0].dtype.name}", how)
+        else:  # as one: this copies each, and saves all rounds of messages but one
+            flat = tf.concat([tf.reshape(t, [-1]) for t in together], axis=0)
+            flat = _allreduce(flat, f"{name}.{flat.dtype.name}.and_{len(bucket) - 1}", how)
+            results = _split(flat, together)
         for i, result in zip(bucket, results, strict=True):
             outputs[i] = tf.cast(result, tensors[i].dtype)
     return outputs
+
+
+def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = tf.split(flat, [tf.size(t) for t in like])
+    return [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, like, strict=True)]
 
 
 def _horovod() -> Any:
     return importlib.import_module("horovod.tensorflow.mpi_ops")
 
 
-def _process_set(how: GradientReduction) -> Any:
-    return how.process_set or process_sets.module().global_process_set
-
-
 def _common(how: GradientReduction) -> dict[str, Any]:
     """Return the arguments of all of Horovod's operations; name scopes differ between a branch and its inlined copy."""
-    return {"ignore_name_scope": True, "process_set": _process_set(how)}
+    return {"ignore_name_scope": True, "process_set": how.process_set or basics.process_sets().global_process_set}
 
 
 def _graph_name(name: str) -> str:
@@ -187,13 +222,6 @@ def _allreduce(tensor: Tensor, name: str, how: GradientReduction, op: int | None
     return _horovod()._allreduce(tensor, name=_graph_name(name), **_common(how), **options)
 
 
-def _flat_allreduce(tensors: list[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
-    """Reduce `tensors` as one: this copies each, and saves all rounds of messages but one."""
-    flat = _allreduce(tf.concat([tf.reshape(t, [-1]) for t in tensors], axis=0), f"{name}.and_{len(tensors) - 1}", how)
-    parts = tf.split(flat, [t.shape.num_elements() for t in tensors])
-    return [tf.reshape(part, t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-
 def _nbytes(tensor: Tensor) -> int:
     """Return the size in bytes; that of a large tensor where it is not known while tracing."""
     count = tensor.shape.num_elements()
@@ -202,18 +230,22 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _reduce_sparse(gradient: Tensor, name: str, how: GradientReduction) -> Tensor:
     """Return every rank's rows: their sum, scattered, is the sum over ranks."""
-    common = _common(how)
+
+    def gather(tensor: Tensor, what: str) -> Tensor:
+        return _horovod().allgather(tensor, name=_graph_name(f"{name}.{what}"), **_common(how))
+
     with tf.device(how.device_sparse or None):
-        values = tf.cast(gradient.values, tf.float32) if gradient.values.dtype == tf.bfloat16 else gradient.values
-        values = _horovod().allgather(values, name=_graph_name(f"{name}.values"), **common)
-        indices = _horovod().allgather(gradient.indices, name=_graph_name(f"{name}.indices"), **common)
-        values = values * tf.cast(how.factor / (_size(how) if how.average else 1.0), values.dtype)
-    return tf.IndexedSlices(tf.cast(values, gradient.values.dtype), indices, gradient.dense_shape)
+        values = gather(NoneCompressor.compress(gradient.values)[0], "values")
+        indices = gather(gradient.indices, "indices")
+        factor = how.factor / (_size(how) if how.op == basics.Average else 1.0)
+        values = tf.cast(values * tf.cast(factor, values.dtype), gradient.values.dtype)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _size(how: GradientReduction) -> Tensor:
     """Return the number of ranks, read on every step: in an elastic job it changes under a traced graph."""
-    return tf.cast(_horovod().size_op(process_set_id=_process_set(how).process_set_id), tf.float32)
+    process_set = _common(how)["process_set"]
+    return tf.cast(_horovod().size_op(process_set_id=process_set.process_set_id), tf.float32)
 
 
 def _reduce_bf16(tensors: list[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
@@ -226,9 +258,8 @@ def _reduce_bf16(tensors: list[Tensor], name: str, how: GradientReduction) -> li
     received = _horovod().alltoall(_bits(flat), name=_graph_name(f"{name}.bf16_shards"), **common)
     shards = tf.reshape(_floats(received), [size, -1])  # (ranks, shard)
     shard = tf.reduce_sum(shards, axis=0) * how.sum_factor
-    gathered = _floats(_horovod().allgather(_bits(shard), name=_graph_name(f"{name}.bf16_sums"), **common))[:total]
-    parts = tf.split(gathered, [tf.size(t) for t in tensors])
-    return [tf.cast(tf.reshape(p, tf.shape(t)), t.dtype) for p, t in zip(parts, tensors, strict=True)]
+    gathered = _floats(_horovod().allgather(_bits(shard), name=_graph_name(f"{name}.bf16_sums"), **common))
+    return [tf.cast(p, t.dtype) for p, t in zip(_split(gathered[:total], tensors), tensors, strict=True)]
 
 
 def _bits(floats: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ operations. Without XLA, each operation of an update reads and writes whole vari
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +31,53 @@ def fused_update(
     Returns:
         Whether `variable` was updated; if not, nothing has changed.
     """
-    rule = _RULES.get(getattr(step, "__func__", step))
-    target = _plain(variable)
-    if rule is None or target is None or not isinstance(gradient, tf.Tensor):
+    # By the method itself: AdamW has Adam's, and a user's subclass with another `update_step` keeps its rule.
+    rule = getattr(step, "__func__", step)
+    if rule is keras.optimizers.SGD.update_step:
+        kinds = [optimizer.momentums] if optimizer.momentum else []
+    elif rule is keras.optimizers.Adam.update_step and not optimizer.amsgrad:
+        kinds = [optimizer._momentums, optimizer._velocities]
+    else:
         return False
     position = optimizer._get_variable_index(variable)
-    number = functools.partial(keras.ops.cast, dtype=target.dtype.name)
-    return rule(optimizer, target, position, number(gradient), number(learning_rate), number)
+    plain = [_plain(v) for v in (variable, *(kind[position] for kind in kinds))]
+    if any(p is None for p in plain) or len({p.dtype for p in plain}) > 1 or not isinstance(gradient, tf.Tensor):
+        return False
+
+    def number(value: Any) -> Tensor:
+        return keras.ops.cast(value, plain[0].dtype.name)
+
+    target, *slots = (p.handle for p in plain)
+    rate, gradient = number(learning_rate), number(gradient)
+    if rule is keras.optimizers.Adam.update_step:
+        steps = number(optimizer.iterations + 1)
+        beta_1, beta_2 = number(optimizer.beta_1), number(optimizer.beta_2)
+        tf.raw_ops.ResourceApplyAdam(
+            var=target,
+            m=slots[0],
+            v=slots[1],
+            beta1_power=tf.pow(beta_1, steps),
+            beta2_power=tf.pow(beta_2, steps),
+            lr=rate,
+            beta1=beta_1,
+            beta2=beta_2,
+            epsilon=number(optimizer.epsilon),
+            grad=gradient,
+            use_locking=True,
+        )
+    elif slots:
+        tf.raw_ops.ResourceApplyKerasMomentum(
+            var=target,
+            accum=slots[0],
+            lr=rate,
+            grad=gradient,
+            momentum=number(optimizer.momentum),
+            use_locking=True,
+            use_nesterov=optimizer.nesterov,
+        )
+    else:
+        tf.raw_ops.ResourceApplyGradientDescent(var=target, alpha=rate, delta=gradient, use_locking=True)
+    return True
 
 
 def _plain(variable: Any) -> Any | None:
@@ -46,55 +85,3 @@ def _plain(variable: Any) -> Any | None:
     value = variable.value if isinstance(variable, keras.Variable) else variable
     plain = isinstance(value, tf.Variable) and not tf.distribute.has_strategy() and hasattr(value, "handle")
     return value if plain and value.dtype in (tf.float32, tf.float64) else None
-
-
-# A rule takes the optimizer, the tf.Variable, its position, gradient and learning rate, and a function that casts to
-# the variable's dtype; it returns whether it updated the variable.
-
-
-def _sgd(optimizer: Any, target: Any, position: int, gradient: Tensor, rate: Tensor, number: Any) -> bool:
-    if optimizer.momentum == 0:
-        tf.raw_ops.ResourceApplyGradientDescent(var=target.handle, alpha=rate, delta=gradient, use_locking=True)
-        return True
-    slot = _plain(optimizer.momentums[position])
-    if slot is None or slot.dtype != target.dtype:
-        return False
-    tf.raw_ops.ResourceApplyKerasMomentum(
-        var=target.handle,
-        accum=slot.handle,
-        lr=rate,
-        grad=gradient,
-        momentum=number(optimizer.momentum),
-        use_locking=True,
-        use_nesterov=optimizer.nesterov,
-    )
-    return True
-
-
-def _adam(optimizer: Any, target: Any, position: int, gradient: Tensor, rate: Tensor, number: Any) -> bool:
-    slots = [_plain(kind[position]) for kind in (optimizer._momentums, optimizer._velocities)]
-    if optimizer.amsgrad or any(slot is None or slot.dtype != target.dtype for slot in slots):
-        return False
-    first, second = slots
-    steps = number(optimizer.iterations + 1)
-    tf.raw_ops.ResourceApplyAdam(
-        var=target.handle,
-        m=first.handle,  # type: ignore[union-attr]
-        v=second.handle,  # type: ignore[union-attr]
-        beta1_power=tf.pow(number(optimizer.beta_1), steps),
-        beta2_power=tf.pow(number(optimizer.beta_2), steps),
-        lr=rate,
-        beta1=number(optimizer.beta_1),
-        beta2=number(optimizer.beta_2),
-        epsilon=number(optimizer.epsilon),
-        grad=gradient,
-        use_locking=True,
-    )
-    return True
-
-
-# Keyed by the method: AdamW has Adam's, and a user's subclass with another `update_step` is not changed.
-_RULES: dict[Any, Callable[..., bool]] = {
-    keras.optimizers.SGD.update_step: _sgd,
-    keras.optimizers.Adam.update_step: _adam,
-}

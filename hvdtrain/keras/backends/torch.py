@@ -12,13 +12,14 @@ from packaging.version import Version
 from hvdtrain.distributed import tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics
-from hvdtrain.keras.backends.shared import BatchWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
+from hvdtrain.keras.backends import HostWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
+from hvdtrain.keras.host_collectives import in_set
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 
 Tensor = torch.Tensor
 
 
-class EagerWeight(BatchWeight):
+class BatchWeight(HostWeight):
     """A weight that every step's Python code reads."""
 
     @torch.no_grad()
@@ -26,23 +27,14 @@ class EagerWeight(BatchWeight):
         """Return `gradients` times the weight; exact zeros at weight 0, whatever they held."""
         if self.value == 1.0:
             return list(gradients)
-        if self.value == 0.0:
-            return [torch.zeros_like(g) for g in gradients]
-        return [g * self.value for g in gradients]
-
-    def read(self) -> float:
-        """Return the weight."""
-        return self.value
-
-
-new_batch_weight = EagerWeight
+        return [g * self.value if self.value else torch.zeros_like(g) for g in gradients]
 
 
 def refuse_compiler() -> None:
-    """Raise where torch.compile traces.
+    """Raise where torch.compile traces, or where Keras averages gradients too.
 
     Raises:
-        RuntimeError: the step is being compiled by torch.compile.
+        RuntimeError: see above.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -67,11 +59,15 @@ def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
 
     Gradients are looked at now, since they are reduced in place. Extremes are NaN if anything is.
     """
-    if all(g.is_cuda and g.numel() for g in gradients):
+    if _on_gpu(gradients):
         norms = _largest(gradients)
         return lambda: norms.isfinite().logical_not().cpu()
     extremes = [torch.stack(torch.aminmax(g)).float() if g.numel() else torch.zeros(2) for g in gradients]
     return lambda: torch.stack([e.isfinite().all().logical_not().cpu() for e in extremes])
+
+
+def _on_gpu(gradients: Sequence[Tensor]) -> bool:
+    return all(g.is_cuda and g.numel() for g in gradients)
 
 
 def _largest(gradients: Sequence[Tensor]) -> Tensor:
@@ -86,7 +82,7 @@ def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
     A sum over a tensor holds whatever in it is not finite, and costs less than looking at each element. Where it
     overflowed without that, each element is looked at.
     """
-    if all(g.is_cuda and g.numel() for g in gradients):
+    if _on_gpu(gradients):
         return bool(_largest(gradients).isfinite().all())
     sums = torch.stack([g.sum(dtype=torch.float32) for g in gradients])
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in gradients)
@@ -109,7 +105,8 @@ def true_on_all_ranks(flag: Any, name: str, how: GradientReduction) -> Tensor:
     refuse_compiler()
     hvd: Any = basics.running()
     flag = torch.as_tensor(flag)
-    least: Tensor = hvd.allreduce(flag.to(torch.int32).reshape(1), name=name, op=hvd.Min, **how.options)
+    mine = flag.to(torch.int32).reshape(1)
+    least: Tensor = hvd.allreduce(mine, name=name, op=hvd.Min, **in_set(how.process_set))
     return least.to(torch.bool).reshape(()).to(flag.device)
 
 
@@ -129,8 +126,8 @@ def reduce_gradients(
             gradients, name=names[0], process_set=process_set, postscale=how.sum_factor
         ).wait()
         return reduced
-    wires = [how.to_wire(g).contiguous() for g in gradients]
-    common: dict[str, Any] = {"op": how.op, **how.scales, **how.options}
+    wires = [wire.contiguous() for wire in how.to_wires(gradients)]
+    common: dict[str, Any] = {"op": how.op, **how.scales, **in_set(how.process_set)}
     groups = how.buckets(variables)
     buckets = by_dtype(groups or small_together([w.nbytes for w in wires]), [str(w.dtype) for w in wires])
     handles = []
@@ -151,11 +148,11 @@ def reduce_gradients(
     outputs: list[Tensor] = list(gradients)
     for bucket, handle in zip(buckets, handles, strict=True):
         result = hvd.synchronize(handle)
-        if len(bucket) == 1:
-            parts = [result]
-        else:
-            parts = result if groups is not None else result.split([wires[i].numel() for i in bucket])
-        for i, part in zip(bucket, parts, strict=True):
+        if groups is None:
+            result = result.reshape(-1).split([wires[i].numel() for i in bucket])
+        elif len(bucket) == 1:
+            result = [result]
+        for i, part in zip(bucket, result, strict=True):
             outputs[i] = part.reshape(gradients[i].shape).to(gradients[i].dtype)
     if tuning.gpu_async() and any(g.is_cuda for g in gradients):  # no host waits: see hvdtrain.torch.reducer
         behind = torch.cuda.Event()
