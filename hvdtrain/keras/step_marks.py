@@ -4,15 +4,13 @@ A step is as many calls of the compiled train function as update the weights: se
 several batches (steps_per_execution) may update more than once; samples and gradients are then those of all updates.
 Data wait is the time from the end of a call to the next one's batch.
 On TensorFlow the reduction is inside the graph, and so is fetching a batch under fit. There the graph itself notes when
-the batch is there, and `backends.tensorflow_marks` how long it waited. What it computes in between, in an order of its
-own, cannot be distinguished from waiting.
+the batch is there, and `backends.tensorflow` how long it waited. What it computes in between, in an order of its own,
+cannot be distinguished from waiting.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import keras
 
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.variables import num_bytes
 from hvdtrain.telemetry.step_times import StepTimes
 
 
@@ -32,15 +31,7 @@ def attach(times: StepTimes) -> Callable[[], None]:
         times.recorder.use(gpu_clock.of_bench())
     marks = (_TensorFlowMarks if backend == "tensorflow" else _KerasMarks)(times)
     make = keras.Model.make_train_function
-    keras.Model.make_train_function = _making(make, marks)
 
-    def detach() -> None:
-        keras.Model.make_train_function = make
-
-    return detach
-
-
-def _making(make: Callable[..., Any], marks: _KerasMarks) -> Callable[..., Any]:
     @functools.wraps(make)
     def make_train_function(self: Any, force: bool = False) -> Any:
         before = self.train_function
@@ -54,7 +45,8 @@ def _making(make: Callable[..., Any], marks: _KerasMarks) -> Callable[..., Any]:
             self.train_function = marks.stepping(self, self.train_function)
         return result
 
-    return make_train_function
+    keras.Model.make_train_function = make_train_function
+    return lambda: setattr(keras.Model, "make_train_function", make)
 
 
 class _KerasMarks:
@@ -75,23 +67,28 @@ class _KerasMarks:
 
         @functools.wraps(function)
         def step(*args: Any) -> Any:
-            self._recorder.ended("data")
-            result = function(*args[:-1], self._timed(args[-1]))
-            if keras.backend.backend() == "jax":
-                import jax
-
-                # Without this, a step would seem to end when it was handed over.
-                jax.block_until_ready(result)
+            in_graph = hasattr(args[-1], "get_next")  # tf.data's own iterator, as fit gives it
+            if not in_graph:
+                self._recorder.ended("data")
+            result = function(*args[:-1], args[-1] if in_graph else self._timed(args[-1]))
+            self._finish(result, in_graph)
             self._called(model)
             return result
 
         return step
 
+    def _finish(self, result: Any, in_graph: bool) -> None:
+        """Wait for what was handed over, where a call returns before: else a step would seem to end then."""
+        if keras.backend.backend() == "jax":
+            import jax
+
+            jax.block_until_ready(result)
+
     def _called(self, model: Any) -> None:
         """Report the end of a call, and with it the end of the step where weights were updated."""
-        optimizer = distributed_part(model.optimizer) or getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         self._batches += model.steps_per_execution or 1
-        updates, self._batches = divmod(self._batches, getattr(optimizer, "gradient_accumulation_steps", None) or 1)
+        updates, self._batches = divmod(self._batches, getattr(inner, "gradient_accumulation_steps", None) or 1)
         if not updates:
             self._recorder.ended("compute")
             return
@@ -99,12 +96,18 @@ class _KerasMarks:
         facts["samples_per_step"] = max(self._samples, facts.get("samples_per_step", 0))
         self._samples = 0
         if "gradient_bytes" not in facts:
-            facts |= _gradient_facts(model, updates)
+            how = inner._hvd_how if distributed_part(inner) is not None else None
+            facts |= {
+                "framework": f"keras/{keras.backend.backend()}",
+                "gradient_bytes": updates * sum(num_bytes(v) for v in model.trainable_variables),
+                "reduced": bool(how is not None and how.active()),
+                "wire": {None: "none", "float16": "fp16", "bfloat16": "bf16"}[how.compression.wire if how else None],
+            }
         self._recorder.step_done()
 
     def _timed(self, batches: Any) -> Any:
-        """Return `batches` with the wait for each reported; a batch, and TensorFlow's own iterators, as they are."""
-        if not isinstance(batches, Iterator) or hasattr(batches, "get_next"):
+        """Return `batches` with the wait for each reported; a batch as it is."""
+        if not isinstance(batches, Iterator):
             self._see(batches)
             return batches
 
@@ -134,14 +137,13 @@ class _TensorFlowMarks(_KerasMarks):
         times.facts["clock"] = "TensorFlow's graph"
 
     @functools.cached_property
-    def _batch_at(self) -> Any:
-        # Seconds since 1970. Not at once: a variable starts TensorFlow's runtime, which has to know of this rank's GPU
-        # before.
-        return _variable(0.0, "float64")
+    def _seen(self) -> tuple[Any, Any]:
+        """When the first batch of a call was there, in seconds since 1970, and the samples of all of them."""
+        # Not at once: a variable starts TensorFlow's runtime, which has to know of this rank's GPU before.
+        import tensorflow as tf
 
-    @functools.cached_property
-    def _seen_samples(self) -> Any:
-        return _variable(0, "int64")
+        with tf.init_scope(), tf.device("/CPU:0"):
+            return tf.Variable(0.0, dtype="float64", trainable=False), tf.Variable(0, dtype="int64", trainable=False)
 
     def on_batch(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return `train_step`, which first notes when its batch is there."""
@@ -149,13 +151,13 @@ class _TensorFlowMarks(_KerasMarks):
 
         @functools.wraps(train_step)
         def marked(data: Any) -> Any:
+            batch_at, samples = self._seen
             leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, tf.Tensor)]
             with tf.control_dependencies(leaves):
                 # The first one, where Keras takes several steps in a call.
-                first = tf.equal(self._batch_at, 0.0)
-                noted = self._batch_at.assign(tf.where(first, tf.timestamp(), self._batch_at))
+                noted = batch_at.assign(tf.where(tf.equal(batch_at, 0.0), tf.timestamp(), batch_at))
             if leaves and leaves[0].shape.rank:
-                self._seen_samples.assign_add(tf.shape(leaves[0], tf.int64)[0])
+                samples.assign_add(tf.shape(leaves[0], tf.int64)[0])
             # The forward pass after the clock: TensorFlow may run what is ready in any order.
             with tf.control_dependencies([noted]):
                 data = keras.tree.map_structure(lambda x: tf.identity(x) if isinstance(x, tf.Tensor) else x, data)
@@ -164,50 +166,19 @@ class _TensorFlowMarks(_KerasMarks):
         marker: Callable[..., Any] = tf.autograph.experimental.do_not_convert(marked)
         return marker
 
-    def stepping(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the train function, after which the graph's variables are read."""
+    def _finish(self, result: Any, in_graph: bool) -> None:
+        """Read the graph's variables: the step is over."""
+        batch_at, samples = self._seen
+        self._recorder.read_graphs()
+        if in_graph:
+            self._recorder.move("data", float(batch_at.numpy()) - self._ended_at)
+        self._samples += int(samples.numpy())
+        batch_at.assign(0.0)
+        samples.assign(0)
 
-        @functools.wraps(function)
-        def step(iterator: Any) -> Any:
-            in_graph = hasattr(iterator, "get_next")  # tf.data's own, as fit gives it
-            if not in_graph:
-                self._recorder.ended("data")
-            result = function(self._timed(iterator))
-            # The variables may be read only now: the step is over.
-            self._recorder.read_graphs()
-            if in_graph:
-                self._recorder.move("data", float(self._batch_at.numpy()) - self._ended_at)
-            self._samples += int(self._seen_samples.numpy())
-            self._batch_at.assign(0.0)
-            self._seen_samples.assign(0)
-            self._called(model)
-            self._ended_at = time.time()
-            return result
-
-        return step
+    def _called(self, model: Any) -> None:
+        super()._called(model)
+        self._ended_at = time.time()
 
     def _see(self, batch: Any) -> None:
         """Leave it to the graph, which sees every batch."""
-
-
-def _variable(value: float, dtype: str) -> Any:
-    import tensorflow as tf
-
-    with tf.init_scope(), tf.device("/CPU:0"):
-        return tf.Variable(value, dtype=dtype, trainable=False)
-
-
-def _gradient_facts(model: Any, updates: int) -> dict[str, Any]:
-    part = distributed_part(model.optimizer)
-    how = part._hvd_how if part is not None else None
-    return {
-        "framework": f"keras/{keras.backend.backend()}",
-        "gradient_bytes": updates * sum(_num_bytes(v) for v in model.trainable_variables),
-        "reduced": bool(how is not None and how.active()),
-        "wire": {None: "none", "float16": "fp16", "bfloat16": "bf16"}[how.compression.wire if how else None],
-    }
-
-
-def _num_bytes(variable: Any) -> int:
-    bits = re.search(r"\d+$", keras.backend.standardize_dtype(variable.dtype))  # "float32", "bfloat16"
-    return int(math.prod(variable.shape)) * (int(bits.group()) // 8 if bits else 1)
