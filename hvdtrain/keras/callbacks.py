@@ -30,15 +30,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
-        if device:
-            raise ValueError(f"Variables travel through the host; leave device out. Received: device={device!r}")
+        _refuse(device)
         self.root_rank = root_rank
         self.broadcast_done = False
-        if local_variables is None:
-            local_variables = []
-        elif not isinstance(local_variables, Iterable) or hasattr(local_variables, "assign"):
-            local_variables = [local_variables]
-        self._local_variables: list[Any] = list(local_variables)
+        several = isinstance(local_variables, Iterable) and not hasattr(local_variables, "assign")
+        self._local_variables = [v for v in (local_variables if several else [local_variables]) if v is not None]
 
     def register_local_var(self, var: Any) -> None:
         """Leave `var` to each rank."""
@@ -74,8 +70,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
-        if device:
-            raise ValueError(f"Metrics travel through the host; leave device out. Received: device={device!r}")
+        _refuse(device)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Average `logs` in place, in one exchange."""
@@ -127,8 +122,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         else:
             constant = multiplier
             self.multiplier = lambda epoch: float(constant ** (epoch - start_epoch))
-        self.start_epoch = start_epoch
-        self.end_epoch = end_epoch
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
@@ -152,12 +146,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Adjust the learning rate, from `start_epoch` to `end_epoch`."""
-        if self.current_epoch < self.start_epoch or (self.end_epoch or math.inf) <= self.current_epoch:
+        if not self.start_epoch <= self.current_epoch < (self.end_epoch or math.inf) or (self.staircase and batch):
             return
-        if not self.staircase:
-            self._adjust(self.current_epoch + batch / float(self.steps_per_epoch or 1))
-        elif batch == 0:
-            self._adjust(self.current_epoch)
+        self._adjust(self.current_epoch + (0 if self.staircase else batch / float(self.steps_per_epoch or 1)))
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Add the learning rate to the logs, as "lr"."""
@@ -211,7 +202,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().__init__(
             initial_lr,
             multiplier,
-            start_epoch=0,
             end_epoch=warmup_epochs,
             staircase=False,
             momentum_correction=momentum_correction,
@@ -247,19 +237,18 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: str | int = "epoch",
         filepath: str | None = None,
     ) -> None:
-        super().__init__(
-            filepath=filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
+        filepath = filepath or ("best.weights.h5" if save_weights_only else "best.keras")
+        options = {"save_weights_only": save_weights_only, "mode": mode, "save_freq": save_freq}
+        super().__init__(filepath, monitor, verbose, save_best_only=True, **options)
 
     def _save_model(self, epoch: int, batch: int | None, logs: Logs) -> None:
         if world.current().is_root and not scratch.is_on():  # several writers would tear the file
             super()._save_model(epoch, batch, logs)
+
+
+def _refuse(device: str) -> None:
+    if device:
+        raise ValueError(f"Values travel through the host; leave device out. Received: device={device!r}")
 
 
 def _is_number(value: Any) -> bool:
@@ -272,8 +261,7 @@ def _is_number(value: Any) -> bool:
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:
     """Return the buffers that accumulate learning rate times gradient: those of SGD and RMSprop with momentum."""
-    kinds = {keras.optimizers.SGD: "momentums", keras.optimizers.RMSprop: "_momentums"}
-    name = next((name for kind, name in kinds.items() if isinstance(optimizer, kind)), None)
-    if name is None or not optimizer.built or not optimizer.momentum:
-        return []
-    return [b for b in getattr(optimizer, name) if b is not None]
+    for kind, name in ((keras.optimizers.SGD, "momentums"), (keras.optimizers.RMSprop, "_momentums")):
+        if isinstance(optimizer, kind) and optimizer.built and optimizer.momentum:
+            return [b for b in getattr(optimizer, name) if b is not None]
+    return []

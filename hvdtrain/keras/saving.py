@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import keras
@@ -34,8 +33,7 @@ def load_model(
     """
     if legacy_opts:
         raise ValueError("Keras 3 has no legacy optimizers. Received: legacy_opts=True")
-    objects = {cls.__name__: cls for cls in custom_optimizers or []}
-    objects.update(custom_objects or {})
+    objects = {**{cls.__name__: cls for cls in custom_optimizers or []}, **(custom_objects or {})}
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
         _mend_optimizer(model, filepath)
@@ -68,16 +66,12 @@ def _mend_optimizer(model: Any, filepath: Any) -> None:
     optimizer = model.optimizer
     if not optimizer.built or optimizer._trainable_variables or not model.trainable_variables:
         return
+    import h5py
     from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 
     model.optimizer = type(optimizer).from_config(optimizer.get_config())
     model.optimizer.build(model.trainable_variables)
-    with contextlib.ExitStack() as stack:
-        file = filepath
-        if not hasattr(filepath, "attrs"):
-            import h5py
-
-            file = stack.enter_context(h5py.File(filepath, "r"))
+    with h5py.File(filepath) as file:
         values = load_optimizer_weights_from_hdf5_group(file)
         if len(values) != len(model.optimizer.variables):
             raise ValueError(

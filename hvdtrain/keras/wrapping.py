@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,6 @@ from hvdtrain.keras.compression import Compression, resolve
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
 from hvdtrain.keras.patches import patch_keras
 from hvdtrain.keras.reduction import GradientReduction
-
-log = logging.getLogger("hvdtrain")
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -92,11 +90,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         name=name or "",
     )
     patch_keras()
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        outer = _twin(optimizer, type(optimizer))
-        outer.inner_optimizer = _distribute(optimizer.inner_optimizer, how, backward_passes_per_step)
-        return outer
-    return _distribute(optimizer, how, backward_passes_per_step)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    distributed = _twin(inner, _distributed_class(type(inner), how))
+    if backward_passes_per_step > 1:
+        _accumulate(distributed, backward_passes_per_step)
+    if inner is optimizer:
+        return distributed
+    outer = _twin(optimizer, type(optimizer))
+    outer.inner_optimizer = distributed
+    return outer
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -136,17 +138,15 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    part = distributed_part(distributed)
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            part.register_local_var(variable)  # type: ignore[union-attr]
+    part: Any = distributed_part(distributed)
+    for variable in itertools.chain.from_iterable(layer.trainable_weights for layer in layers):
+        part.register_local_var(variable)
     return distributed
 
 
 def _plain(optimizer: Any) -> Any:
-    """Return `optimizer`, or the optimizer of this name, if it can be distributed."""
-    if isinstance(optimizer, str | dict):
-        optimizer = keras.optimizers.get(optimizer)
+    """Return `optimizer`, or the one that it names, if it can be distributed."""
+    optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str | dict) else optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"DistributedOptimizer takes a Keras 3 optimizer. Received: {optimizer!r} of {type(optimizer)}. "
@@ -155,13 +155,6 @@ def _plain(optimizer: Any) -> Any:
     if distributed_part(optimizer) is not None:
         raise ValueError(f"{type(optimizer).__name__} is already distributed: its gradients would be reduced twice.")
     return optimizer
-
-
-def _distribute(optimizer: Any, how: GradientReduction, passes: int) -> Any:
-    distributed = _twin(optimizer, _distributed_class(type(optimizer), how))
-    if passes > 1:
-        _accumulate(distributed, passes)
-    return distributed
 
 
 def _distributed_class(base: type, how: GradientReduction) -> type:
