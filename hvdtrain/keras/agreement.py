@@ -30,16 +30,10 @@ def without_counters(name: str) -> str:
 
 
 def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: Any | None = None) -> int:
-    """Return the greatest `offer` of all ranks, once they are known to hold equal variables.
+    """Return the greatest `offer` of all ranks, once they are known to hold equal variables; a collective.
 
-    A collective: every rank of `process_set` must call it at the same point. Nothing is sent but a digest, unless
-    ranks differ.
-
-    Args:
-        variables: compared in order by path, shape and dtype, never by value.
-        what: what the variables belong to, for the error.
-        offer: a number >= 0.
-        process_set: ranks that take part; None means all.
+    Variables are compared in order by path, shape and dtype, never by value. Nothing is sent but a digest, unless ranks
+    differ.
 
     Raises:
         DesyncError: on every rank, naming the first variable that differs.

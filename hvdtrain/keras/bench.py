@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,10 @@ def allreduce_of(num_bytes: int, *, device: str) -> Callable[[], None]:
     def once(gradient: Any) -> Any:
         return backend.reduce_gradients([gradient], [name], [variable], how)[0]
 
-    compiled = _compiled(once)
+    compiled: Any = once
+    if keras.backend.backend() != "torch":  # as the backend runs a step: traced
+        library = importlib.import_module(keras.backend.backend())
+        compiled = library.jit(once) if keras.backend.backend() == "jax" else library.function(once)
 
     def reduce() -> None:
         result = compiled(tensor)
@@ -28,20 +32,6 @@ def allreduce_of(num_bytes: int, *, device: str) -> Callable[[], None]:
             result.block_until_ready()
 
     return reduce
-
-
-def _compiled(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `function` as the backend runs a step: traced, where it traces."""
-    name = keras.backend.backend()
-    if name == "tensorflow":
-        import tensorflow as tf
-
-        return tf.function(function)  # type: ignore[no-any-return]
-    if name == "jax":
-        import jax
-
-        return jax.jit(function)  # type: ignore[no-any-return]
-    return function
 
 
 def mlp(inputs: int, hidden: int, classes: int) -> dict[str, Any]:

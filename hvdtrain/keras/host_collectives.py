@@ -19,17 +19,9 @@ Array = NDArray[Any]
 
 
 def call(kind: str, array: Array, *args: Any, process_set: Any | None = None, **options: Any) -> Any:
-    """Run Horovod's collective `kind` ("allreduce", "allgather", ...) on `array`.
+    """Return what Horovod's function `kind` makes of `array`: a host array, or two where it returns two tensors.
 
-    Args:
-        kind: name of the function in `horovod.torch` and `horovod.tensorflow`.
-        array: host array, of a dtype that Horovod takes.
-        args: further positional arguments, such as the root rank.
-        process_set: ranks that take part; None means all.
-        options: further keyword arguments, such as `op` and `name`.
-
-    Returns:
-        A host array, a copy of `array` in one process without Horovod; two arrays where Horovod returns two tensors.
+    In one process without Horovod that is a copy of `array`.
     """
     module = basics.running()
     if module is None:

@@ -1,7 +1,4 @@
-"""The GPU that JAX uses on this rank: the local rank's, and no other.
-
-JAX takes every GPU that it sees when its backend starts, so that ranks on one host would share the first.
-"""
+"""The GPU that JAX uses on this rank: the local rank's alone, where JAX would take all that it sees as it starts."""
 
 from __future__ import annotations
 
@@ -14,13 +11,9 @@ import jax
 from hvdtrain.distributed import devices, launch_environment
 from hvdtrain.errors import HvdTrainError
 
-_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-
 
 def pick_device(local_rank: int) -> str:
-    """Show JAX only the GPU of `local_rank`, and return its name; "cpu" where JAX has no GPU.
-
-    A process without ranks beside it gets all GPUs.
+    """Show JAX only the GPU of `local_rank`, or all to a process alone; return its name, or "cpu".
 
     Raises:
         HvdTrainError: JAX already started on several GPUs.
@@ -36,8 +29,7 @@ def pick_device(local_rank: int) -> str:
                 f"first, before any JAX or Keras computation. Received: {len(taken)} GPUs on local rank {local_rank}"
             )
         return f"cuda:{taken[0].id}" if taken else "cpu"
-    count = _count_gpus()
-    if count == 0:
+    if not (count := _count_gpus()):
         return "cpu"
     index = devices.gpu_of(local_rank, count)
     jax.config.update("jax_cuda_visible_devices", str(index))
@@ -52,12 +44,11 @@ def _started() -> bool:
 
 def _count_gpus() -> int:
     """Return how many GPUs JAX would take, without asking it: asking starts its backend on all of them."""
-    platforms = str(jax.config.jax_platforms or "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return 0
-    if not any(importlib.util.find_spec(name) for name in _PLUGINS):
+    platforms = str(jax.config.jax_platforms or "cuda").split(",")
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if not {"cuda", "gpu"} & set(platforms) or not any(map(importlib.util.find_spec, plugins)):
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if visible is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return sum(each.strip() not in ("", "-1") for each in visible.split(","))

@@ -18,14 +18,11 @@ log = logging.getLogger("hvdtrain")
 
 
 def is_sum(model: keras.Model, *, split: bool) -> bool:
-    """Return whether a compiled model's loss is a sum over samples (True) or a mean (False).
-
-    Args:
-        model: compiled; one loss, or a list or dict of them.
-        split: True where a step's samples are split over ranks or batches, so that the divisor matters.
+    """Return whether a compiled model's loss, or losses, are sums over samples (True) or means (False).
 
     Raises:
-        ValueError: sums and means mixed, or a loss that is neither a sum nor a mean over samples.
+        ValueError: sums and means mixed, or a loss that is neither, where a step's samples are `split` over ranks or
+            batches, so that the divisor matters.
     """
     leaves = [leaf for leaf in keras.tree.flatten(model.loss) if leaf is not None]
     sums = [getattr(leaf, "reduction", "mean") == "sum" for leaf in leaves]

@@ -63,9 +63,6 @@ class DistributedMixin(keras.optimizers.Optimizer):
         sends exact zeros, even if its gradients are NaN. Call it once before the first step: a compiled step
         reads the weight each time it runs, but only if it was compiled with one.
 
-        Args:
-            value: >= 0; 1.0 changes nothing.
-
         Raises:
             ValueError: `value` is negative or not finite.
             RuntimeError: steps were already compiled without a weight.
@@ -199,10 +196,8 @@ class DistributedMixin(keras.optimizers.Optimizer):
         """Skip updates whose reduced gradients are not finite. To be called before the first step.
 
         All ranks decide alike. A skipped update leaves neither a count in `iterations` nor an accumulated gradient.
-
-        Args:
-            report: called on the host for each, with the variables' paths and, for each, whether its gradient on this
-                rank is not finite, and whether the reduced one is not. The last is left out if loss scaling skips it.
+        `report` is called on the host for each, with the variables' paths and, for each variable, whether its gradient
+        on this rank is not finite, and whether the reduced one is not. The last is left out if loss scaling skips.
         """
         self._hvd_state.report = report
 
@@ -229,10 +224,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
     def agree_on_model(self) -> None:
         """Check that all ranks hold the same variables, and agree on the names of the reductions.
 
-        A collective. The first step calls it; elastic runs call it again when ranks have changed.
-
-        Raises:
-            DesyncError: on every rank, naming the first variable that differs.
+        A collective; see `agree`. The first step calls it; elastic runs call it again when ranks have changed.
         """
         global _next_number
         state = self._hvd_state

@@ -33,9 +33,8 @@ def prepare(
         distributed.build(model.trainable_variables)
         broadcast_model(model, distributed, root_rank=0)
     prepared = [PreparedData(each, batch_size, world) for each in data]
-    if keras.backend.backend() == "tensorflow":
-        return (model, distributed, *(_as_tf_dataset(each) for each in prepared))
-    return (model, distributed, *prepared)
+    in_tensorflow = keras.backend.backend() == "tensorflow"
+    return (model, distributed, *(map(_as_tf_dataset, prepared) if in_tensorflow else prepared))
 
 
 def _as_tf_dataset(data: PreparedData) -> Any:
@@ -81,8 +80,7 @@ class PreparedData(keras.utils.PyDataset):
             )
         self._source = source
         self._world = world
-        self._epoch = 0
-        self._next = 0
+        self._epoch = self._next = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next pass has, for example after resuming."""

@@ -16,23 +16,14 @@ from hvdtrain.keras.compression import Compressor, NoneCompressor
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """How gradients are reduced over ranks; equal on all of them.
-
-    Attributes:
-        op: basics.Average or basics.Sum.
-        compression: how they travel.
-        factor: multiplies the result, to undo Keras's division by the accumulation steps where sums are wanted.
-        predivide: divides before the sum and multiplies after it, to keep float16 sums in range; 1.0 is off.
-        groups: number of groups, or lists of variables; each group travels as one. None: Horovod fuses as it likes.
-        process_set: ranks that take part; None means all.
-    """
+    """How gradients are reduced over ranks, equal on all of them; see `DistributedOptimizer`."""
 
     op: int = basics.Average
     compression: type[Compressor] = NoneCompressor
-    factor: float = 1.0
-    predivide: float = 1.0
+    factor: float = 1.0  # of the result: undoes Keras's division by the accumulation steps where sums are wanted
+    predivide: float = 1.0  # divides before the sum and multiplies after it, to keep float16 sums in range
     sparse_as_dense: bool = False
-    groups: int | list[list[Any]] | None = None
+    groups: int | list[list[Any]] | None = None  # each travels as one; None: Horovod fuses as it likes
     process_set: Any | None = None
     device_dense: str = ""
     device_sparse: str = ""
@@ -82,12 +73,8 @@ class GradientReduction:
 def small_together(nbytes: Sequence[int], *, limit: int = 2**18, room: int = 2**22) -> list[list[int]]:
     """Return positions of tensors that are sent together: each large tensor alone, small ones together.
 
-    A small tensor costs a round of messages, whatever its size; a large one a copy in and out, if sent with others.
-
-    Args:
-        nbytes: size of each tensor; equal on all ranks.
-        limit: tensors of fewer bytes are small.
-        room: most bytes that are sent together.
+    A small tensor, of fewer bytes than `limit`, costs a round of messages, whatever its size; a large one a copy in and
+    out, if sent with others. At most `room` bytes are sent together.
     """
     buckets: list[list[int]] = []
     bucket: list[int] = []

@@ -8,8 +8,7 @@ import keras
 
 from hvdtrain.keras.compression import Compression
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.patches import without_xla
-from hvdtrain.keras.wrapping import DistributedOptimizer
+from hvdtrain.keras.wrapping import DistributedOptimizer, without_xla
 
 
 def load_model(

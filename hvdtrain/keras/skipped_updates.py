@@ -53,8 +53,7 @@ class StepSnapshot:
     def fault(self, *, counted: bool) -> Fault | None:
         """Return why the step was skipped, after restoring the values from before it; None if it was not.
 
-        Args:
-            counted: whether this rank had samples in it.
+        `counted` says whether this rank had samples in it.
         """
         backend_module().wait_for_reports()
         skipped, self._skipped = self._skipped, None

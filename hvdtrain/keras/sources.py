@@ -41,8 +41,7 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
         where = {"rank": world.rank, "size": world.size, "epoch": epoch, "seed": seed}
-        order = sharding.shard(len(data), **where, shuffle=shuffle, start=after.batches)
-        return (data[int(index)] for index in order)
+        return (data[int(i)] for i in sharding.shard(len(data), **where, shuffle=shuffle, start=after.batches))
 
     def filler(_: int) -> Any:
         before = rank_state.random_states()  # reading an item may draw random numbers, to augment it
@@ -64,22 +63,21 @@ def _tf_dataset(data: Any, world: World) -> Source:
         )
     orders = itertools.count()  # counts what the data's shuffle has drawn
 
+    def for_backend(item: Any) -> Any:
+        return item if keras.backend.backend() == "tensorflow" else tree_map(np.asarray, item)
+
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
         # The data's shuffle draws one order per iterator: a run that resumes in epoch 3 must draw the fourth.
         for _ in range(next(orders), epoch):
             next(orders)
             iter(data)
         rest = data.skip(after.batches) if after.batches else data
-        return map(_for_backend, iter(rest.shard(world.size, world.rank) if world.size > 1 else rest))
+        return map(for_backend, iter(rest.shard(world.size, world.rank) if world.size > 1 else rest))
 
     steps = -(-cardinality // world.size) if cardinality > 0 else None
-    source = IteratedSource(batches, world=world, steps=steps, filler=lambda rows: _for_backend(_zeros(data, rows)))
+    source = IteratedSource(batches, world=world, steps=steps, filler=lambda rows: for_backend(_zeros(data, rows)))
     source.facts["seeds of shuffle (global, own)"] = seeds
     return source
-
-
-def _for_backend(item: Any) -> Any:
-    return item if keras.backend.backend() == "tensorflow" else tree_map(np.asarray, item)
 
 
 def _zeros(data: Any, rows: int) -> Any:
@@ -95,18 +93,13 @@ def _zeros(data: Any, rows: int) -> Any:
 def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
     """Return the seeds that determine the data's order, tf.random.set_seed's among them; for the ranks to compare.
 
-    Raises:
-        ValueError: the order differs from rank to rank: samples would be seen twice or never.
+    Raises ValueError where the order differs from rank to rank: samples would be seen twice or never.
     """
-    found, several = [], world.size > 1
+    found: list[list[int]] = []
+    several = world.size > 1
     if several and data.options().deterministic is False:
         raise _unordered("options with deterministic=False", world)
-    pending, seen = [data], set()
-    while pending:
-        dataset = pending.pop()
-        if id(dataset) in seen:
-            continue
-        seen.add(id(dataset))
+    for dataset in _upstream(data, {}).values():
         seeds = [int(seed) for name in ("_seed", "_seed2") if (seed := getattr(dataset, name, None)) is not None]
         if seeds:
             found.append(seeds)
@@ -118,7 +111,15 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
             )
         if several and _says_unordered(dataset):
             raise _unordered(f"deterministic=False in a {type(dataset).__name__.strip('_')}", world)
-        pending += [each for each in dataset._inputs() if hasattr(each, "_inputs")]
+    return found
+
+
+def _upstream(dataset: Any, found: dict[int, Any]) -> dict[int, Any]:
+    """Return `found` with `dataset` and all that it reads from, each once, by id."""
+    if id(dataset) not in found and hasattr(dataset, "_inputs"):
+        found[id(dataset)] = dataset
+        for each in dataset._inputs():
+            _upstream(each, found)
     return found
 
 

@@ -90,9 +90,7 @@ def _variables(model: keras.Model) -> dict[str, Any]:
 def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
     """Return what only this rank holds, under the names that `hvdtrain.distributed.rank_state` explains.
 
-    Args:
-        model: a compiled model.
-        metrics: whether to include the running metrics, those of an unfinished epoch.
+    With `metrics`, the running metrics are in it, those of an unfinished epoch.
     """
     variables = {**_seeds_and_statistics(model), **(_metrics(model) if metrics else {})}
     held = {name: _to_host(variable) for name, variable in variables.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +13,9 @@ import keras
 from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compression, resolve
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
-from hvdtrain.keras.patches import patch_keras
 from hvdtrain.keras.reduction import GradientReduction
+
+log = logging.getLogger("hvdtrain")
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -89,7 +92,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale_local_gradients=scale_local_gradients,
         name=name or "",
     )
-    patch_keras()
+    _patch_keras()
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     distributed = _twin(inner, _distributed_class(type(inner), how))
     if backward_passes_per_step > 1:
@@ -220,3 +223,36 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     base = 1 + isinstance(optimizer._learning_rate, keras.Variable) + sum(a is not None for a in averages)
     _track(optimizer, variables[:base] + added + variables[base:])
+
+
+@functools.cache  # once a process
+def _patch_keras() -> None:
+    """Patch what an optimizer cannot change from inside; nothing changes where no optimizer is distributed."""
+    from keras.src.trainers.trainer import Trainer
+
+    scaling: Any = keras.optimizers.LossScaleOptimizer
+    original_check, original_compile = scaling.check_finite, Trainer.compile
+
+    @functools.wraps(original_check)
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite, part = original_check(self, grads), distributed_part(self)
+        # Ranks must agree to skip: a rank that skips sends nothing, and the others would wait for it.
+        return finite if part is None else part.finite_everywhere(finite, grads)
+
+    @functools.wraps(original_compile)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Horovod's documentation tells users to pass this; Keras 3 no longer has it, and no longer needs it.
+        kwargs.pop("experimental_run_tf_function", None)
+        original_compile(self, *args, **kwargs)
+        without_xla(self)
+
+    scaling.check_finite, Trainer.compile = check_finite, compile
+
+
+def without_xla(model: Any) -> None:
+    """Turn XLA (TensorFlow) or torch.compile (torch) off for a model whose optimizer is distributed, and log it."""
+    if keras.backend.backend() == "jax" or not getattr(model, "jit_compile", False):
+        return
+    if distributed_part(model.optimizer) is not None:
+        model.jit_compile = False
+        log.info("jit_compile True -> False: Horovod's operations do not compile with the step of %s", model.name)

@@ -14,7 +14,6 @@ Every module here has the same functions, on lists of that backend's tensors:
     run_if(finite, update, skip)                         update() or skip(), which change variables
     fused_update(optimizer, step, gradient, ...)         updates a variable in one pass; false if it cannot
     untraced(function)                                   function, left alone by the backend's compiler
-    refuse_compiler()                                    raises where a collective could not run
 
 Those that several backends have alike are here.
 """
@@ -29,11 +28,7 @@ import keras
 
 
 def backend_module() -> Any:
-    """Return the module here that serves Keras's backend.
-
-    Raises:
-        ValueError: Keras runs on a backend without Horovod.
-    """
+    """Return the module here that serves Keras's backend; raises ValueError if there is none."""
     name = keras.backend.backend()
     if name not in ("tensorflow", "torch", "jax"):
         raise ValueError(f'Keras must run on "tensorflow", "torch" or "jax". Received: KERAS_BACKEND={name!r}')

@@ -29,10 +29,6 @@ class BatchWeight(HostWeight):
         return io_callback(lambda: np.float32(self.value), jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
 
 
-def refuse_compiler() -> None:
-    """Raise nothing: callbacks run under jit."""
-
-
 def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tensor]], gradients: list[Tensor]) -> Any:
     """Return `function(gradients)` on steps that update weights, else `gradients`.
 

@@ -64,12 +64,8 @@ def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
-def refuse_compiler() -> None:
-    """Raise where XLA compiles: it has none of Horovod's operations.
-
-    Raises:
-        RuntimeError: the step is being compiled by XLA.
-    """
+def _refuse_compiler() -> None:
+    """Raise RuntimeError where XLA compiles: it has none of Horovod's operations."""
     from tensorflow.python.ops import control_flow_util
 
     if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -115,7 +111,7 @@ def run_if(finite: Tensor, update: Callable[[], None], skip: Callable[[], None])
 
 def true_on_all_ranks(flag: Tensor, name: str, how: GradientReduction) -> Tensor:
     """Return a boolean scalar: whether `flag` holds on all ranks."""
-    refuse_compiler()
+    _refuse_compiler()
     return tf.cast(_allreduce(tf.cast(flag, tf.int32), name, how, op=basics.Min), tf.bool)
 
 
@@ -127,7 +123,7 @@ def reduce_gradients(
     In a graph, `hvdtrain.distributed.watchdog` sees a rank wait by two counters, and the recorder reads for how long
     from a sum of seconds.
     """
-    refuse_compiler()
+    _refuse_compiler()
     if tf.executing_eagerly():  # a thread that waits there can be seen from outside
         with recorder.waiting():
             return _reduce(gradients, names, variables, how)

@@ -21,15 +21,8 @@ def fused_update(
 ) -> bool:
     """Update `variable` and its slots in one pass, if TensorFlow has an operation for the rule of `step`.
 
-    Args:
-        optimizer: a built Keras optimizer.
-        step: its `update_step`; other rules than those of Keras's SGD and Adam are left to it.
-        gradient: of `variable`.
-        variable: a Keras or TensorFlow variable.
-        learning_rate: scalar.
-
-    Returns:
-        Whether `variable` was updated; if not, nothing has changed.
+    That is the optimizer's `update_step`, if it is that of Keras's SGD or Adam. Return whether there was one; if not,
+    nothing has changed.
     """
     # By the method itself: AdamW has Adam's, and a user's subclass with another `update_step` keeps its rule.
     rule = getattr(step, "__func__", step)

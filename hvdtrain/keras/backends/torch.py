@@ -30,12 +30,8 @@ class BatchWeight(HostWeight):
         return [g * self.value if self.value else torch.zeros_like(g) for g in gradients]
 
 
-def refuse_compiler() -> None:
-    """Raise where torch.compile traces, or where Keras averages gradients too.
-
-    Raises:
-        RuntimeError: see above.
-    """
+def _refuse_compiler() -> None:
+    """Raise RuntimeError where torch.compile traces, or where Keras averages gradients too."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "Horovod's operations do not compile under torch.compile, and this step is being compiled. "
@@ -102,7 +98,7 @@ def run_if(finite: bool, update: Callable[[], None], skip: Callable[[], None]) -
 @torch.no_grad()
 def true_on_all_ranks(flag: Any, name: str, how: GradientReduction) -> Tensor:
     """Return a boolean scalar: whether `flag` holds on all ranks."""
-    refuse_compiler()
+    _refuse_compiler()
     hvd: Any = basics.running()
     flag = torch.as_tensor(flag)
     mine = flag.to(torch.int32).reshape(1)
@@ -116,7 +112,7 @@ def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
     """Return `gradients` reduced over ranks, those that are a variable's own `.grad` in place."""
-    refuse_compiler()
+    _refuse_compiler()
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
         from hvdtrain.torch import bf16  # not at the top: a Keras process without ranks needs nothing of hvdtrain.torch
