@@ -38,11 +38,13 @@ def make_adapter(
 ) -> KerasAdapter:
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
     _check(model, optimizer, loss, metrics)
-    if options.precision != "fp32":
-        _set_policy(model, {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}[options.precision])
+    layers = model._flatten_layers(include_self=True)
+    if options.precision != "fp32":  # variables stay float32
+        for layer in layers:
+            layer.dtype_policy = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}[options.precision]
+        model.train_function = model.test_function = model.predict_function = None
     plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
     _check_plain(plain, model, given=optimizer is not None)
-    layers = model._flatten_layers(include_self=True)
     in_half = any(layer.dtype_policy.name.endswith("mixed_float16") for layer in layers)
     if in_half and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
         plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
@@ -144,8 +146,16 @@ class KerasAdapter:
     def start(self) -> None:
         """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""
         self._started = False
-        if launch_environment.is_elastic():
-            self._synchronize()
+        if launch_environment.is_elastic():  # ranks may have changed
+            if not self._model.built:
+                raise ValueError(
+                    f"In an elastic job a model must be built before fit. Received: {self._model.name}, which is not. "
+                    "Start it with keras.Input, or call model.build(input_shape)."
+                )
+            build_optimizer(self._model)
+            if self._world.size > 1:
+                self._part.agree_on_model()
+            self._model.train_function = None  # it may have been compiled for other ranks
         if self._model.built:
             self._broadcast()
 
@@ -226,18 +236,6 @@ class KerasAdapter:
         if self._resumed:
             training_state.set_metrics(self._resumed, self._model)
             self._resumed = {}
-
-    def _synchronize(self) -> None:
-        """After ranks have changed, agree on the names of gradients and compile steps again."""
-        if not self._model.built:
-            raise ValueError(
-                f"In an elastic job a model must be built before fit. Received: {self._model.name}, which is not. "
-                "Start it with keras.Input, or call model.build(input_shape)."
-            )
-        build_optimizer(self._model)
-        if self._world.size > 1:
-            self._part.agree_on_model()
-        self._model.train_function = None
 
     def _broadcast(self) -> None:
         build_optimizer(self._model)
@@ -324,20 +322,11 @@ def _data(batch: Batch, world: World) -> tuple[Any, Any, Any]:
             f"rank {world.rank} never had any data, so its Keras step has nothing to run on. Give every rank at least "
             "one sample, or use fewer ranks."
         )
-    inputs, targets, weight = (tree_map(_readable, part) for part in (batch.inputs, batch.targets, batch.sample_weight))
-    return inputs, targets, weight
 
+    def readable(leaf: Any) -> Any:
+        return as_array(leaf) if hasattr(leaf, "detach") and keras.backend.backend() != "torch" else leaf
 
-def _readable(leaf: Any) -> Any:
-    """Return `leaf` as Keras's backend can read it: a torch tensor as an array, unless the backend is torch."""
-    return as_array(leaf) if hasattr(leaf, "detach") and keras.backend.backend() != "torch" else leaf
-
-
-def _set_policy(model: keras.Model, policy: str) -> None:
-    """Give every layer a mixed policy: float32 variables, and the lower precision for what is computed."""
-    for layer in model._flatten_layers(include_self=True):
-        layer.dtype_policy = policy
-    model.train_function = model.test_function = model.predict_function = None
+    return tree_map(readable, batch.inputs), tree_map(readable, batch.targets), tree_map(readable, batch.sample_weight)
 
 
 def _set_clip_norm(distributed: Any, clip_norm: float | None) -> None:

@@ -13,17 +13,9 @@ from hvdtrain.errors import HvdTrainError
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
 
-def _framework() -> world.Framework:
-    """Return which Horovod library serves Keras's backend: "torch" or "tensorflow"."""
-    chosen = launch_environment.engine_for("keras")
-    if chosen is None:
-        raise HvdTrainError("Keras's JAX backend needs torch or tensorflow installed for Horovod. Install one of them.")
-    return chosen
-
-
 def engine() -> ModuleType | None:
     """Return `horovod.torch` or `horovod.tensorflow`; None in one process without Horovod."""
-    return world.load_engine(_framework())
+    return world.load_engine(launch_environment.engine_for("keras") or "tensorflow")
 
 
 def running() -> ModuleType | None:
@@ -46,7 +38,8 @@ def init(*args: Any, **kwargs: Any) -> None:
         kwargs: likewise.
     """
     if args or kwargs:
-        world.use(world.make(_framework(), *args, on_jax=launch_environment.runs_on_jax("keras"), **kwargs))
+        framework, on_jax = launch_environment.engine_for("keras"), launch_environment.runs_on_jax("keras")
+        world.use(world.make(framework, *args, on_jax=on_jax, **kwargs))
     else:
         world.init("keras")
 

@@ -93,7 +93,10 @@ def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
     With `metrics`, the running metrics are in it, those of an unfinished epoch.
     """
     variables = {**_seeds_and_statistics(model), **(_metrics(model) if metrics else {})}
-    held = {name: _to_host(variable) for name, variable in variables.items()}
+    held = dict(zip(variables, copies(list(variables.values())), strict=True))
+    for name, value in held.items():
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:  # bfloat16
+            held[name] = value.astype(np.float32)
     if keras.backend.backend() == "torch":  # a Dropout without a seed draws from torch's generator
         from hvdtrain.torch import training_state
 
@@ -139,8 +142,3 @@ def _metrics(model: keras.Model) -> dict[str, Any]:
 def _load(variables: dict[str, Any], arrays: Arrays) -> None:
     for name in variables.keys() & arrays.keys():
         variables[name].assign(arrays[name])
-
-
-def _to_host(variable: Any) -> NDArray[Any]:
-    (value,) = copies([variable])
-    return value if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 else value.astype(np.float32)  # bfloat16

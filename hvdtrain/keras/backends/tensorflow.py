@@ -233,15 +233,12 @@ def _reduce_sparse(gradient: Tensor, name: str, how: GradientReduction) -> Tenso
     with tf.device(how.device_sparse or None):
         values = gather(NoneCompressor.compress(gradient.values)[0], "values")
         indices = gather(gradient.indices, "indices")
-        factor = how.factor / (_size(how) if how.op == basics.Average else 1.0)
+        factor = how.factor
+        if how.op == basics.Average:  # of ranks, read on every step: an elastic job changes them under a graph
+            process_set_id = _common(how)["process_set"].process_set_id
+            factor /= tf.cast(_horovod().size_op(process_set_id=process_set_id), tf.float32)
         values = tf.cast(values * tf.cast(factor, values.dtype), gradient.values.dtype)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def _size(how: GradientReduction) -> Tensor:
-    """Return the number of ranks, read on every step: in an elastic job it changes under a traced graph."""
-    process_set = _common(how)["process_set"]
-    return tf.cast(_horovod().size_op(process_set_id=process_set.process_set_id), tf.float32)
 
 
 def _reduce_bf16(tensors: list[Tensor], name: str, how: GradientReduction) -> list[Tensor]:

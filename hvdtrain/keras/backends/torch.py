@@ -55,20 +55,17 @@ def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
 
     Gradients are looked at now, since they are reduced in place. Extremes are NaN if anything is.
     """
-    if _on_gpu(gradients):
-        norms = _largest(gradients)
+    norms = _largest_on_gpu(gradients)
+    if norms is not None:
         return lambda: norms.isfinite().logical_not().cpu()
     extremes = [torch.stack(torch.aminmax(g)).float() if g.numel() else torch.zeros(2) for g in gradients]
     return lambda: torch.stack([e.isfinite().all().logical_not().cpu() for e in extremes])
 
 
-def _on_gpu(gradients: Sequence[Tensor]) -> bool:
-    return all(g.is_cuda and g.numel() for g in gradients)
-
-
-def _largest(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value of each, NaN if there is one: one launch on GPUs, slow on CPUs."""
-    return torch.stack(torch._foreach_norm(list(gradients), float("inf")))
+def _largest_on_gpu(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return the largest absolute value of each, NaN if there is one, by one launch; None on CPUs, where it is slow."""
+    on_gpu = all(g.is_cuda and g.numel() for g in gradients)
+    return torch.stack(torch._foreach_norm(list(gradients), float("inf"))) if on_gpu else None
 
 
 @torch.no_grad()
@@ -78,8 +75,9 @@ def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
     A sum over a tensor holds whatever in it is not finite, and costs less than looking at each element. Where it
     overflowed without that, each element is looked at.
     """
-    if _on_gpu(gradients):
-        return bool(_largest(gradients).isfinite().all())
+    norms = _largest_on_gpu(gradients)
+    if norms is not None:
+        return bool(norms.isfinite().all())
     sums = torch.stack([g.sum(dtype=torch.float32) for g in gradients])
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in gradients)
 
