@@ -257,7 +257,11 @@ class KerasAdapter:
     def _running_metrics(self) -> Iterator[None]:
         """Let metrics add up over batches: train_on_batch and test_on_batch reset them each time."""
         changed: dict[str, Any] = {"reset_metrics": lambda: None}
-        if self._discards_results:
+        own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+        keras_alone = all(getattr(type(self._model), name) is getattr(keras.Model, name) for name in own)
+        # No code of the user's sees the means that each step computes and copies to the host. A compiled step is the
+        # same for whoever takes it.
+        if keras.backend.backend() == "torch" and keras_alone and not self._model.jit_compile:
             changed["get_metrics_result"] = dict
         vars(self._model).update(changed)
         try:
@@ -265,14 +269,6 @@ class KerasAdapter:
         finally:
             for name in changed:
                 del vars(self._model)[name]
-
-    @property
-    def _discards_results(self) -> bool:
-        """Whether no user code reads the means that each step computes and copies to the host."""
-        if keras.backend.backend() != "torch" or self._model.jit_compile:
-            return False  # a compiled step is not changed from outside
-        own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
-        return all(getattr(type(self._model), name) is getattr(keras.Model, name) for name in own)
 
 
 def _snapshot_for(model: keras.Model, options: Options) -> StepSnapshot | None:
