@@ -66,4 +66,4 @@ def allreduce_in_place(array: Array, *, process_set: Any | None = None, **option
 def _torch_tensor(array: Array) -> Any:
     import torch
 
-    return torch.from_numpy(np.require(array, requirements="CW"))
+    return torch.from_numpy(np.require(array, requirements=("C", "W")))

@@ -88,7 +88,7 @@ def broadcast_global_variables(root_rank: int, model: Any | None = None) -> None
 
 def num_bytes(variable: Any) -> int:
     """Return the size of a variable's value."""
-    return math.prod(variable.shape) * np.dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
+    return int(math.prod(variable.shape) * np.dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize)
 
 
 def _broadcast(variables: list[Any], root_rank: int, process_set: Any | None) -> None:

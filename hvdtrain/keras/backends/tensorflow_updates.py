@@ -33,7 +33,7 @@ def fused_update(
     else:
         return False
     position = optimizer._get_variable_index(variable)
-    plain = [_plain(v) for v in (variable, *(kind[position] for kind in kinds))]
+    plain: list[Any] = [_plain(v) for v in (variable, *(kind[position] for kind in kinds))]
     if any(p is None for p in plain) or len({p.dtype for p in plain}) > 1 or not isinstance(gradient, tf.Tensor):
         return False
 
