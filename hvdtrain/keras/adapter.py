@@ -259,8 +259,8 @@ class KerasAdapter:
         changed: dict[str, Any] = {"reset_metrics": lambda: None}
         own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
         keras_alone = all(getattr(type(self._model), name) is getattr(keras.Model, name) for name in own)
-        # No code of the user's sees the means that each step computes and copies to the host. A compiled step is the
-        # same for whoever takes it.
+        # Where no user code reads them, spare the means that each step computes and copies to the host. A compiled step
+        # is not changed from outside.
         if keras.backend.backend() == "torch" and keras_alone and not self._model.jit_compile:
             changed["get_metrics_result"] = dict
         vars(self._model).update(changed)

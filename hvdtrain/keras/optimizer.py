@@ -27,19 +27,19 @@ _next_number = 0
 
 @dataclass
 class _StepState:
-    """What a distributed optimizer knows beside Keras's own state; hidden from Keras, which would track and save it."""
+    """State of a distributed optimizer besides Keras's. It is hidden, so that Keras neither tracks nor saves it."""
 
-    number: int | None = None  # None until ranks have agreed
-    weight: Any = None  # a BatchWeight once the optimizer is weighted
-    stepped: bool = False
-    variables: list[Any] = field(default_factory=list)  # of the running step
-    reached: int = 0  # how far the running step came: 1 at accumulation, 2 at clipping
-    report: Callable[..., None] | None = None  # of skipped updates; None where non-finite gradients are applied
-    finite: Any = None  # with `report`: whether the running step may change weights
+    number: int | None = None  # of this optimizer; None until ranks have agreed on it
+    weight: Any = None  # a BatchWeight; None before `set_batch_weight`
+    stepped: bool = False  # whether there was a step
+    variables: list[Any] = field(default_factory=list)  # those of the current step
+    reached: int = 0  # how far the current step has come: 1 at accumulation, 2 at clipping
+    report: Callable[..., None] | None = None  # of skipped updates; None if gradients are not checked
+    finite: Any = None  # with `report`: whether the current step may change weights
 
 
 class DistributedMixin(keras.optimizers.Optimizer):
-    """What `DistributedOptimizer` puts in front of the user's optimizer class."""
+    """The base class that `DistributedOptimizer` puts before the user's optimizer class."""
 
     _hvd_how: GradientReduction  # of the class, so that from_config(get_config()) is distributed in the same way
 
@@ -117,7 +117,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         elif how.factor != 1.0:
             grads = [g * how.factor for g in grads]
         if state.report is not None:
-            # Reduced gradients are equal on all ranks, so all decide alike.
+            # Reduced gradients are equal on all ranks, so all ranks decide the same.
             state.finite = _backend.may_update(self, grads)
             report = functools.partial(state.report, [path(v) for v in state.variables])
             # Flags are only made for a report: `may_update` has looked at each gradient once.
@@ -128,7 +128,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
     def _apply_weight_decay(self, variables: list[Any]) -> None:
         if self._hvd_state.report is None:
             super()._apply_weight_decay(variables)
-        # Else `_backend_update_step`, which Keras calls next, applies it on its condition.
+        # Else `_backend_update_step`, which Keras calls next, applies it, but only in a step that is not skipped.
 
     @_backend.untraced
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
@@ -145,17 +145,17 @@ class DistributedMixin(keras.optimizers.Optimizer):
 
     @_backend.untraced
     def _skip(self) -> None:
-        """Undo the step's passes; `apply` counts the last one afterwards."""
+        """Undo the step's count of passes and its accumulated gradients; afterwards `apply` counts the last pass."""
         self._iterations.assign_sub(self._passes)
-        for accumulator in self._accumulators:  # on torch Keras clears them by a product, which NaN survives
+        for accumulator in self._accumulators:  # on torch, Keras clears them by a product with 0, which leaves NaN
             accumulator.assign(keras.ops.zeros_like(accumulator))
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """Return updated variables; see keras.optimizers.Optimizer.stateless_apply, the way that JAX takes."""
+        """Return updated variables, as JAX needs; see keras.optimizers.Optimizer.stateless_apply."""
         new_weights, new_state = super().stateless_apply(optimizer_variables, grads, trainable_variables)
         if self._hvd_state.report is None or keras.backend.backend() != "jax":
             return new_weights, new_state
-        # Within loss scaling the old ones come as Keras variables.
+        # Under loss scaling, the old values arrive as Keras variables.
         weights = [keras.ops.convert_to_tensor(v) for v in trainable_variables]
         state = [keras.ops.convert_to_tensor(v) for v in optimizer_variables]
         cleared = {id(v) for v in self._accumulators}
@@ -184,7 +184,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
             step(gradient, variable, learning_rate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Keras copies an optimizer through its file format, which has its settings only and no reduction.
+        # Keras copies an optimizer through its file format, which has its settings but not the reduction.
         return type(self).from_config(self.get_config())
 
     def __copy__(self) -> Any:
@@ -193,9 +193,10 @@ class DistributedMixin(keras.optimizers.Optimizer):
     # ---- non-finite gradients
 
     def skip_non_finite(self, report: Callable[..., None]) -> None:
-        """Skip updates whose reduced gradients are not finite. To be called before the first step.
+        """Skip updates whose reduced gradients are not finite.
 
-        All ranks decide alike. A skipped update leaves neither a count in `iterations` nor an accumulated gradient.
+        Call it before the first step. All ranks skip the same updates. A skipped update does not count in `iterations`
+        and leaves no accumulated gradient.
         `report` is called on the host for each, with the variables' paths and, for each variable, whether its gradient
         on this rank is not finite, and whether the reduced one is not. The last is left out if loss scaling skips.
         """

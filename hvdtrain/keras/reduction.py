@@ -51,7 +51,7 @@ class GradientReduction:
         return {"prescale_factor": 1.0 / self.predivide, "postscale_factor": self.predivide * self.factor}
 
     def to_wires(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return `gradients` as they travel."""
+        """Return `gradients` as they are sent."""
         return [self.compression.compress(gradient)[0] for gradient in gradients]
 
     def buckets(self, variables: Sequence[Any]) -> list[list[int]] | None:

@@ -105,7 +105,7 @@ def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
 
 
 def set_rank_state(held: Arrays, model: keras.Model) -> None:
-    """Load what `rank_state` returned, but for metrics, as far as it is there."""
+    """Load the entries that `rank_state` returned, except for metrics. Missing entries are ignored."""
     _load(_seeds_and_statistics(model), held)
     if keras.backend.backend() == "torch":
         from hvdtrain.torch import training_state
@@ -114,7 +114,7 @@ def set_rank_state(held: Arrays, model: keras.Model) -> None:
 
 
 def set_metrics(held: Arrays, model: keras.Model) -> None:
-    """Load the running metrics in what `rank_state` returned; they exist once the model has seen a batch."""
+    """Load the running metrics from `rank_state`; they exist once the model has seen a batch."""
     _load(_metrics(model), held)
 
 

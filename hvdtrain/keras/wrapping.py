@@ -148,7 +148,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _plain(optimizer: Any) -> Any:
-    """Return `optimizer`, or the one that it names, if it can be distributed."""
+    """Return `optimizer`, or the optimizer of this name, if it can be distributed."""
     optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str | dict) else optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -241,7 +241,7 @@ def _patch_keras() -> None:
 
     @functools.wraps(original_compile)
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Horovod's documentation tells users to pass this; Keras 3 no longer has it, and no longer needs it.
+        # Horovod's documentation has this argument; Keras 3 no longer has it and does not need it.
         kwargs.pop("experimental_run_tf_function", None)
         original_compile(self, *args, **kwargs)
         without_xla(self)

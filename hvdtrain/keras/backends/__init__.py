@@ -15,7 +15,7 @@ Every module here has the same functions, on lists of that backend's tensors:
     fused_update(optimizer, step, gradient, ...)         updates a variable in one pass; false if it cannot
     untraced(function)                                   function, left alone by the backend's compiler
 
-Those that several backends have alike are here.
+Code that several backends share is here.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def fused_update(
     That is the optimizer's `update_step`, if it is that of Keras's SGD or Adam. Return whether there was one; if not,
     nothing has changed.
     """
-    # By the method itself: AdamW has Adam's, and a user's subclass with another `update_step` keeps its rule.
+    # Keyed by the method: AdamW has Adam's, and a user's subclass with another `update_step` is not changed.
     rule = getattr(step, "__func__", step)
     if rule is keras.optimizers.SGD.update_step:
         kinds = [optimizer.momentums] if optimizer.momentum else []
