@@ -35,19 +35,12 @@ _END_BYTES = 2**19
 
 @dataclass(frozen=True)
 class Cause:
-    """The end of one process.
+    """The end of one process."""
 
-    Attributes:
-        who: "rank 1 on host h", or the launcher's name.
-        code: exit status, or 128 + signal.
-        rank: its rank; None if it was not a rank.
-        how: how it ended, in words; "" if the status says it.
-    """
-
-    who: str
-    code: int
-    rank: int | None = None
-    how: str = ""
+    who: str  # "rank 1 on host h", or the launcher's name
+    code: int  # exit status, or 128 + signal
+    rank: int | None = None  # None where it was not a rank
+    how: str = ""  # it ended, in words, where its status says little
 
     @property
     def killed(self) -> bool:
@@ -67,12 +60,11 @@ class Listener:
     """
 
     def __init__(self, host: str, by_rank: Sequence[str] = ()) -> None:
-        self._host = host
-        self._by_rank = by_rank
-        self._is_aborted = False
+        self.cause: Cause | None = None  # the first report of a rank's end
+        self.is_aborted = False  # whether the launcher has announced that it ends the job
+        self._host, self._by_rank = host, by_rank
         self._lock = threading.Lock()
         self._ends = {"stdout": bytearray(), "stderr": bytearray()}
-        self._cause: Cause | None = None
 
     def hear(self, stream: str, data: bytes) -> None:
         """Take what came through `stream`."""
@@ -80,21 +72,11 @@ class Listener:
             end = self._ends[stream]
             end += data
             new = max(0, len(end) - len(data) - _LONGEST)
-            if self._cause is None and (found := _REPORT.search(end, new)):
-                self._cause = self._read(found)
-            self._is_aborted = self._is_aborted or end.find(_ABORTED, new) >= 0
+            if self.cause is None and (found := _REPORT.search(end, new)):
+                self.cause = self._read(found)
+            self.is_aborted = self.is_aborted or end.find(_ABORTED, new) >= 0
             if len(end) > 2 * _END_BYTES:
                 del end[:-_END_BYTES]
-
-    def cause(self) -> Cause | None:
-        """Return the first report of a rank's end, None without one."""
-        with self._lock:
-            return self._cause
-
-    def is_aborted(self) -> bool:
-        """Return whether the launcher has announced that it ends the job."""
-        with self._lock:
-            return self._is_aborted
 
     def host_of(self, rank: int) -> str:
         """Return the host of a rank, "" where it is not known."""
@@ -106,16 +88,16 @@ class Listener:
             return "".join(bytes(end).decode(errors="replace") for end in self._ends.values())
 
     def _read(self, found: re.Match[bytes]) -> Cause:
-        facts = {name: value.decode() for name, value in found.groupdict().items() if value is not None}
-        if "lost" in facts:
-            return Cause(f"host {facts['lost']}", LOST, how="no longer answers")
-        rank = int(next(value for name, value in facts.items() if name.startswith("rank_")))
-        code = int(next(facts[name] for name in ("signal", "code", "abort", "gloo") if name in facts))
-        code = code + 128 if "signal" in facts else 128 - code if code < 0 else code
-        host, how = facts.get("node") or self.host_of(rank), ""
-        if "gloo" in facts and code == _SSH_FAILED and host not in ("", self._host):
+        said = {name: value.decode() for name, value in found.groupdict().items() if value is not None}
+        if "lost" in said:
+            return Cause(f"host {said['lost']}", LOST, how="no longer answers")
+        rank = int(next(value for name, value in said.items() if name.startswith("rank_")))
+        code = int(next(said[name] for name in ("signal", "code", "abort", "gloo") if name in said))
+        code = code + 128 if "signal" in said else 128 - code if code < 0 else code
+        host, how = said.get("node") or self.host_of(rank), ""
+        if "gloo" in said and code == _SSH_FAILED and host not in ("", self._host):
             how = "was killed, or the connection to it broke (ssh's status 255)"
-        if "gloo" in facts and code == 1 and (silence := _SILENCE.search(self._ends["stderr"])):
+        if "gloo" in said and code == 1 and (silence := _SILENCE.search(self._ends["stderr"])):
             limit_s = int(silence[1]) // 1000
             how = f"heard nothing from another one for {limit_s} s, whose host, network or process hangs"
         return Cause(f"rank {rank}" + f" on host {host}" * bool(host), code, rank, how)
@@ -138,14 +120,11 @@ class RankError:
 def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError | None:
     """Return the exception that ended a rank first, None if it was no exception.
 
-    Args:
-        run_dir: where ranks write error-<rank>.json.
-        listener: has the end of the launcher's output, which is searched where no rank has written one.
-        cause: what ended the job. What the peers of a killed rank raise is a consequence, not the reason.
+    Ranks write error-<rank>.json; where none has, the end of the launcher's output is searched.
     """
-    written = sorted(_facts(run_dir, "error").values(), key=lambda found: float(found["time"]))
+    written = sorted(facts(run_dir, "error").values(), key=lambda found: float(found["time"]))
     errors = [RankError(int(found["rank"]), str(found["host"]), str(found["text"]).rstrip()) for found in written]
-    if errors or cause.killed:
+    if errors or cause.killed:  # what the peers of a killed rank raise is a consequence, not the reason
         return next((error for error in errors if not cause.killed or error.rank == cause.rank), None)
     printed: dict[int, list[str]] = {}
     lines = OutputLines()
@@ -153,8 +132,7 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
         if number is not None:
             printed.setdefault(number, []).append(line)
     for rank in sorted(printed, key=lambda rank: rank != cause.rank):
-        text = _traceback(printed[rank])
-        if text:
+        if text := _traceback(printed[rank]):
             return RankError(rank, listener.host_of(rank), text)
     return None
 
@@ -173,7 +151,7 @@ def _traceback(lines: list[str]) -> str:
 def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
     """Return why a rank of this host ended, by its error-<rank>.json or waits-<rank>.json; None without these."""
     for fact, code, how in (("error", 1, ""), ("waits", STALLED, "has waited too long for others")):
-        rank = next(iter(_facts(run_dir, fact)), None)
+        rank = next(iter(facts(run_dir, fact)), None)
         if rank is not None:
             return Cause(f"rank {rank} on host {host}", code, rank, how)
     return None
@@ -185,16 +163,11 @@ def latest_step(run_dir: Path, *, rank: int | None) -> int | None:
     If `rank`, which ended first, has written one, it is that: its peers may have taken some more steps, a different
     number each time.
     """
-    steps = {number: int(found["step"]) for number, found in _facts(run_dir, "progress").items()}
+    steps = {number: int(found["step"]) for number, found in facts(run_dir, "progress").items()}
     return steps.get(-1 if rank is None else rank, max(steps.values(), default=None))
 
 
-def rank_pids(run_dir: Path) -> dict[int, int]:
-    """Return rank -> process id, as far as ranks have written pid-<rank>."""
-    return _facts(run_dir, "pid")
-
-
-def _facts(run_dir: Path, fact: str) -> dict[int, Any]:
+def facts(run_dir: Path, fact: str) -> dict[int, Any]:
     """Return what ranks have written as <fact>-<rank>, by rank; a file that is not whole is left out."""
     found = {}
     for path in run_dir.glob(f"{fact}-*"):

@@ -7,6 +7,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,8 +15,7 @@ from hvdtrain.distributed import tuning
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import arguments, job_environment, job_folder
 from hvdtrain.launch.exchange import Message, pack
-from hvdtrain.launch.function_job import GRACE_S, FunctionJob, until_ended
-from hvdtrain.launch.outcome import Outcome
+from hvdtrain.launch.function_job import FunctionJob, until_ended
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import start_ranks
@@ -58,9 +58,18 @@ def run(
     spec, crowded = _check(fn, args, np, output, options)
     task = make_task(fn, args, kwargs)
     show = functools.partial(show_lines, output=output)
-    if crowded:
-        show([(None, f"hvdtrain.run: {crowded}")])
-    outcome = _run_job(spec, task, name_of(fn), show)
+    run_dir, elsewhere = job_folder.make(0 if spec.over_gloo else spec.ranks)
+    show([(None, f"hvdtrain.run: {note}") for note in (crowded, elsewhere) if note])
+    try:
+        environment = job_environment.environment(run_dir, spec, name=name_of(fn))
+        # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
+        environment = {**tuning.without_ours(environment), "PYTHONUNBUFFERED": "1"}
+        line = [*start_ranks.horovodrun(Path(sys.executable)), "-np", str(np), *spec.options, *spec.program]
+        with closing(FunctionJob(spec, line, environment=environment, run_dir=run_dir, task=task, show=show)) as job:
+            until_ended(job.follow, job.interrupt)
+    finally:
+        job_folder.remove(run_dir)
+    outcome = job.outcome
     values = outcome.values(root_only=output == "root")
     if outcome.cause is None or outcome.cause.code:
         how = outcome.cause or "the process that ran the ranks was killed"
@@ -100,31 +109,6 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], np: int, output: str
         raise ValueError(f"np, the number of ranks, must be a whole number, at least 1. Received: np={np!r}")
     if output not in ("all", "root"):
         raise ValueError(f'output must be "all" or "root". Received: output={output!r}')
-
-
-def _run_job(spec: LaunchSpec, task: Message, name: str, show: Callable[[Sequence[Line]], None]) -> Outcome:
-    """Start the ranks and return when all have ended.
-
-    Raises:
-        KeyboardInterrupt: there was one; now they have ended.
-    """
-    run_dir, elsewhere = job_folder.make(0 if spec.over_gloo else spec.ranks)
-    if elsewhere:
-        show([(None, f"hvdtrain.run: {elsewhere}")])
-    try:
-        environment = job_environment.environment(run_dir, spec, name=name)
-        # Else a rank's lines would wait in its buffer. What an init in this process has chosen for it is not theirs.
-        environment = {**tuning.without_ours(environment), "PYTHONUNBUFFERED": "1"}
-        launcher = start_ranks.horovodrun(Path(sys.executable))
-        line = [*launcher, "-np", str(spec.ranks), *spec.options, *spec.program]
-        job = FunctionJob(spec, line, environment=environment, run_dir=run_dir, task=task, grace_s=GRACE_S, show=show)
-        try:
-            until_ended(job.follow, job.interrupt)
-        finally:
-            job.close()
-    finally:
-        job_folder.remove(run_dir)
-    return job.outcome
 
 
 def _check(

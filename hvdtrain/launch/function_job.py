@@ -51,30 +51,24 @@ def until_ended(follow: Callable[[], None], interrupt: Callable[[], None]) -> No
 
 
 class TaskServer:
-    """Gives each rank that connects the task, and takes its answer.
+    """Gives each rank that connects the task, and takes its answer; the socket is in `folder`, this user's alone.
 
-    Args:
-        folder: private to this user; the socket is made there.
-        task: what every rank gets; dropped once all have it, for it may be large.
-        size: number of ranks. Once so many have connected, nobody else is let in.
+    Once `size` ranks have connected, nobody else is let in, and the task is dropped, for it may be large.
     """
 
     def __init__(self, folder: Path, task: Message, *, size: int) -> None:
         self.answers: dict[int, Message] = {}
-        self._task, self._missing = task, size
-        self._key, self._address = secrets.token_bytes(32), str(folder / "call")
+        self._task, self._missing, self._key = task, size, secrets.token_bytes(32)
+        # What ranks need to find this server, and to trust each other.
+        self.environment = {exchange.ADDRESS: str(folder / "call"), exchange.KEY: self._key.hex()}
         self._ranks: dict[Connection, int] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(self._address)
+            self._listener.bind(self.environment[exchange.ADDRESS])
             self._listener.listen(128)
         except OSError:
             self._listener.close()
             raise
-
-    def environment(self) -> dict[str, str]:
-        """Return what ranks need to find this server, and to trust each other."""
-        return {exchange.ADDRESS: self._address, exchange.KEY: self._key.hex()}
 
     def sources(self) -> list[socket.socket | Connection]:
         """Return what to wait for: `take` it once it is ready."""
@@ -122,20 +116,9 @@ class TaskServer:
 
 
 class FunctionJob:
-    """A job that runs a function. Everything happens in the calling thread: an interrupt may come at any moment.
+    """A job that runs a function; `outcome` is how it ended.
 
-    Args:
-        spec: what is launched.
-        line: its command line.
-        environment: of the launcher and its ranks.
-        run_dir: the job's private folder.
-        task: the function, for `hvdtrain.launch.rank`.
-        grace_s: what ranks get to stop in order after an interrupt.
-        show: takes lines that ranks print as they come, and with rank None what is said about the job.
-        rank: the one that the command line is, where it is no launcher; its lines have no mark.
-
-    Attributes:
-        outcome: how it ended.
+    Everything happens in the calling thread: an interrupt may come at any moment.
     """
 
     def __init__(
@@ -143,12 +126,11 @@ class FunctionJob:
         spec: LaunchSpec,
         line: Sequence[str],
         *,
-        environment: Mapping[str, str],
+        environment: Mapping[str, str],  # of the launcher and its ranks
         run_dir: Path,
-        task: Message,
-        grace_s: float,
-        show: Callable[[Sequence[Line]], None],
-        rank: int | None = None,
+        task: Message,  # the function, for `hvdtrain.launch.rank`
+        show: Callable[[Sequence[Line]], None],  # takes what ranks print; with rank None what is said about the job
+        rank: int | None = None,  # the one that the line starts, where it is no launcher's; what it prints has no mark
     ) -> None:
         self._run_dir, self._show, self._rank = run_dir, show, rank
         self._output = [OutputLines(), OutputLines()]
@@ -156,17 +138,14 @@ class FunctionJob:
         self._server = TaskServer(run_dir, task, size=spec.ranks)
         self.outcome = Outcome(spec.ranks, self._server.answers)
         self._report, write_end = os.pipe()
-        supervisor = ["-m", "hvdtrain.launch.supervisor", str(write_end), str(grace_s), str(run_dir), spec.launcher]
+        supervisor = ["-m", "hvdtrain.launch.supervisor", str(write_end), str(GRACE_S), str(run_dir), spec.launcher]
+        pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *supervisor, *line],
-                env={**environment, **self._server.environment()},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(write_end,),
+                [sys.executable, *supervisor, *line], env={**environment, **self._server.environment},
+                stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(write_end,),
                 start_new_session=True,  # an interrupt comes through this process alone
-            )
+            )  # fmt: skip
         except BaseException:
             os.close(self._report)
             self._server.close()
@@ -176,18 +155,16 @@ class FunctionJob:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         first, second = self._output
-        self._handlers: dict[int, Callable[[bytes], None]] = {
+        self._open: dict[int, Callable[[bytes], None]] = {
             self._process.stdout.fileno(): lambda data: self._print(first.feed(data)),
             self._process.stderr.fileno(): lambda data: self._print(second.feed(data)),
             self._report: self._hear,
         }
-        self._open = list(self._handlers)
 
     def follow(self, also: Mapping[Connection, Callable[[], None]] | None = None) -> None:
         """Show what ranks print and take their answers, until the job has ended; may be called again.
 
-        Args:
-            also: what else to wait for, and whom to call when it is ready.
+        `also` has what else to wait for, and whom to call when it is ready.
         """
         also = also or {}
         while self._open:
@@ -198,9 +175,9 @@ class FunctionJob:
                 elif isinstance(ready, int):
                     data = os.read(ready, 2**16)
                     if data:
-                        self._handlers[ready](data)
+                        self._open[ready](data)
                     else:
-                        self._open.remove(ready)
+                        del self._open[ready]
                 else:
                     self._server.take(ready)
         for output in self._output:
@@ -220,11 +197,10 @@ class FunctionJob:
                 pipe.close()  # the first of them ends the helper process, and with it its job
         os.close(self._report)
         try:
-            self._process.wait(_END_S)
+            self.outcome.status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        self.outcome.status = self._process.returncode
+            self.outcome.status = self._process.wait()
         first, second = (output.tails for output in self._output)
         self.outcome.tails = {rank: [*first.get(rank, ()), *second.get(rank, ())] for rank in {*first, *second}}
         if self.outcome.cause is None:

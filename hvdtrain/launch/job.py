@@ -29,72 +29,60 @@ _HALF_LINE_S = 1.0
 
 @dataclass(frozen=True)
 class Launch:
-    """A command to run, and how to run it.
-
-    Attributes:
-        spec: the parsed launch command.
-        line: the launcher's command line.
-        environment: of the launcher and its ranks.
-        max_restarts: how often it is restarted.
-        grace_s: time for an orderly stop.
-        ssh: the route to other hosts, if it is ssh.
-        by_rank: the host of each rank, "" where it is not known; empty for this one.
-    """
+    """What is run, and how."""
 
     spec: LaunchSpec
-    line: Sequence[str]
-    environment: Mapping[str, str]
+    line: Sequence[str]  # the launcher's command line
+    environment: Mapping[str, str]  # of the launcher and its ranks
     max_restarts: int = 0
-    grace_s: float = 0.0
-    ssh: SshRoute | None = None
-    by_rank: Sequence[str] = ()
+    grace_s: float = 0.0  # from a request to stop to the end of patience
+    ssh: SshRoute | None = None  # the route to other hosts, if it is by ssh
+    by_rank: Sequence[str] = ()  # the host of each rank, "" where it is not known; empty for this one
 
 
 class Guard:
     """A helper process that ends the job if this process is killed; see `process_tree.guard`."""
 
     def __init__(self, run_dir: Path, elsewhere: Sequence[str] = ()) -> None:
-        self._run_dir = run_dir
-        self._elsewhere = elsewhere
+        self._line = [sys.executable, "-I", "-S", process_tree.__file__, str(run_dir), "guard", *elsewhere]
+        self._job = str(run_dir)
         self._process = self._start()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     def ensure(self) -> None:
         """Start it again if it has ended."""
         if self._process.poll() is not None:
-            self._close()
+            self._process.communicate()
             self._process = self._start()
 
     def dismiss(self) -> None:
         """End it: nothing is left to guard."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(process_tree.DONE)
-        except OSError:
-            pass
-        self._close()
-        self._process.wait()
+        self._process.communicate(process_tree.DONE)
 
-    def _close(self) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-        except OSError:
-            pass
+    def members(self) -> dict[int, process_tree.Process]:
+        """Return the job's processes on this host."""
+        return process_tree.members(self._job, below=os.getpid(), without=(self._process.pid,))
+
+    def end(self) -> bool:
+        """Kill the job's processes on this host; return whether none is left."""
+        return process_tree.end(self._job, below=os.getpid(), without=(self._process.pid,))
+
+    def reap(self) -> None:
+        """Wait for adopted processes that have ended."""
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None or found.si_pid == self._process.pid:  # which is its Popen's to wait for
+                return
+            os.waitpid(found.si_pid, os.WNOHANG)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        null = subprocess.DEVNULL
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", process_tree.__file__, str(self._run_dir), "guard", *self._elsewhere],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            self._line, stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/",
             start_new_session=True,  # a Ctrl-C is not for it
-            cwd="/",
-        )
+        )  # fmt: skip
 
 
 def adopt_orphans() -> None:
@@ -108,7 +96,7 @@ class Job:
     def __init__(self, launch: Launch, run_dir: Path, guard: Guard) -> None:
         self.run_dir = run_dir
         self.listener = Listener(socket.gethostname(), launch.by_rank)
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         self._guard = guard
         self._requested: set[int] = set()  # pids
         self._is_elsewhere = launch.spec.is_elsewhere
@@ -129,28 +117,18 @@ class Job:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._copies = [
-            threading.Thread(target=self._copy, args=(name, source, number), daemon=True)
-            for name, source, number in (("stdout", self._process.stdout, 1), ("stderr", self._process.stderr, 2))
-        ]
-        for copy in self._copies:
-            copy.start()
+        self._copies = []
+        for name, source, number in (("stdout", self._process.stdout, 1), ("stderr", self._process.stderr, 2)):
+            self._copies.append(threading.Thread(target=self._copy, args=(name, source, number), daemon=True))
+            self._copies[-1].start()
 
     def status(self) -> int | None:
         """Return the launcher's exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
-    def seconds(self) -> float:
-        """Return how long ago it was started."""
-        return time.monotonic() - self._began
-
-    def members(self) -> dict[int, process_tree.Process]:
-        """Return its processes on this host."""
-        return process_tree.members(str(self.run_dir), below=os.getpid(), without=(self._guard.pid,))
-
     def request_stop(self, pids: dict[int, int]) -> bool:
         """Request a stop of its ranks, once each; return False if there is none."""
-        job = self.members()
+        job = self._guard.members()
         process_tree.request_stop(job, requested=self._requested, pids=pids)
         if self._is_elsewhere:
             if self._is_deaf and self._process.pid not in self._requested:
@@ -161,66 +139,46 @@ class Job:
 
     def send(self, number: int) -> None:
         """Send a signal to every process of it."""
-        for pid in self.members():
+        for pid in self._guard.members():
             process_tree.send(pid, number)
         if number == signal.SIGTERM and self._is_deaf:
             process_tree.send(self._process.pid, signal.SIGINT)  # not blocked: it ends its ranks elsewhere
 
     def end(self) -> bool:
-        """Kill the remaining processes; return whether all have ended."""
-        gone = process_tree.end(str(self.run_dir), below=os.getpid(), without=(self._guard.pid,))
+        """Kill what is left of it; return whether nothing is."""
+        gone = self._guard.end()
         self._process.kill()
         self._process.wait()
         for copy in self._copies:
             copy.join(_DRAIN_S)
-        self._reap()
+        self._guard.reap()
         return gone
-
-    def _reap(self) -> None:
-        """Wait for adopted processes that have ended."""
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None or found.si_pid == self._guard.pid:  # its Popen waits for the guard
-                return
-            os.waitpid(found.si_pid, os.WNOHANG)
 
     def _copy(self, name: str, source: IO[bytes] | None, number: int) -> None:
         """Copy what comes through a pipe to our own stream, as it comes, but in whole lines."""
         assert source is not None
-        out, lines = _Stream(number), MarkedLines()
+        lines, is_quiet, is_read = MarkedLines(), log_filter.wanted(), True
+
+        def write(found: list[bytes]) -> None:
+            nonlocal is_read
+            shown = [line for line in found if not is_quiet or not log_filter.is_note(without_mark(line))]
+            view = memoryview(b"".join(line + b"\n" for line in shown))
+            while is_read and view:
+                try:
+                    view = view[os.write(number, view) :]
+                except OSError:  # nobody reads any more: the job continues
+                    is_read = False
+
         with source:
             while True:
                 begun = lines.begun()
                 wait_s = None if begun is None else max(0.0, begun + _HALF_LINE_S - time.monotonic())
                 if not select.select([source], [], [], wait_s)[0]:
-                    out.write(lines.late(now=time.monotonic(), limit_s=_HALF_LINE_S))
+                    write(lines.late(now=time.monotonic(), limit_s=_HALF_LINE_S))
                     continue
                 data = os.read(source.fileno(), 2**16)
                 if not data:
                     break
                 self.listener.hear(name, data)
-                out.write(lines.feed(data, now=time.monotonic()))
-        out.write(lines.end())
-
-
-class _Stream:
-    """Standard output or error of this process, written as long as it has a reader."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._there = True
-        self._quiet = log_filter.wanted()
-
-    def write(self, lines: list[bytes]) -> None:
-        """Write lines, without frameworks' start-up notes."""
-        if self._quiet:
-            lines = [line for line in lines if not log_filter.is_note(without_mark(line))]
-        view = memoryview(b"".join(line + b"\n" for line in lines))
-        while self._there and view:
-            try:
-                view = view[os.write(self._number, view) :]
-            except OSError:  # no reader is left: the job continues
-                self._there = False
+                write(lines.feed(data, now=time.monotonic()))
+        write(lines.end())

@@ -19,41 +19,27 @@ _USAGE = (2, 126, 127)  # wrong arguments; no such program
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of the job that failed.
-
-    Attributes:
-        cause: what ended it.
-        seconds: how long it lasted.
-        step: the last step that the failed rank reported, or any rank.
-        error: the exception that ended it, if any.
-    """
+    """A start of the job that failed."""
 
     cause: Cause
     seconds: float
-    step: int | None = None
+    step: int | None = None  # the last one that the failed rank reported, or any rank
     error: RankError | None = None
 
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """Restart after a pause, or give up for a reason.
+    """Restart after a pause, or give up for a reason."""
 
-    Attributes:
-        pause_s: time until the next attempt; None to give up.
-        reason: why to give up.
-        first: the attempt whose error is the root cause.
-    """
-
-    pause_s: float | None
+    pause_s: float | None  # None to give up
     reason: str
-    first: Attempt
+    first: Attempt  # whose error is the root cause
 
 
 def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     """Decide what to do after `attempts`: all failed attempts, oldest first, at least one."""
     last = attempts[-1]
-    permanent = _permanent_failure(last)
-    if permanent:
+    if permanent := _permanent_failure(last):
         return RestartDecision(None, permanent, last)
     stuck = _attempts_without_progress(attempts)
     errors = [a.error.last_line if a.error else None for a in stuck[-_ATTEMPTS_WITH_ONE_ERROR:]]
@@ -61,13 +47,10 @@ def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     if len(stuck) >= _ATTEMPTS_WITHOUT_PROGRESS or one_error:
         return RestartDecision(None, f"{len(stuck)} attempts in a row made no progress", stuck[0])
     if len(attempts) > max_restarts:
-        return RestartDecision(None, _used_up(max_restarts), last)
+        used_up = f"all {max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0"
+        return RestartDecision(None, used_up, last)
     # After progress restart at once: the job itself works. Without progress double the pause.
     return RestartDecision(min(_LONGEST_PAUSE_S, 2.0 ** (len(stuck) - 1)) if stuck else 0.0, "", last)
-
-
-def _used_up(max_restarts: int) -> str:
-    return f"all {max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0"
 
 
 def _permanent_failure(attempt: Attempt) -> str:

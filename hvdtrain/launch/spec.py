@@ -12,23 +12,14 @@ from hvdtrain.system import network
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What is launched, where, and by which launcher.
+    """What is launched, where, and by which launcher."""
 
-    Attributes:
-        launcher: "horovodrun" or "mpirun"; the program's name where a single rank needs no launcher.
-        ranks: how many.
-        options: the launcher's own, as the user wrote them.
-        hosts: {host: slots}; empty for this host alone.
-        elastic: hosts may come and go, and the launcher replaces ranks itself.
-        program: what each rank runs.
-    """
-
-    launcher: str = arguments.HOROVODRUN
+    launcher: str = arguments.HOROVODRUN  # or "mpirun"; the program's name where a single rank needs no launcher
     ranks: int = 1
-    options: Sequence[str] = ()
-    hosts: Mapping[str, int] = field(default_factory=dict)
-    elastic: bool = False
-    program: Sequence[str] = ()
+    options: Sequence[str] = ()  # the launcher's own, as the user wrote them
+    hosts: Mapping[str, int] = field(default_factory=dict)  # {host: slots}; empty for this host alone
+    elastic: bool = False  # hosts may come and go, and the launcher replaces ranks itself
+    program: Sequence[str] = ()  # what each rank runs
 
     @property
     def is_mpirun(self) -> bool:

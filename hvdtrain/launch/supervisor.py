@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from hvdtrain.distributed import watchdog
@@ -21,7 +21,7 @@ from hvdtrain.launch import exit_cause, job_folder, restarts, ssh
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.job import Guard, Job, Launch, adopt_orphans
 from hvdtrain.launch.spec import LaunchSpec
-from hvdtrain.system import process_tree, redact
+from hvdtrain.system import redact
 from hvdtrain.system.settings import EXIT_STOPPED
 
 _POLL_S = 0.5
@@ -33,15 +33,6 @@ _STARTING_S = 30.0  # for hosts, before the first start
 _AWAY_S = 600.0  # for hosts, before a restart; HVDTRAIN_STALL_S if that is shorter
 _CLOSING_S = 5.0  # for a launcher whose ranks have ended: it reports their status
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How one start of the job ended."""
-
-    cause: Cause
-    seconds: float
-    requested: signal.Signals | None  # the first request to stop, if there was one
 
 
 class Signals:
@@ -74,16 +65,21 @@ class Signals:
         os.close(self._read)
         os.close(self._write)
 
-    def wait(self, seconds: float) -> None:
-        """Wait for a signal, for at most `seconds`."""
+    def wait(self, seconds: float) -> bool:
+        """Wait for a signal, or so long; return whether a stop was requested."""
         if select.select([self._read], [], [], max(0.0, seconds))[0]:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self._read, 512):
                     pass
+        return bool(self.requests)
 
     def is_urgent(self) -> bool:
         """Return whether there was a second Ctrl-C."""
         return self.requests.count(signal.SIGINT) > 1
+
+    def wait_unless_urgent(self, seconds: float) -> bool:
+        """Wait for a signal, or so long; return whether there was a second Ctrl-C."""
+        return self.wait(seconds) and self.is_urgent()
 
 
 def run(launch: Launch, run_dir: Path) -> int:
@@ -105,7 +101,7 @@ def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple
         try:
             yield guard, signals
         finally:
-            process_tree.end(str(run_dir), below=os.getpid(), without=(guard.pid,))
+            guard.end()
             job_folder.remove(run_dir)
             guard.dismiss()
 
@@ -113,7 +109,11 @@ def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple
 def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
     attempts: list[restarts.Attempt] = []
     while True:
-        unreachable = _reach(launch, run_dir, signals, is_first=not attempts)
+        # A host that has just died may restart, which takes minutes: as long as a rank may wait for others.
+        limit_s = min(watchdog.limit_s(), _AWAY_S) if attempts else _STARTING_S
+        unreachable = ""
+        if launch.ssh is not None:
+            unreachable = ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=signals.wait, say=say)
         if signals.requests:
             say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
             return 128 + signals.requests[0]
@@ -122,30 +122,25 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
             return attempts[-1].cause.code if attempts else 1
         job = Job(launch, run_dir, guard)
         try:
-            ending = _follow(job, launch, signals, guard)
+            cause, seconds = _follow(job, launch, signals, guard)
         finally:
             gone = job.end()
         if not gone:
             say(_UNDYING)
-            return ending.cause.code or 1
-        if ending.cause.code == 0:
+            return cause.code or 1
+        if cause.code == 0:
             return 0
-        if ending.cause.code == EXIT_STOPPED:
-            _end_elsewhere(launch, run_dir)
-            say("stopped on request; the same command resumes from the script's checkpoint, if it wrote one")
-            return EXIT_STOPPED
-        if ending.requested is not None:
-            _end_elsewhere(launch, run_dir)
-            return _stopped_hard(ending, run_dir, job)
-        error = exit_cause.first_error(run_dir, listener=job.listener, cause=ending.cause)
-        step = exit_cause.latest_step(run_dir, rank=ending.cause.rank)
-        attempts.append(restarts.Attempt(ending.cause, ending.seconds, step, error))
+        error = exit_cause.first_error(run_dir, listener=job.listener, cause=cause)
+        step = exit_cause.latest_step(run_dir, rank=cause.rank)
+        attempts.append(restarts.Attempt(cause, seconds, step, error))
         decision = restarts.judge(attempts, max_restarts=launch.max_restarts)
-        if decision.pause_s is None:
-            _end_elsewhere(launch, run_dir)
-            return _give_up(attempts, decision)
+        if cause.code == EXIT_STOPPED or signals.requests or decision.pause_s is None:
+            if launch.ssh is not None:  # a launcher that was killed leaves ranks on other hosts
+                ssh.on_every_host(launch.ssh, "end", run_dir)
+            _say_how_it_ended(attempts, decision, signals.requests)
+            return 128 + signals.requests[0] if signals.requests and cause.code != EXIT_STOPPED else cause.code
         say(
-            f"restart {len(attempts)} of {launch.max_restarts}: {ending.cause} after {_time(ending.seconds)}"
+            f"restart {len(attempts)} of {launch.max_restarts}: {cause} after {_time(seconds)}"
             + (f", at step {step}" if step is not None else "")
             + (f" ({error.last_line})" if error else "")
             + "; starting it again"
@@ -153,84 +148,54 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
         )
         _empty(run_dir)
         deadline = time.monotonic() + decision.pause_s
-        while not signals.requests and time.monotonic() < deadline:
-            signals.wait(deadline - time.monotonic())
+        while time.monotonic() < deadline and not signals.wait(deadline - time.monotonic()):
+            pass
 
 
-def _end_elsewhere(launch: Launch, run_dir: Path) -> None:
-    """End the ranks on other hosts, when there is no restart: a killed launcher leaves them running."""
-    if launch.ssh is not None:
-        ssh.on_every_host(launch.ssh, "end", run_dir)
-
-
-def _reach(launch: Launch, run_dir: Path, signals: Signals, *, is_first: bool) -> str:
-    """Wait until the job's other hosts can be reached; return why one cannot, else "".
-
-    A host that has just died may reboot, which takes minutes. So wait as long as a rank may wait for others.
-    """
-    if launch.ssh is None:
-        return ""
-
-    def wait(seconds: float) -> bool:
-        signals.wait(seconds)
-        return bool(signals.requests)
-
-    limit_s = _STARTING_S if is_first else min(watchdog.limit_s(), _AWAY_S)
-    return ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=wait, say=say)
-
-
-def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> Ending:
-    """Wait until the launcher has ended, or until the job must be ended."""
-    requested_at: float | None = None
-    ranks_at = 0.0  # after a request to stop: the last time at which there were ranks
-    terminated_at: float | None = None
-    failed_at: float | None = None
-    aborted_at: float | None = None
-
-    def wait(seconds: float) -> bool:
-        signals.wait(seconds)
-        return signals.is_urgent()
-
+def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[Cause, float]:
+    """Wait until the launcher has ended, or the job cannot end by itself; return what ended it, after how long."""
+    requested_at = terminated_at = failed_at = aborted_at = 0.0  # 0: not yet
+    ranks_at = 0.0  # when there were ranks last, after a request to stop
     while (status := job.status()) is None:
         now = time.monotonic()
         guard.ensure()
-        cause = job.listener.cause()
+        cause = job.listener.cause
         if signals.is_urgent():
             say("second Ctrl-C: ending everything at once")
             break
-        if signals.requests and requested_at is None:
+        if signals.requests and not requested_at:
             requested_at = ranks_at = now
             say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(launch.grace_s)}")
-            if launch.ssh is not None and not launch.spec.is_mpirun:  # mpirun forwards it itself
-                ssh.on_every_host(launch.ssh, "stop", job.run_dir, wait=wait)
-        if requested_at is not None and terminated_at is None:
-            ranks = job.request_stop(exit_cause.rank_pids(job.run_dir))
-            if ranks:
-                ranks_at = now
+            if launch.ssh is not None and not launch.spec.is_mpirun:  # which passes it on itself
+                ssh.on_every_host(
+                    launch.ssh, "stop", job.run_dir, wait=lambda s: signals.wait(s) and signals.is_urgent()
+                )
+        if requested_at and not terminated_at:
+            ranks = job.request_stop(exit_cause.facts(job.run_dir, "pid"))
+            ranks_at = now if ranks else ranks_at
             if now - requested_at > launch.grace_s if ranks else now - ranks_at > _CLOSING_S:
                 terminated_at = now
                 if ranks:
                     say(f"the ranks have not ended within {_time(launch.grace_s)}: ending them")
                 job.send(signal.SIGTERM)
-        elif terminated_at is not None and now - terminated_at > _TERM_S:
+        elif terminated_at and now - terminated_at > _TERM_S:
             break
         if cause is not None and cause.code not in (0, EXIT_STOPPED) and not launch.spec.elastic:
             failed_at = failed_at or now
-            if now - failed_at > _LAST_WORDS_S and requested_at is None:
+            if now - failed_at > _LAST_WORDS_S and not requested_at:
                 break
-        if job.listener.is_aborted() and not launch.spec.elastic:
+        if job.listener.is_aborted and not launch.spec.elastic:
             aborted_at = aborted_at or now
             if now - aborted_at > _ABORTED_S:
                 break
-        signals.wait(_POLL_S if requested_at is None and failed_at is None else 0.1)
-    seconds = job.seconds()
-    job.end()  # only now is all of its output here
-    cause = _cause(job, status, launch.spec.launcher)
-    return Ending(cause, seconds, signals.requests[0] if signals.requests else None)
+        signals.wait(0.1 if requested_at or failed_at else _POLL_S)
+    seconds = time.monotonic() - job.began
+    job.end()  # what it printed is whole only now
+    return _cause(job, status, launch.spec.launcher), seconds
 
 
 def _cause(job: Job, status: int | None, launcher: str) -> Cause:
-    found = job.listener.cause()
+    found = job.listener.cause
     if status == 0 and (found is None or found.code != exit_cause.LOST):
         return Cause(launcher, 0)
     if status == EXIT_STOPPED:
@@ -239,31 +204,26 @@ def _cause(job: Job, status: int | None, launcher: str) -> Cause:
         return found
     if status is None:
         reported = exit_cause.reported_by_ranks(job.run_dir, host=socket.gethostname())
-        return (reported if job.listener.is_aborted() else None) or Cause(launcher, 128 + signal.SIGKILL)
+        return (reported if job.listener.is_aborted else None) or Cause(launcher, 128 + signal.SIGKILL)
     return Cause(launcher, 128 - status if status < 0 else status)
 
 
-def _stopped_hard(ending: Ending, run_dir: Path, job: Job) -> int:
-    assert ending.requested is not None
-    error = exit_cause.first_error(run_dir, listener=job.listener, cause=ending.cause)
-    if error is not None:
-        _show(error)
-    say(f"stopped by {ending.requested.name}, but not in order: {ending.cause}; the last checkpoint remains")
-    return 128 + ending.requested
-
-
-def _give_up(attempts: Sequence[restarts.Attempt], decision: restarts.RestartDecision) -> int:
-    last, first = attempts[-1], decision.first
-    if first.error is not None:
-        _show(first.error)
+def _say_how_it_ended(
+    attempts: Sequence[restarts.Attempt], decision: restarts.RestartDecision, requests: Sequence[signal.Signals]
+) -> None:
+    last = attempts[-1]
+    if last.cause.code == EXIT_STOPPED:
+        say("stopped on request; the same command resumes from the script's checkpoint, if it wrote one")
+        return
+    first = last if requests else decision.first
+    if (error := first.error) is not None:
+        say(f"the first error, of rank {error.rank} on host {error.host}:\n{error.text}")
+    if requests:
+        say(f"stopped by {requests[0].name}, but not in order: {last.cause}; the last checkpoint is what is left")
+        return
     tried = f"{len(attempts)} attempt{'s' * (len(attempts) > 1)}"
     which = "" if first is last else f"; the first of them: {first.cause}"
     say(f"gave up after {tried}, because {decision.reason}: {last.cause} after {_time(last.seconds)}{which}")
-    return last.cause.code
-
-
-def _show(error: exit_cause.RankError) -> None:
-    say(f"the first error, of rank {error.rank} on host {error.host}:\n{error.text}")
 
 
 def _empty(run_dir: Path) -> None:
@@ -302,12 +262,12 @@ def _once(report: str, grace_s: str, run_dir: str, launcher: str, *line: str) ->
     with _supervision(Path(run_dir)) as (guard, signals):
         job = Job(launch, Path(run_dir), guard)
         try:
-            ending = _follow(job, launch, signals, guard)
+            cause, seconds = _follow(job, launch, signals, guard)
         finally:
             if not job.end():
                 say(_UNDYING)
     with contextlib.suppress(OSError):  # the caller has ended
-        sys.stderr.write(json.dumps({**asdict(ending.cause), "seconds": ending.seconds}) + "\n")
+        sys.stderr.write(json.dumps({**asdict(cause), "seconds": seconds}) + "\n")
 
 
 def _end_with_caller() -> None:

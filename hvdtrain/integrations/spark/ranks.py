@@ -72,7 +72,7 @@ class Ranks:
         Raises:
             KeyboardInterrupt: there was one; now they have ended.
         """
-        self._job.start(TaskPlan(self._listener.address, task, environment, self._np, GRACE_S))
+        self._job.start(TaskPlan(self._listener.address, task, environment, self._np))
         until_ended(self._follow, self._interrupt)
         self.outcome.cause = self._cause()
         for end in self._job.ends:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
+import signal
 import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -24,7 +24,6 @@ from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.spark import wire
 from hvdtrain.launch import job_environment, job_folder
 from hvdtrain.launch.exchange import Message
-from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.function_job import FunctionJob
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.launch.spec import LaunchSpec
@@ -36,23 +35,16 @@ _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # address and secret of a worker's execut
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What every task is given.
+    """What every task is given, with the job's key among the variables.
 
-    Attributes:
-        address: the caller's.
-        task: the function, for `hvdtrain.launch.rank`.
-        environment: variables for ranks, on top of the executor's own; they include the job's key. Spark sends
-            the key with the function, so it is as safe as Spark's own traffic is (spark.authenticate). It is logged
-            nowhere.
-        size: number of ranks.
-        grace_s: how long ranks have to stop in order.
+    Spark sends the key with the function, so it is as safe as Spark's own traffic is (spark.authenticate). It is logged
+    nowhere.
     """
 
-    address: wire.Address
-    task: Message
-    environment: Mapping[str, str]
+    address: wire.Address  # the caller's
+    task: Message  # the function, for `hvdtrain.launch.rank`
+    environment: Mapping[str, str]  # for ranks, on top of the executor's own
     size: int
-    grace_s: float
 
 
 @dataclass(frozen=True)
@@ -170,22 +162,16 @@ def _call(plan: TaskPlan, rank: int, host: str, found: Mapping[str, str], connec
     try:
         job = FunctionJob(
             LaunchSpec("python"), [sys.executable, *_WORKER],
-            environment=environment, run_dir=run_dir, task=task, grace_s=plan.grace_s, show=show, rank=rank,
+            environment=environment, run_dir=run_dir, task=task, show=show, rank=rank,
         )  # fmt: skip
-        try:
+        with closing(job), suppress(_CallerGoneError, OSError):  # closing it ends the rank
             job.follow({connection: read_request})
-        except (_CallerGoneError, OSError):
-            pass  # closing it ends the rank
-        finally:
-            job.close()
     finally:
         job_folder.remove(run_dir)
     outcome = job.outcome
-    cause = outcome.cause or Cause("", 128 + 9)
+    code = outcome.cause.code if outcome.cause else 128 + signal.SIGKILL
     answer = outcome.answers.get(rank)
-    try:
+    with suppress(OSError):
         kind = answer.facts["kind"] if answer else ""
-        wire.send(connection, kind="ended", code=cause.code, seconds=outcome.seconds, answer=kind, pid=os.getpid())
-    except OSError:
-        pass
+        wire.send(connection, kind="ended", code=code, seconds=outcome.seconds, answer=kind)
     return RankEnd(rank, answer, list(outcome.tails.get(None, ())))

@@ -59,7 +59,7 @@ def serve(caller: TaskServer, rank: threading.Thread) -> None:
 
 def test_a_rank_gets_the_task_and_its_answer_comes_back_whole(caller: TaskServer) -> None:
     answer = Message({"kind": "result"}, os.urandom(5 * 2**20))
-    rank = Rank(3, caller.environment(), answer)
+    rank = Rank(3, caller.environment, answer)
     rank.start()
     serve(caller, rank)
     assert rank.task == TASK
@@ -74,21 +74,21 @@ def test_a_machine_that_refuses_md5_is_no_obstacle(caller: TaskServer, monkeypat
     new = hmac.new
     monkeypatch.setattr(hashlib, "md5", refuse)
     monkeypatch.setattr(hmac, "new", lambda key, text, kind: refuse() if kind == "md5" else new(key, text, kind))
-    rank = Rank(0, caller.environment(), None)
+    rank = Rank(0, caller.environment, None)
     rank.start()
     serve(caller, rank)
     assert rank.task == TASK
 
 
 def test_a_stranger_without_the_key_gets_nothing_and_is_not_heard(caller: TaskServer) -> None:
-    wrong = {name: "00" * 32 if name.endswith("KEY") else text for name, text in caller.environment().items()}
+    wrong = {name: "00" * 32 if name.endswith("KEY") else text for name, text in caller.environment.items()}
     stranger = Rank(0, wrong, Message({"kind": "result"}, pickle.dumps("evil")))
     stranger.start()
     serve(caller, stranger)
     assert isinstance(stranger.problem, EOFError)  # it was hung up on
     assert stranger.task is None
     assert caller.answers == {}
-    rank = Rank(1, caller.environment(), Message({"kind": "result"}))  # whom a stranger does not disturb
+    rank = Rank(1, caller.environment, Message({"kind": "result"}))  # whom a stranger does not disturb
     rank.start()
     serve(caller, rank)
     assert list(caller.answers) == [1]
@@ -111,7 +111,7 @@ def test_a_rank_takes_no_function_from_whoever_lacks_the_key(tmp_path: Path) -> 
 def test_a_rank_that_dies_in_the_midst_of_its_answer_has_given_none(caller: TaskServer) -> None:
     class Dying(Rank):
         def run(self) -> None:
-            environment = caller.environment()
+            environment = caller.environment
             key = bytes.fromhex(environment["HVDTRAIN_CALL_KEY"])
             with Client(environment["HVDTRAIN_CALL_SOCKET"], family="AF_UNIX") as connection:
                 exchange.prove_rank(connection, key)
@@ -128,7 +128,7 @@ def test_a_rank_that_dies_in_the_midst_of_its_answer_has_given_none(caller: Task
 
 
 def test_once_all_ranks_are_there_nobody_else_is_let_in(caller: TaskServer) -> None:
-    ranks = [Rank(number, caller.environment(), None) for number in (0, 1, 2)]
+    ranks = [Rank(number, caller.environment, None) for number in (0, 1, 2)]
     for rank in ranks:
         rank.start()
         serve(caller, rank)
@@ -139,7 +139,7 @@ def test_once_all_ranks_are_there_nobody_else_is_let_in(caller: TaskServer) -> N
 def test_after_the_end_nobody_is_let_in(caller: TaskServer) -> None:
     caller.close()
     assert caller.sources() == []
-    rank = Rank(0, caller.environment(), None)
+    rank = Rank(0, caller.environment, None)
     rank.start()
     rank.join(30)
     assert isinstance(rank.problem, OSError)

@@ -51,7 +51,7 @@ def test_the_first_rank_to_end_is_heard_in_pieces_of_any_size(said: bytes, cause
     listener = Listener("here")
     for i in range(0, len(said), piece):
         listener.hear("stderr", said[i : i + piece])
-    assert listener.cause() == cause
+    assert listener.cause == cause
 
 
 def test_a_rank_of_another_host_is_named_with_it() -> None:
@@ -63,7 +63,7 @@ def test_a_rank_of_another_host_is_named_with_it() -> None:
     ):
         listener = Listener("here", by_rank)
         listener.hear("stdout", said)
-        assert str(listener.cause()) == text
+        assert str(listener.cause) == text
 
 
 def test_a_rank_that_gloo_told_of_silence_is_no_culprit() -> None:
@@ -71,18 +71,18 @@ def test_a_rank_that_gloo_told_of_silence_is_no_culprit() -> None:
     listener.hear("stderr", b"[0]<stderr>:[gloo/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation\n")
     listener.hear("stdout", b"Process 0 exit with status code 1.\n")
     text = "rank 0 on host here heard nothing from another one for 30 s, whose host, network or process hangs"
-    assert str(listener.cause()) == text
+    assert str(listener.cause) == text
 
 
 @pytest.mark.parametrize("piece", [1, 10_000])
 def test_that_mpirun_ends_a_job_is_heard_before_it_says_why(piece: int, tmp_path: Path) -> None:
     listener = Listener("here")
     said = b"a non-zero exit code. Per user-direction, the job has been aborted.\n"
-    assert not listener.is_aborted()
+    assert not listener.is_aborted
     for i in range(0, len(said), piece):
         listener.hear("stderr", said[i : i + piece])
-    assert listener.is_aborted()
-    assert listener.cause() is None
+    assert listener.is_aborted
+    assert listener.cause is None
     assert reported_by_ranks(tmp_path, host="here") is None
     (tmp_path / "waits-3.json").write_text("{}")
     assert str(reported_by_ranks(tmp_path, host="here")) == "rank 3 on host here has waited too long for others"
@@ -101,7 +101,7 @@ def test_only_the_end_of_a_long_output_is_kept() -> None:
         listener.hear("stdout", b"x" * 2**16)
     listener.hear("stderr", SIGNAL)
     assert len(listener.text()) < 2**21
-    assert listener.cause() is not None
+    assert listener.cause is not None
 
 
 def heard(printed: str) -> Listener:
@@ -160,7 +160,7 @@ def test_steps_and_pids_are_read_as_far_as_they_are_whole(tmp_path: Path) -> Non
     (tmp_path / "progress-2.json").write_text('{"step": 10, "time": 1.0}')
     assert exit_cause.latest_step(tmp_path, rank=1) == 12
     assert exit_cause.latest_step(tmp_path, rank=2) == 10
-    assert exit_cause.rank_pids(tmp_path) == {0: 4711}
+    assert exit_cause.facts(tmp_path, "pid") == {0: 4711}
 
 
 def test_an_error_is_found_where_two_ranks_printed_theirs_in_pieces_on_the_same_lines(tmp_path: Path) -> None:
