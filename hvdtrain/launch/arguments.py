@@ -66,9 +66,9 @@ _MPIRUN_VALUES = {
 
 _MOST_DIGITS = 9  # of a count: Python refuses to read some thousands of them
 # Options that choose the cores of ranks.
-_MPIRUN_PLACES = frozenset(
-    _each("bind-to map-by rf rankfile cpu-list cpu-set slot-list cpus-per-proc cpus-per-rank npersocket ppr", values=1)
-)
+_MPIRUN_PLACES = _each(
+    "bind-to map-by rf rankfile cpu-list cpu-set slot-list cpus-per-proc cpus-per-rank npersocket ppr", values=1
+).keys()
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] 
     `launcher_in` returns which launcher a --config file names. An option that does not exist, or has no value, is a
     UsageError.
     """
-    problem: UsageError | None = None
-    other: Split | None = None
+    problems: list[UsageError] = []
     # How many values an option takes depends on the launcher, which is among the options: try each.
     for launcher in (HOROVODRUN, MPIRUN):
         parts = Split()
@@ -95,15 +94,14 @@ def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] 
             for name, words in options(arguments, launcher):
                 (parts.program if not name else parts.ours if name in OURS else parts.passed).extend(words)
         except UsageError as error:
-            problem = problem or error
+            problems.append(error)
             continue
         file = value(parts.ours, "--config")
         if (value(parts.ours, "--launcher") or (file and launcher_in(file)) or HOROVODRUN) == launcher:
             return parts
-        other = other or parts
-    if other is None or problem is not None:
-        raise problem or UsageError("the command line cannot be read")
-    return other  # a launcher that does not exist
+    if problems:
+        raise problems[0]
+    return parts  # a launcher that does not exist
 
 
 def options(arguments: Sequence[str], launcher: str) -> Iterator[tuple[str, list[str]]]:
@@ -155,10 +153,7 @@ def places_ranks(options: Sequence[str]) -> bool:
 
 
 def marks(launcher: str, options: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the option with which mpirun marks each line with its rank, as horovodrun does.
-
-    Without marks, lines that come in pieces belong to no known rank.
-    """
+    """Return the option with which mpirun marks each line with its rank, as horovodrun does, for lines in pieces."""
     names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
     unwanted = environment.get("OMPI_MCA_orte_tag_output") == "0" or names & {"tag-output", "output", "xml"}
     if launcher != MPIRUN or unwanted:
@@ -266,13 +261,7 @@ def check_ranks(
 ) -> str:
     """Raise a UsageError for more ranks than slots or cores; return a note on ranks that share cores, or "".
 
-    Args:
-        ranks: number of ranks.
-        slots: {host: slots} where they were named.
-        elastic: hosts may come and go.
-        cores: usable cores of this host.
-        name: what precedes the number in messages.
-        insist: what allows any number.
+    In messages `name` precedes the number, and `insist` is what allows any number.
     """
     if slots:
         if ranks > sum(slots.values()):

@@ -112,11 +112,7 @@ class Settings:
         return {key: value for key, value in whole.items() if value not in (None, [], {})}
 
     def save(self, runs: str, name: str) -> Path | None:
-        """Write them into the run's folder, beside config.json; return the file, None where runs have no folder.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write them into the run's folder, beside config.json; return the file, None where runs have no folder."""
         if not runs:
             return None
         path = Path(runs, name, _FILE)
@@ -144,11 +140,7 @@ def _meaning(name: str, words: Sequence[str]) -> str | frozenset[str]:
 
 
 def read(path: str) -> Settings:
-    """Return what a file says.
-
-    Raises:
-        UsageError: it cannot be read, or something in it is wrong; one line names the file, its line and the key.
-    """
+    """Return what a file says; a UsageError of one line names the file, the line and the key that is wrong."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         # Composed, not loaded: nothing in it becomes an object, and each value has its line and its spelling.
@@ -177,7 +169,11 @@ def read(path: str) -> Settings:
         program=[] if script is None else [script, *words],
     )
     try:
-        _check_options(settings)
+        for name, given in arguments.options(settings.options, settings.launcher or HOROVODRUN):
+            if not name:
+                raise UsageError(f"{given[0]} is no option, nor the value of one")
+            if name in arguments.OURS:
+                raise UsageError(f"{name} is hvdtrain run's own. Write the key {name.lstrip('-')}")
     except UsageError as problem:
         raise UsageError(f"{path}: launcher-options: {problem}") from None
     return settings
@@ -210,20 +206,8 @@ def _instead(key: str) -> str:
     return did_you_mean(key.lstrip("-").replace("_", "-"), _KEYS, f"There are {', '.join(_KEYS)}")
 
 
-def _check_options(settings: Settings) -> None:
-    for name, words in arguments.options(settings.options, settings.launcher or HOROVODRUN):
-        if not name:
-            raise UsageError(f"{words[0]} is no option, nor the value of one")
-        if name in arguments.OURS:
-            raise UsageError(f"{name} is hvdtrain run's own. Write the key {name.lstrip('-')}")
-
-
 def _value(node: yaml.Node, form: type, must_be: str, check: Callable[[str], bool] | None) -> Any:
-    """Return a value in its form.
-
-    Raises:
-        ValueError: it has another one.
-    """
+    """Return a value in its form; a ValueError if it has another one."""
     if form is list and isinstance(node, yaml.SequenceNode):
         return [_text(each, must_be) for each in node.value]
     if form is dict and isinstance(node, yaml.MappingNode):

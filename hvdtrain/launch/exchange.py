@@ -55,11 +55,7 @@ def challenge() -> bytes:
 
 
 def reply(key: bytes, mine: bytes, answer: bytes) -> bytes:
-    """Return the caller's own proof for a rank that has answered the challenge `mine`.
-
-    Raises:
-        AuthenticationError: the answer was made with another key.
-    """
+    """Return the caller's own proof for a rank that has answered `mine`; AuthenticationError for another key."""
     theirs = answer[:_BYTES]
     _check(answer[_BYTES:], _proof(key, b"rank", mine, theirs), "a rank")
     return _proof(key, b"caller", mine, theirs)
@@ -89,11 +85,7 @@ def _check(received: bytes, proof: bytes, who: str) -> None:
 
 
 def request_task(rank: int) -> tuple[Message, Connection]:
-    """Return, on a rank, the task and the connection for the answer.
-
-    Raises:
-        EOFError, OSError, AuthenticationError: the caller has ended, or it is somebody else.
-    """
+    """Return, on a rank, the task and the connection for the answer; for errors see `prove_caller`."""
     # What the function starts must not inherit the key.
     address, key = os.environ.pop(ADDRESS), bytes.fromhex(os.environ.pop(KEY))
     connection = Client(address, family="AF_UNIX")
@@ -108,12 +100,7 @@ def request_task(rank: int) -> tuple[Message, Connection]:
 def pack(parts: dict[str, Any], *, where: str) -> bytes:
     """Return the values of `parts` as one tuple, pickled, so that objects in two of them stay shared.
 
-    Args:
-        parts: name -> object.
-        where: for the error: "be sent to the ranks".
-
-    Raises:
-        TypeError: something cannot be pickled; the message names it.
+    A TypeError names what cannot be pickled; `where` is its end: "be sent to the ranks".
     """
     try:
         return cloudpickle.dumps(tuple(parts.values()))  # type: ignore[no-any-return]
@@ -128,7 +115,7 @@ def _culprits(named: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
     for name, value in named:
         try:
             cloudpickle.dumps(value)
-        except Exception:  # noqa: BLE001, an object's own methods may raise anything
+        except Exception:  # noqa: BLE001, see above
             yield from _culprits(_inside(name, value), depth - 1) if depth else ()
             yield name, value
 

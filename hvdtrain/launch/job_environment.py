@@ -20,12 +20,8 @@ from hvdtrain.system.settings import RUN_ID, RUN_NAME
 def as_new_run(environment: Mapping[str, str], name: str, token: str) -> dict[str, str]:
     """Return the environment of ranks of a run that begins now: with its id, and a name unless the user chose one.
 
-    Restarts of a job have both too, so they are one run: they share a run folder, and an id in loggers.
-
-    Args:
-        environment: theirs so far.
-        name: what is run.
-        token: makes the name unique within a second.
+    Restarts of a job have both too, so they are one run: they share a run folder, and an id in loggers. `name` is that
+    of what is run; `token` makes it unique within a second.
     """
     named = {RUN_NAME: f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{token}"}
     return {**named, **environment, RUN_ID: uuid.uuid4().hex}

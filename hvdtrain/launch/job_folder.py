@@ -7,12 +7,11 @@ import fcntl
 import os
 import shutil
 import signal
-import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.shared import start_checks
@@ -28,14 +27,10 @@ _held: dict[Path, int] = {}
 
 
 def make(ranks: int) -> tuple[Path, str]:
-    """Make the job's private folder; remove those of jobs that were killed together with their launcher.
+    """Make the job's private folder; return it, and a message if it is not in /dev/shm, else "".
 
-    Args:
-        ranks: how many share memory through Open MPI; 0 with Gloo.
-
-    Returns:
-        The folder, and a message if it is not in /dev/shm, else "". It is there if there is room for ranks' shared
-        memory, since Open MPI's segments are in it too; else in $TMPDIR.
+    It is there if there is room for the memory that `ranks`, 0 with Gloo, share through Open MPI, since its segments
+    are in it too; else in $TMPDIR. The folders of jobs that were killed together with their launcher are removed.
     """
     shared = Path(start_checks.SHARED_MEMORY)
     free, wanted = start_checks.free_bytes(), _BYTES + _BYTES_A_RANK * ranks if ranks else _FACTS_BYTES
@@ -69,7 +64,7 @@ def removed_at_the_end() -> Iterator[None]:
     before = set(_held)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # until the job's supervision handles them
-            signal.signal(number, _leave)
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
@@ -77,34 +72,15 @@ def removed_at_the_end() -> Iterator[None]:
             remove(path)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def _sweep(where: Path) -> None:
-    """Remove folders of this user's jobs that have no process left.
-
-    Other users can write to /dev/shm too, so only folders that this user owns are removed.
-    """
-    with contextlib.suppress(OSError), os.scandir(where) as entries:
-        old = [Path(entry.path) for entry in entries if entry.name.startswith(_PREFIX) and _is_old(entry)]
-        for path in old:
-            with contextlib.suppress(OSError), _opened(path) as folder:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its launcher lives, in any container
-                if not process_tree.members(str(path)):
-                    shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_old(entry: os.DirEntry[str]) -> bool:
-    found = entry.stat(follow_symlinks=False)
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return mine and time.time() - found.st_mtime > _OLD_S
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
+    """Remove old folders of this user's jobs that have no process left; other users can write to /dev/shm too."""
+    for path in where.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            found = os.fstat(folder)
+            if found.st_uid != os.geteuid() or time.time() - found.st_mtime <= _OLD_S:
+                continue
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its launcher lives, in any container
+            if not process_tree.members(str(path)):
+                shutil.rmtree(path, ignore_errors=True)

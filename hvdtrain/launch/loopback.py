@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.horovod_build import installed
+from hvdtrain.horovod_build.shared import listen_on, loopback
 from hvdtrain.launch.arguments import value
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import network
@@ -57,21 +59,14 @@ def settings(run_dir: Path, spec: LaunchSpec, environment: Mapping[str, str]) ->
         # One host needs shared memory only. Open MPI's tcp and libfabric's ofi listen on the network, and so does cm.
         wanted |= {"OMPI_MCA_btl": "^openib,tcp,ofi,usnic,uct", "OMPI_MCA_pml": "ob1"}
         chosen = {"LD_PRELOAD": _preload(environment.get("LD_PRELOAD")), "HVDTRAIN_LISTEN_ON": ""}
-    elif _horovodrun_preloads(spec):
+    elif (
+        not spec.over_gloo
+        and spec.option("--network-interfaces", "--network-interface") is None
+        and "mpi" in str(installed.record().get("data_planes", "")).split(",")
+    ):  # horovodrun starts an mpirun, and keeps it on loopback
         _preload(None)  # fail now, not after three restarts
-    for name, text in wanted.items():
-        if name not in environment and f"mca {name.partition('_MCA_')[2]} " not in given:
-            chosen[name] = text
-    return chosen
-
-
-def _horovodrun_preloads(spec: LaunchSpec) -> bool:
-    """Return whether horovodrun will start an mpirun and keep it on loopback."""
-    from hvdtrain.horovod_build import installed
-
-    if spec.over_gloo or spec.option("--network-interfaces", "--network-interface") is not None:
-        return False
-    return "mpi" in str(installed.record().get("data_planes", "")).split(",")
+    is_chosen = {name for name in wanted if name in environment or f"mca {name.partition('_MCA_')[2]} " in given}
+    return {**chosen, **{name: text for name, text in wanted.items() if name not in is_chosen}}
 
 
 def listening(spec: LaunchSpec, environment: Mapping[str, str]) -> dict[str, str]:
@@ -79,22 +74,16 @@ def listening(spec: LaunchSpec, environment: Mapping[str, str]) -> dict[str, str
 
     The options or `environment` may choose them.
     """
-    from hvdtrain.horovod_build.shared import listen_on
-
     options = " ".join(spec.options)
     interfaces = listen_on.interfaces((), options, environment)
     return listen_on.variables(_library(), interfaces, spec.hosts, options, environment)
 
 
 def _library() -> str:
-    from hvdtrain.horovod_build.installed import package_folder
-
-    return str((package_folder("horovod") or Path("horovod")) / PRELOADED)
+    return str((installed.package_folder("horovod") or Path("horovod")) / PRELOADED)
 
 
 def _preload(before: str | None) -> str:
-    from hvdtrain.horovod_build.shared import loopback
-
     try:
         return loopback.preload(_library(), before)
     except loopback.LoopbackError as problem:

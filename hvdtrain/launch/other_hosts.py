@@ -61,10 +61,7 @@ def ssh_route(spec: LaunchSpec, environment: Mapping[str, str]) -> SshRoute | No
 
 
 def exports(spec: LaunchSpec, environment: Mapping[str, str]) -> list[str]:
-    """Return the options with which mpirun takes this environment to other hosts, as horovodrun does.
-
-    ssh brings nothing along, and ranks with other settings than rank 0's disagree or hang.
-    """
+    """Return the options with which mpirun takes this environment to other hosts, as horovodrun does: ssh does not."""
     if "mca_base_env_list" in spec.option_names():  # the user's own list, beside which mpirun takes no -x
         return []
     given = {text.partition("=")[0] for option, text in itertools.pairwise(spec.options) if option in ("-x", "--x")}

@@ -15,37 +15,23 @@ from hvdtrain.system.settings import EXIT_STOPPED
 
 @dataclass
 class Outcome:
-    """How a function's run ended.
+    """How a function's run ended."""
 
-    Attributes:
-        size: number of ranks.
-        answers: {rank: its answer}; facts["kind"] is "result", "error" or "exit".
-        cause: what ended the job; None where nobody can tell.
-        seconds: how long it ran.
-        tails: {rank: the last lines that it printed}; rank None is the launcher.
-        status: exit status of the process that ran the ranks.
-    """
-
-    size: int
-    answers: dict[int, Message] = field(default_factory=dict)
-    cause: Cause | None = None
+    size: int  # number of ranks
+    answers: dict[int, Message] = field(default_factory=dict)  # facts["kind"] is "result", "error" or "exit"
+    cause: Cause | None = None  # what ended the job; None where nobody can tell
     seconds: float = 0.0
-    tails: dict[int | None, list[str]] = field(default_factory=dict)
-    status: int = 0
+    tails: dict[int | None, list[str]] = field(default_factory=dict)  # a rank's last lines; None: the launcher's
+    status: int = 0  # exit status of the process that ran the ranks
 
     def of_kind(self, kind: str) -> dict[int, Message]:
         """Return the answers of a kind, by rank."""
         return {rank: self.answers[rank] for rank in sorted(self.answers) if self.answers[rank].facts["kind"] == kind}
 
     def values(self, *, root_only: bool = False) -> list[Any]:
-        """Return what the function returned on each rank; the answers are gone then.
+        """Return what the function returned on each rank, or raise `problem`; the answers are gone then.
 
-        Args:
-            root_only: only rank 0's lines were shown.
-
-        Raises:
-            Exception: a rank's own, or a RankFailedError for ranks that ended without a result.
-            TypeError: what a rank returned cannot be unpickled here.
+        What cannot be unpickled here is a TypeError. With `root_only`, only rank 0's lines were shown.
         """
         problem = self.problem(root_only=root_only)
         if problem is not None:
@@ -53,7 +39,7 @@ class Outcome:
         return [_value(rank, self.answers.pop(rank)) for rank in range(self.size)]
 
     def problem(self, *, root_only: bool = False) -> Exception | None:
-        """Return the exception to raise; None if every rank has returned."""
+        """Return a rank's own exception, or an error for ranks without a result; None where all have returned."""
         failed, cause = self.of_kind("error"), self.cause
         own = {rank: answer for rank, answer in failed.items() if not answer.facts["others"]}
         # If a rank was killed or has left, the errors of other ranks are a consequence, not the cause.
@@ -90,7 +76,7 @@ def _raised(rank: int, answer: Message) -> Exception:
     try:
         error = cloudpickle.loads(answer.pickled)
     except Exception:  # noqa: BLE001 - its class may do or lack anything
-        return where
+        error = None
     if not isinstance(error, Exception):  # a rank's KeyboardInterrupt is not this process's
         return where
     error.__cause__ = where

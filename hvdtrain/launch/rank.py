@@ -79,14 +79,8 @@ def _failure(what: str, error: BaseException) -> Message:
     others = is_caused_by_others(error)
     if others and os.environ.get(DEBUG) == "1":
         sys.stderr.write(text + "\n")
-    facts = {
-        "kind": "error",
-        "what": what,
-        "host": socket.gethostname(),
-        "time": time.time(),
-        "text": text,
-        "others": others,
-    }
+    facts = {"kind": "error", "what": what, "host": socket.gethostname(), "time": time.time()}
+    facts |= {"text": text, "others": others}
     try:
         return Message(facts, cloudpickle.dumps(error.with_traceback(None)))
     except Exception:  # noqa: BLE001 - then its text must do

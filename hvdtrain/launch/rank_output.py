@@ -41,8 +41,8 @@ class _Pieces:
     def end(self) -> Iterator[tuple[bytes, bytes]]:
         """Return the pieces of lines that have no end."""
         yield from self.feed(b"\n") if self.raw else ()
-        begun, self.begun = self.begun, {}
-        yield from begun.items()
+        yield from self.begun.items()
+        self.begun = {}
 
     def _split(self, raw: bytes) -> list[bytes]:
         if self._mark is None and (first := _MARK.search(raw)):
@@ -53,15 +53,10 @@ class _Pieces:
     def _join(self, marked: list[bytes]) -> bytes:
         """Store pieces for their ranks; return the line of the last one, which is complete."""
         for mark, text in zip(marked[::2], marked[1::2], strict=True):
-            tag = _tag(mark)
+            tag = _TIME.sub(b"", mark)  # the next piece of the same line may have another time
             own = text[1:] if b"," in tag and text.startswith(b" ") and open_mpi.spaces_marks() else text
             self.begun[tag] = self.begun.get(tag, b"") + own
         return self.begun.pop(tag)
-
-
-def _tag(mark: bytes) -> bytes:
-    """Return a mark without its time, which may be another one for the next piece of the same line."""
-    return _TIME.sub(b"", mark)
 
 
 class OutputLines:
@@ -117,7 +112,7 @@ class MarkedLines:
     def _shown(self, found: Iterable[tuple[bytes, bytes]], now: float, *, newly: bool) -> list[bytes]:
         """Return lines as they are printed, and record when the incomplete lines began."""
         lines = list(found)
-        begun = {_tag(mark) for mark, _ in lines} | ({None} if newly else set())
+        begun = {_TIME.sub(b"", mark) for mark, _ in lines} | ({None} if newly else set())
         still = [*self._pieces.begun, *([None] if self._pieces.raw else [])]
         self._since = {each: now if each in begun else self._since.get(each, now) for each in still}
         return [mark + _seen(text) for mark, text in lines]

@@ -36,22 +36,15 @@ def on_every_host(
 ) -> dict[str, str]:
     """Run a task on every other host at the same time; return {host: why} for those where it failed.
 
-    Args:
-        route: the hosts, and how to reach them.
-        task: "end" or "stop", see `hvdtrain.system.process_tree`.
-        run_dir: the job's folder, which identifies its processes.
-        wait: waits for a number of seconds, or until a child ends; returns whether to give up.
-        limit_s: time limit for all hosts together.
+    `task` is "end" or "stop", see `hvdtrain.system.process_tree`. `wait` waits for a number of seconds, or until a
+    child ends, and returns whether to give up.
     """
     probes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for host in route.hosts:
+            line, null = _line(route, host, task, run_dir), subprocess.DEVNULL
             probes[host] = subprocess.Popen(
-                line(route, host, task, run_dir),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
+                line, stdin=null, stdout=null, stderr=subprocess.PIPE, start_new_session=True
             )
         deadline = time.monotonic() + limit_s
         while any(probe.poll() is None for probe in probes.values()):
@@ -68,7 +61,7 @@ def on_every_host(
             probe.stderr.close()
 
 
-def line(route: SshRoute, host: str, task: str, run_dir: Path) -> list[str]:
+def _line(route: SshRoute, host: str, task: str, run_dir: Path) -> list[str]:
     """Return the command line for one host, where this Python and this file have the same paths."""
     return [*route.ssh, host, shlex.join([sys.executable, "-I", "-S", process_tree.__file__, str(run_dir), task])]
 
@@ -77,7 +70,8 @@ def ending(route: SshRoute | None, run_dir: Path) -> list[str]:
     """Return one command that ends a job on every other host; [] if there is none."""
     if route is None:
         return []
-    return ["sh", "-c", "".join(f"{shlex.join(line(route, host, 'end', run_dir))} & " for host in route.hosts) + "wait"]
+    lines = [shlex.join(_line(route, host, "end", run_dir)) for host in route.hosts]
+    return ["sh", "-c", " & ".join([*lines, "wait"])]
 
 
 def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
@@ -97,16 +91,10 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
 def wait_for_hosts(
     route: SshRoute, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
 ) -> str:
-    """Wait until all hosts can be reached; return why one cannot be reached in the end, else "".
+    """Wait until all hosts can be reached, and end processes of an earlier attempt there.
 
-    It ends processes of an earlier attempt there.
-
-    Args:
-        route: the hosts, and how to reach them.
-        run_dir: the job's folder.
-        limit_s: the longest wait.
-        wait: as for `on_every_host`.
-        say: prints why nothing happens.
+    Return why one cannot be reached in the end, else "". `wait` is that of `on_every_host`; `say` prints why nothing
+    happens.
     """
     began = time.monotonic()
     reported: dict[str, str] = {}
