@@ -21,12 +21,9 @@ _NOT_PASSED = (
 
 
 def environment(name: str, given: Mapping[str, str], *, passed: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment that is the same for all ranks.
+    """Return the environment that is the same for all ranks of what is run, `name`.
 
-    Args:
-        name: what is run.
-        given: the user's variables, which win.
-        passed: beginnings of the names of this process's variables that ranks also get.
+    `given` has the user's variables, which win; `passed` the beginnings of this process's that ranks also get.
     """
     ours = tuning.without_ours(start_ranks.rank_environment({}, without=_NOT_PASSED))
     found = {variable: value for variable, value in ours.items() if variable.startswith(passed)}
@@ -37,10 +34,8 @@ def environment(name: str, given: Mapping[str, str], *, passed: tuple[str, ...])
 def slots(ranks: Mapping[str, int]) -> list[Any]:
     """Return Horovod's place for each rank, from {host: ranks on it}."""
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
-    found: list[Any] = hosts.get_host_assignments(
-        [hosts.HostInfo(*each) for each in ranks.items()], sum(ranks.values())
-    )
-    return found
+    named = [hosts.HostInfo(*each) for each in ranks.items()]
+    return list(hosts.get_host_assignments(named, sum(ranks.values())))
 
 
 def make_server(key: bytes) -> Any:

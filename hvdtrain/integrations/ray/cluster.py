@@ -38,16 +38,6 @@ class Request:
         return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
 
-@dataclass(frozen=True)
-class Death(Cause):
-    """The end of a rank's process, as Ray reports it: without a signal's number."""
-
-    how: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.who} died ({self.how})"
-
-
 @dataclass(eq=False)
 class Worker:
     """An actor that is a rank, or will be one."""
@@ -63,12 +53,7 @@ class Worker:
 
 
 class RayCluster:
-    """Ray, as this job uses it. On exit, all actors that it started have ended.
-
-    Raises:
-        PackageMissingError: there is no Ray.
-        UsageError: this process is connected by Ray Client only.
-    """
+    """Ray, as this job uses it. On exit, all actors that it started have ended."""
 
     def __init__(self) -> None:
         try:
@@ -82,18 +67,18 @@ class RayCluster:
         self.session = Session(self.ray)
 
     def __enter__(self) -> RayCluster:
-        """Connect, if not connected yet."""
+        """Connect, if not connected yet; a UsageError where that is by Ray Client."""
         try:
             self.session.connect()
+            if importlib.import_module("ray.util.client").ray.is_connected():
+                raise UsageError(
+                    "hvdtrain.integrations.ray.run must run on the cluster. This process is connected by Ray Client "
+                    "(ray://), through which ranks cannot reach it. Submit the script: ray job submit -- python "
+                    "train.py"
+                )
         except BaseException:
             self.session.disconnect()
             raise
-        if importlib.import_module("ray.util.client").ray.is_connected():
-            self.session.disconnect()
-            raise UsageError(
-                "hvdtrain.integrations.ray.run must run on the cluster. This process is connected by Ray Client "
-                "(ray://), through which ranks cannot reach it. Submit the script: ray job submit -- python train.py"
-            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -108,21 +93,13 @@ class RayCluster:
 
     def start(self, name: str, request: Request, **options: Any) -> Worker:
         """Request an actor; Ray starts it when it has room."""
-        handle = (
-            self.ray.remote(actor.Rank)
-            .options(num_cpus=request.cpus, num_gpus=request.gpus, max_restarts=0, **options)
-            .remote(name)
-        )
-        worker = Worker(handle, handle.facts.remote())
-        self._workers.append(worker)
-        return worker
+        options |= {"num_cpus": request.cpus, "num_gpus": request.gpus, "max_restarts": 0}
+        handle = self.ray.remote(actor.Rank).options(**options).remote(name)
+        self._workers.append(Worker(handle, handle.facts.remote()))
+        return self._workers[-1]
 
     def has_started(self, worker: Worker) -> bool:
-        """Return whether its process has started, and store its facts.
-
-        Raises:
-            HvdTrainError: it could not be started.
-        """
+        """Return whether its process has started, and store its facts; an HvdTrainError if it could not be started."""
         if not worker.facts and self.ray.wait([worker.facts_ref], timeout=0)[0]:
             try:
                 worker.facts = self.ray.get(worker.facts_ref)
@@ -133,12 +110,12 @@ class RayCluster:
                 ) from None
         return bool(worker.facts)
 
-    def answer(self, ref: Any, worker: Worker, rank: int) -> Message | Death:
+    def answer(self, ref: Any, worker: Worker, rank: int) -> Message | Cause:
         """Return what a worker's `run` has answered, or its death; its process ends now, as a script's does."""
         try:
             answer = Message(*self.ray.get(ref))
-        except self.ray.exceptions.RayError as problem:
-            return Death(worker.who(rank), 128 + signal.SIGKILL, rank, _how(str(problem)))
+        except self.ray.exceptions.RayError as problem:  # which tells no signal's number
+            return Cause(worker.who(rank), 128 + signal.SIGKILL, rank, f"died ({_how(str(problem))})")
         self._leaving[worker] = worker.handle.__ray_terminate__.remote()
         return answer
 
@@ -171,8 +148,7 @@ class RayCluster:
     def check_room(self, request: Request) -> str:
         """Return a message if the cluster is too small at present, else ""; it may grow."""
         has = self.ray.cluster_resources()
-        short = [name for name, amount in request.resources.items() if has.get(name, 0) < amount * request.ranks]
-        if not short:
+        if all(has.get(name, 0) >= amount * request.ranks for name, amount in request.resources.items()):
             return ""
         return f"there is no room for {_wanted(request)} on this Ray cluster, which has {_amounts(request, has)}"
 
@@ -188,11 +164,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def placement_group(cluster: RayCluster, request: Request) -> Iterator[Any]:
-    """Reserve room for all ranks at once, on as few nodes as possible.
-
-    Raises:
-        UsageError: there was none within the limit.
-    """
+    """Reserve room for all ranks at once, on as few nodes as possible; a UsageError if there is none in time."""
     until = time.monotonic() + request.start_timeout_s
     # Ray refuses an empty bundle; a rank that requests nothing gets almost nothing.
     bundles = [request.resources or {"CPU": 0.001} for _ in range(request.ranks)]

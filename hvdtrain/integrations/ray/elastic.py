@@ -17,9 +17,10 @@ from typing import Any
 from hvdtrain.errors import HvdTrainError, RankFailedError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
-from hvdtrain.integrations.ray.cluster import POLL_S, Death, RayCluster, Request, Worker
+from hvdtrain.integrations.ray.cluster import POLL_S, RayCluster, Request, Worker
 from hvdtrain.integrations.ray.fixed import Follow, RayOutcome
 from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.exit_cause import Cause
 
 log = logging.getLogger("hvdtrain")
 
@@ -54,8 +55,15 @@ class Pool:
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return {name: 1} of all that have started. The driver itself leaves out those that died."""
         with self._lock:
-            for name, worker in list(self._workers.items()):
-                self._look_at(name, worker)
+            for name in [name for name, worker in self._workers.items() if not worker.facts]:
+                try:
+                    if self._cluster.has_started(self._workers[name]):
+                        self._stillborn = 0
+                except HvdTrainError as problem:
+                    del self._workers[name]
+                    self._stillborn += 1
+                    if self._stillborn >= _MOST_STILLBORN:
+                        self.problem = problem
             while self.problem is None and len(self._workers) - len(self._gone) < self._most:
                 name = f"worker-{self._made}"
                 self._workers[name] = self._cluster.start(name.replace("-", " "), self._request)
@@ -81,18 +89,6 @@ class Pool:
             self.problem = self.problem or HvdTrainError("the job is over")
         self._cluster.kill(self.present())
 
-    def _look_at(self, name: str, worker: Worker) -> None:
-        if worker.facts:
-            return
-        try:
-            if self._cluster.has_started(worker):
-                self._stillborn = 0
-        except HvdTrainError as problem:
-            del self._workers[name]
-            self._stillborn += 1
-            if self._stillborn >= _MOST_STILLBORN:
-                self.problem = problem
-
 
 class ElasticJob:
     """One run: the threads of Horovod's driver call `work`, each for one process."""
@@ -101,26 +97,18 @@ class ElasticJob:
         self._cluster, self._request, self._pool = cluster, request, pool
         self._task = cluster.ray.put(request.task.pickled)
         self._answers: dict[str, Message] = {}
-        self._deaths: list[Death] = []
+        self._deaths: list[Cause] = []
         self._over = False
         self._address, self._port = cluster.address(), 0
         self._key = proof.new_key()
         self._server = rendezvous.make_server(bytes.fromhex(self._key))
         self._driver = importlib.import_module("horovod.runner.elastic.driver").ElasticDriver(
-            rendezvous=self._server,
-            discovery=pool,
-            min_num_proc=limits.least,
-            max_num_proc=limits.most,
-            timeout=_TOO_FEW_S,
-            reset_limit=limits.resets,
-        )
+            rendezvous=self._server, discovery=pool, timeout=_TOO_FEW_S,
+            min_num_proc=limits.least, max_num_proc=limits.most, reset_limit=limits.resets,
+        )  # fmt: skip
 
     def run(self, follow: Follow) -> RayOutcome:
-        """Run to the end.
-
-        Raises:
-            RankFailedError: the job was reset too often.
-        """
+        """Run to the end; a RankFailedError if the job was reset too often."""
         handler = importlib.import_module("horovod.runner.elastic.rendezvous").create_rendezvous_handler(self._driver)
         began = time.monotonic()
         with rendezvous.serving(self._server, self._address, handler) as self._port:
@@ -129,12 +117,16 @@ class ElasticJob:
                 follow(self._ended, self._pool.present)
             finally:
                 self._end()
-            message = self._driver.get_results().error_message
-        outcome = self._outcome()
-        outcome.seconds = time.monotonic() - began
-        if message is not None:
+            told = self._driver.get_results().error_message
+        if told is not None:
             last = f"; the last death: {self._deaths[-1]}" if self._deaths else ""
-            raise RankFailedError(f"{message}{last}")
+            raise RankFailedError(f"{told}{last}")
+        slots = {name: slots[0].rank for name, slots in self._driver.host_assignments.items() if slots}
+        outcome = RayOutcome(len(slots), seconds=time.monotonic() - began)
+        for name in filter(self._answers.__contains__, slots):
+            outcome.take(slots[name], self._answers[name], self._pool[name])
+        if self._deaths and not outcome.is_explained:
+            outcome.cause = self._deaths[-1]
         return outcome
 
     def work(self, slot: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
@@ -180,16 +172,6 @@ class ElasticJob:
             time.sleep(POLL_S / 4)
         if not self._driver.finished():
             self._driver.stop()
-
-    def _outcome(self) -> RayOutcome:
-        slots = {name: slots[0].rank for name, slots in self._driver.host_assignments.items() if slots}
-        outcome = RayOutcome(len(slots))
-        for name, rank in slots.items():
-            if name in self._answers:
-                outcome.take(rank, self._answers[name], self._pool[name])
-        if self._deaths and not outcome.is_explained:
-            outcome.cause = self._deaths[-1]
-        return outcome
 
 
 def run(cluster: RayCluster, request: Request, limits: Limits, follow: Follow) -> RayOutcome:

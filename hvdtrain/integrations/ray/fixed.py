@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
-from hvdtrain.integrations.ray.cluster import POLL_S, Death, RayCluster, Request, Worker, placement_group
+from hvdtrain.integrations.ray.cluster import POLL_S, RayCluster, Request, Worker, placement_group
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.outcome import Outcome
@@ -30,7 +30,7 @@ _CAUSE_S = 10.0  # for the answer of the rank that failed, if a peer answered fi
 class RayOutcome(Outcome):
     """How a job ended, noted rank by rank; Ray has shown what ranks printed."""
 
-    def take(self, rank: int, answer: Message | Death, worker: Worker) -> None:
+    def take(self, rank: int, answer: Message | Cause, worker: Worker) -> None:
         """Note how a rank ended."""
         is_explained = self.is_explained
         if isinstance(answer, Message):
@@ -43,7 +43,7 @@ class RayOutcome(Outcome):
     @property
     def has_failed(self) -> bool:
         """Whether a rank has ended in a way that the others cannot continue."""
-        return isinstance(self.cause, Death) or any(map(_is_failure, self.answers.values()))
+        return (self.cause is not None and self.cause.killed) or any(map(_is_failure, self.answers.values()))
 
     @property
     def is_explained(self) -> bool:
@@ -69,7 +69,20 @@ def run(cluster: RayCluster, request: Request, follow: Follow) -> RayOutcome:
                 worker.handle.run.remote({**request.environment, **environment}, request.task.facts, task): rank
                 for rank, (worker, environment) in enumerate(zip(workers, environments, strict=True))
             }
-            follow(_Follower(cluster, workers, refs, outcome).ended, lambda: workers)
+            failed_at = 0.0
+
+            def ended() -> bool:
+                """Wait a moment; return whether all have answered, or, after a failure, those that explain it."""
+                nonlocal failed_at
+                for ref in cluster.ray.wait(list(refs), timeout=POLL_S)[0]:
+                    rank = refs.pop(ref)
+                    outcome.take(rank, cluster.answer(ref, workers[rank], rank), workers[rank])
+                if not refs or not outcome.has_failed:
+                    return not refs
+                failed_at = failed_at or time.monotonic()
+                return time.monotonic() - failed_at > (_LAST_WORDS_S if outcome.is_explained else _CAUSE_S)
+
+            follow(ended, lambda: workers)
             outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -128,27 +141,3 @@ def _gpus(ranks: Sequence[Sequence[str]]) -> dict[str, str]:
         return {}
     first, rest = [gpus[0] for gpus in ranks], [gpu for gpus in ranks for gpu in gpus[1:]]
     return {"CUDA_VISIBLE_DEVICES": ",".join([*first, *rest])}
-
-
-class _Follower:
-    """Collects the answers of ranks as they arrive, from {Ray's reference to an answer: rank}."""
-
-    def __init__(
-        self, cluster: RayCluster, workers: Sequence[Worker], refs: Mapping[Any, int], outcome: RayOutcome
-    ) -> None:
-        self._cluster, self._workers, self._outcome = cluster, workers, outcome
-        self._waiting = dict(refs)
-        self._failed_at = 0.0
-
-    def ended(self) -> bool:
-        """Wait a moment; return whether all answers have arrived, or, after a failure, those that explain it."""
-        outcome = self._outcome
-        for ref in self._cluster.ray.wait(list(self._waiting), timeout=POLL_S)[0]:
-            rank = self._waiting.pop(ref)
-            answer = self._cluster.answer(ref, self._workers[rank], rank)
-            outcome.take(rank, answer, self._workers[rank])
-        if outcome.has_failed:
-            self._failed_at = self._failed_at or time.monotonic()
-            patience = _LAST_WORDS_S if outcome.is_explained else _CAUSE_S
-            return not self._waiting or time.monotonic() - self._failed_at > patience
-        return not self._waiting

@@ -45,11 +45,7 @@ class Session:
         return str((_base() / "ray" if self._folder is None else self._folder / "r") / "session_latest" / "logs")
 
     def connect(self) -> None:
-        """Connect, if not connected yet: to the Ray of RAY_ADDRESS, to this host's, or to a new one here.
-
-        Raises:
-            UsageError: RAY_ADDRESS is auto, but no Ray of this user or the system runs here.
-        """
+        """Connect, if not connected yet: to the Ray of RAY_ADDRESS, to this host's, or to a new one here."""
         if self._ray.is_initialized():
             return
         named = os.environ.get("RAY_ADDRESS", "")
@@ -109,10 +105,7 @@ def running() -> str:
 
 @contextlib.contextmanager
 def _naming(address: str) -> Iterator[None]:
-    """Give Ray the address in a file that no other user can change.
-
-    With the address as an argument, Ray would not send its token.
-    """
+    """Give Ray the address in a file that nobody else can change: given as an argument, Ray would send no token."""
     before = os.environ.get("RAY_TMPDIR")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         path = Path(folder, "ray", "ray_current_cluster")
@@ -122,10 +115,8 @@ def _naming(address: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if before is None:
-                del os.environ["RAY_TMPDIR"]
-            else:
-                os.environ["RAY_TMPDIR"] = before
+            del os.environ["RAY_TMPDIR"]
+            os.environ.update({} if before is None else {"RAY_TMPDIR": before})
 
 
 def _base() -> Path:

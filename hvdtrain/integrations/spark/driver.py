@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 from hvdtrain.errors import PackageMissingError, UsageError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
-from hvdtrain.integrations.spark.job import slots
 from hvdtrain.integrations.spark.ranks import Ranks
 from hvdtrain.launch import function, job_environment
 
@@ -102,8 +101,10 @@ def _context() -> Any:
 
 def _wait_for_slots(context: Any, np: int, deadline: float, limit_s: float) -> None:
     """Wait until executors have room for all ranks; raise a ValueError where they do not get it."""
-    local = bool(context._jsc.sc().isLocal())
-    while (there := slots(context)) < np:
+    spark = context._jsc.sc()
+    local = bool(spark.isLocal())
+    profile = spark.resourceProfileManager().resourceProfileFromId(0)
+    while (there := int(spark.maxNumConcurrentTasks(profile))) < np:
         if local or time.monotonic() > deadline:
             waited = "" if local else f", also after {limit_s:g} s"
             more = f'master("local[{np}]")' if local else "more executors or cores, or a smaller spark.task.cpus"

@@ -1,18 +1,20 @@
-"""The caller's side of ranks on Spark: shows their output, notes how they end, and stops them."""
+"""The caller's side of ranks on Spark: starts their job, shows their output, notes how they end, and stops them."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hvdtrain.errors import RankFailedError, UsageError
 from hvdtrain.integrations.spark import wire
-from hvdtrain.integrations.spark.job import SparkJob
-from hvdtrain.integrations.spark.task import TaskPlan
+from hvdtrain.integrations.spark.task import RankEnd, TaskPlan, run_rank
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.function_job import GRACE_S, until_ended
@@ -26,27 +28,62 @@ _POLL_S = 1.0
 _RESULTS_S = 600.0  # how long Spark may take to deliver what ranks returned
 
 
-@dataclass(frozen=True)
-class _End:
-    rank: int
-    code: int
-    answer: str  # its kind; "" for none
+class SparkJob:
+    """One Spark job with a task for each rank. Spark starts all tasks together, and does not retry a failed one.
 
-    @property
-    def sort(self) -> int:
-        """0 for a rank that was killed: its peers' errors follow from that, and may arrive first."""
-        return 0 if self.code > 128 and not self.answer else 1
+    `end` is a file descriptor that can be read once the job has ended.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.ends: list[RankEnd] = []  # how the ranks ended
+        self.error: Exception | None = None  # why the job failed
+        self._context = context
+        self._group = f"hvdtrain-{secrets.token_hex(4)}"
+        self._thread: Any = None
+        self.end, self._write_end = os.pipe()
+
+    def start(self, plan: TaskPlan) -> None:
+        """Start it, in a thread of its own."""
+        thread = importlib.import_module("pyspark").InheritableThread
+        self._thread = thread(target=self._run, args=(plan,), daemon=True, name=self._group)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Have Spark end its tasks. This misses tasks that start later: call it again until the job has ended."""
+        self._context.cancelJobGroup(self._group)
+
+    def close(self, limit_s: float) -> None:
+        """Wait for its end, which was noticed or requested."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        if self._thread is None or not self._thread.is_alive():
+            os.close(self.end)
+            os.close(self._write_end)
+
+    def reason(self) -> str:
+        """Return one line that says why it failed."""
+        lines = [line.strip() for line in str(self.error).splitlines()]
+        # The last line of a task's traceback; else the first line that is not py4j's.
+        own = [line for line in lines if ": " in line and line.split(": ")[0].rpartition(".")[2].endswith("Error")]
+        spark = [line for line in lines if line.startswith(": ")]
+        return [*own, *(line[2:] for line in spark), *lines, ""][0]
+
+    def _run(self, plan: TaskPlan) -> None:
+        try:
+            self._context.setJobGroup(self._group, f"hvdtrain: {plan.size} ranks", True)
+            tasks = self._context.parallelize(range(plan.size), plan.size).barrier()
+            self.ends = tasks.mapPartitionsWithIndex(functools.partial(run_rank, plan)).collect()
+        except Exception as error:  # noqa: BLE001 - py4j's and Spark's: the caller reports it
+            self.error = error
+        finally:
+            os.write(self._write_end, b".")
 
 
 class Ranks:
     """A function's run. Everything happens in the calling thread, so an interrupt can arrive at any moment.
 
-    Args:
-        context: the SparkContext.
-        np: number of ranks.
-        show: takes the lines that ranks print, as they arrive, and with rank None lines about the job.
-        deadline: when all ranks must have been started, of time.monotonic().
-        limit_s: the same in seconds, for messages.
+    `show` takes the lines that ranks print, as they arrive, and with rank None lines about the job. All ranks must have
+    been started by `deadline`, of time.monotonic(), which is `limit_s` in messages.
     """
 
     def __init__(
@@ -58,7 +95,7 @@ class Ranks:
         self.outcome = Outcome(np, status=1)
         self._np, self._show, self._deadline, self._limit_s = np, show, deadline, limit_s
         self._hosts: dict[int, str] = {}
-        self._ends: list[_End] = []
+        self._ends: dict[int, tuple[int, str]] = {}  # rank -> exit status, and the kind of its answer, "" for none
         self._own: Exception | None = None
         self._connections: dict[Connection, int | None] = {}
         self._end_others_at = self._give_up_at = float("inf")
@@ -67,14 +104,14 @@ class Ranks:
         self._job = SparkJob(context)
 
     def run(self, task: Message, environment: Mapping[str, str]) -> None:
-        """Start the ranks and return when all have ended.
-
-        Raises:
-            KeyboardInterrupt: there was one; now they have ended.
-        """
+        """Start the ranks and return when all have ended; a KeyboardInterrupt is raised then."""
         self._job.start(TaskPlan(self._listener.address, task, environment, self._np))
         until_ended(self._follow, self._interrupt)
-        self.outcome.cause = self._cause()
+        # A rank that was killed comes first: its peers' errors follow from that, and may arrive before.
+        failed = {rank: end for rank, end in self._ends.items() if end[0]} or self._ends
+        if failed:
+            rank, (code, _) = min(failed.items(), key=lambda item: not (item[1][0] > 128 and not item[1][1]))
+            self.outcome.cause = Cause(f"rank {rank} on host {self._hosts[rank]}", code, rank)
         for end in self._job.ends:
             self.outcome.tails[end.rank] = end.tail
             if end.answer is not None:
@@ -86,13 +123,6 @@ class Ranks:
             kind = RankFailedError if len(self._hosts) == self._np else UsageError
             return kind(f"the Spark job of the ranks failed: {self._job.reason()}")
         return self._own
-
-    def _cause(self) -> Cause | None:
-        failed = [end for end in self._ends if end.code] or self._ends[:1]
-        if not failed:
-            return None
-        first = min(failed, key=lambda end: end.sort)
-        return Cause(f"rank {first.rank} on host {self._hosts[first.rank]}", first.code, first.rank)
 
     def close(self) -> None:
         """Leave nothing behind, however it ended."""
@@ -108,7 +138,11 @@ class Ranks:
         while True:
             now = time.monotonic()
             if len(self._hosts) < self._np and now > self._deadline:
-                self._refuse(UsageError(self._not_started()))
+                there = f"{len(self._hosts)} of {self._np} ranks had been started after {self._limit_s:g} s"
+                self._refuse(
+                    f"{there}. Spark starts all together, once it has enough free task slots: other jobs may hold "
+                    "them. Wait for those jobs, use fewer ranks, or raise start_timeout_s"
+                )
             if now > self._end_others_at:
                 self._end()
             if now > self._give_up_at:
@@ -120,27 +154,20 @@ class Ranks:
                     return
             if self._cancelled:
                 self._job.cancel()
-            ready = wait([self._job.end, *self._listener.sources(), *self._connections], timeout=self._pause(now))
+            soon = min(self._end_others_at, self._give_up_at)
+            soon = min(soon, self._deadline if len(self._hosts) < self._np else now + _POLL_S)
+            pause = min(_POLL_S, max(0.0, soon - now) + 0.01)  # another thread's signal is handled only after it
+            ready = wait([self._job.end, *self._listener.sources(), *self._connections], timeout=pause)
             for each in ready:
                 self._take(each)
             if self._job.end in ready:
-                self._follow_to_the_end()
-                return
-
-    def _follow_to_the_end(self) -> None:
-        """Read what tasks sent before the job ended, and wait for those that are still ending: nothing is left."""
+                break
+        # Read what tasks sent before the job ended, and wait for those that are still ending: nothing is left.
         self._listener.close()
         until = time.monotonic() + _END_S
         while self._connections and (left := until - time.monotonic()) > 0:
             for each in wait(list(self._connections), timeout=left):
                 self._take(each)
-
-    def _pause(self, now: float) -> float:
-        """Return how long to wait at most: a signal that another thread received is handled only after a wait."""
-        soon = min(
-            self._end_others_at, self._give_up_at, self._deadline if len(self._hosts) < self._np else now + _POLL_S
-        )
-        return min(_POLL_S, max(0.0, soon - now) + 0.01)
 
     def _take(self, source: object) -> None:
         if isinstance(source, Connection):
@@ -153,7 +180,7 @@ class Ranks:
                 self._connections[source] = message["rank"]
                 self._hosts[message["rank"]] = message["host"]
             elif message["kind"] == "refused":
-                self._refuse(UsageError(message["text"]))
+                self._refuse(message["text"])
             elif (rank := self._connections[source]) is not None:
                 self._note_end(rank, message)
         elif isinstance(source, socket.socket):
@@ -168,7 +195,7 @@ class Ranks:
     def _note_end(self, rank: int, message: Mapping[str, Any]) -> None:
         self.outcome.seconds = max(self.outcome.seconds, float(message["seconds"]))
         code = 0 if self._ending else message["code"]  # an exit that was requested here is no cause
-        self._ends.append(_End(rank, code, message["answer"]))
+        self._ends[rank] = code, message["answer"]
         if code not in (0, EXIT_STOPPED) and not self._stopping:
             self._end_others_at = min(self._end_others_at, time.monotonic() + _LAST_WORDS_S)
         if len(self._ends) == self._np:
@@ -179,7 +206,7 @@ class Ranks:
         """Remove a task that has closed its connection. If it reported no end of its rank, the task was lost."""
         rank = self._connections.pop(connection)
         connection.close()
-        if rank is None or rank in [end.rank for end in self._ends] or self._ending:
+        if rank is None or rank in self._ends or self._ending:
             return
         who = f"rank {rank} on host {self._hosts[rank]}"
         self._own = self._own or RankFailedError(
@@ -188,9 +215,9 @@ class Ranks:
         )
         self._end()
 
-    def _refuse(self, problem: Exception) -> None:
+    def _refuse(self, problem: str) -> None:
         if self._own is None:
-            self._own = problem
+            self._own = UsageError(problem)
             self._deadline = float("inf")
             self._cancelled = True
             self._end()
@@ -219,10 +246,3 @@ class Ranks:
                 wire.send(connection, kind=kind)
             except OSError:  # it has ended
                 pass
-
-    def _not_started(self) -> str:
-        there = f"{len(self._hosts)} of {self._np} ranks had been started after {self._limit_s:g} s"
-        return (
-            f"{there}. Spark starts all together, once it has enough free task slots: other jobs may hold them. "
-            "Wait for those jobs, use fewer ranks, or raise start_timeout_s"
-        )

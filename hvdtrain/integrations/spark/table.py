@@ -58,11 +58,7 @@ def write_parquet(data: Any, path: str, *, columns: Sequence[str] | None = None,
 
 
 def _as_numbers(data: Any, name: str) -> Any:
-    """Return the column as it is written.
-
-    Raises:
-        ValueError: see `write_parquet`.
-    """
+    """Return the column as it is written; for errors see `write_parquet`."""
     if name not in data.columns:
         raise ValueError(f"the DataFrame has no column {name!r}. It has: {', '.join(data.columns)}")
     kind = data.schema[name].dataType

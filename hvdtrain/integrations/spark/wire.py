@@ -40,9 +40,7 @@ class Address:
 
 
 @dataclass
-class _Unproven:
-    """A connection that has not yet proven that a task made it."""
-
+class _Unproven:  # a connection that has not yet proven that a task made it
     host: str
     challenge: bytes
     until: float
@@ -101,8 +99,7 @@ class TaskListener:
 
     def _read_proof(self, found: socket.socket) -> Connection | None:
         """Read as much of a proof as there is."""
-        who = self._unproven[found]
-        whole = _HEADER.size + exchange.ANSWER_BYTES
+        who, whole = self._unproven[found], _HEADER.size + exchange.ANSWER_BYTES
         try:
             received = found.recv(whole - len(who.received))
         except BlockingIOError:
@@ -136,19 +133,14 @@ class TaskListener:
 
 
 def connect(address: Address) -> Connection:
-    """Connect a task to the caller.
-
-    Raises:
-        OSError, AuthenticationError: the caller has ended, cannot be reached, or has another key.
-    """
-    for left in reversed(range(_ATTEMPTS)):
+    """Connect a task to the caller; an OSError or AuthenticationError if it has ended, or has another key."""
+    for _ in range(_ATTEMPTS):
         try:
             return _connect(address)
-        except (EOFError, ConnectionResetError, TimeoutError, BlockingIOError) as problem:
-            if not left:
-                raise ConnectionAbortedError(f"the proof was not accepted: {problem or 'it hung up'}") from None
+        except (EOFError, ConnectionResetError, TimeoutError, BlockingIOError) as error:
+            problem = error
             time.sleep(0.2)
-    raise AssertionError
+    raise ConnectionAbortedError(f"the proof was not accepted: {problem or 'it hung up'}")
 
 
 def _connect(address: Address) -> Connection:
@@ -179,10 +171,9 @@ def send(connection: Connection, **facts: Any) -> None:
 def receive(connection: Connection) -> dict[str, Any] | None:
     """Return the next message of the other side; None if that has ended."""
     try:
-        message: dict[str, Any] = json.loads(connection.recv_bytes())
+        return dict(json.loads(connection.recv_bytes()))
     except (EOFError, OSError):
         return None
-    return message
 
 
 def _as_socket(connection: Connection) -> socket.socket:
@@ -197,8 +188,8 @@ def _limit_reading(found: socket.socket, seconds: int) -> None:
 def _notice_loss(found: socket.socket) -> None:
     """Let the system notice a lost host (TCP keepalive)."""
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", _LOST_S // 3), ("TCP_KEEPINTVL", _LOST_S // 6), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # for data that is sent and not acknowledged
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_S)
+    for name, value in (
+        (socket.TCP_KEEPIDLE, _LOST_S // 3), (socket.TCP_KEEPINTVL, _LOST_S // 6), (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, 1000 * _LOST_S),  # for data that is sent and not acknowledged
+    ):  # fmt: skip
+        found.setsockopt(socket.IPPROTO_TCP, name, value)

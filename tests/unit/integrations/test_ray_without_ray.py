@@ -83,7 +83,10 @@ def test_the_interface_of_an_address_is_found() -> None:
 )
 def test_of_what_ray_says_of_a_death_its_guesses_are_left_out(said: str, kept: str) -> None:
     assert cluster._how(said) == kept
-    assert str(cluster.Death("rank 1", 137, 1, kept)) == f"rank 1 died ({kept})"
+
+
+def test_a_death_is_told_in_rays_words() -> None:
+    assert str(DEATH) == "rank 1 died (gone)"
 
 
 def test_why_a_rank_did_not_start_is_told_in_the_nodes_own_words() -> None:
@@ -106,7 +109,7 @@ def test_each_local_rank_finds_its_own_gpu_in_its_place_and_sees_the_others() ->
 WORKER = cluster.Worker(None, None, {"host": "h", "pid": 5})
 OWN = Message({"kind": "error", "others": False})
 CAUSED = Message({"kind": "error", "others": True})
-DEATH = cluster.Death("rank 1", 137, 1, "gone")
+DEATH = Cause("rank 1", 137, 1, "died (gone)")
 
 
 @pytest.mark.parametrize(
