@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hvdtrain.cli.shared import Debug, file, number, one_of, whole_number
+from hvdtrain.cli.shared import FILE, SECONDS, Debug, one_of, whole_number
 
 
 def bench(
@@ -18,9 +18,7 @@ def bench(
     hosts: Annotated[
         str | None, typer.Option("-H", "--hosts", metavar="LIST", help="host1:slots,host2:slots; default: here.")
     ] = None,
-    script: Annotated[
-        Path | None, typer.Option(help="Time the steps of this script of yours instead.", **file())
-    ] = None,
+    script: Annotated[Path | None, typer.Option(help="Time the steps of this script of yours instead.", **FILE)] = None,
     steps: Annotated[
         int | None,
         typer.Option(help="Measured steps; default 30, with a script 100. 0: until the script ends.", **whole_number()),
@@ -39,7 +37,7 @@ def bench(
         typer.Option(metavar="RATE", help="Speed between hosts, such as 25Gb/s: the floor of a flat ring over it."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Up to 1 MiB, a small model and few steps.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds after which everything is ended.", **number("SECONDS"))] = 300,
+    timeout: Annotated[float, typer.Option(help="Seconds after which everything is ended.", **SECONDS)] = 300,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object; hvdtrain plan reads it.")] = False,
     debug: Debug = False,
 ) -> None:

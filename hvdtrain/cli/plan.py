@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hvdtrain.cli.shared import Debug, file, number, one_of, quantity, whole_number
+from hvdtrain.cli.shared import FILE, NUMBER, Debug, one_of, quantity, whole_number
 from hvdtrain.errors import UsageError
 from hvdtrain.tools.plan.measured import read_measured
 from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast
@@ -30,23 +30,21 @@ def plan(
     ] = None,
     backward_share: Annotated[
         float | None,
-        typer.Option(help=f"Backward's share of the step, up to 1.  [default: {Step.backward_share:.2f}]", **number()),
+        typer.Option(help=f"Backward's share of the step, up to 1.  [default: {Step.backward_share:.2f}]", **NUMBER),
     ] = None,
     spread: Annotated[
         float | None, typer.Option(help="Standard deviation of the step's time.  [default: 0s]", **_TIME)
     ] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(help="Take what is not given from a file of: hvdtrain bench --script X --json", **file()),
+        typer.Option(help="Take what is not given from a file of: hvdtrain bench --script X --json", **FILE),
     ] = None,
     link: Annotated[
         float | None, typer.Option(help="Link between hosts, each direction, e.g. 25Gb/s or 3.1GB/s.", **_RATE)
     ] = None,
     link_efficiency: Annotated[
         float | None,
-        typer.Option(
-            help=f"What headers leave of it; 1 if measured.  [default: {Cluster.link_efficiency}]", **number()
-        ),
+        typer.Option(help=f"What headers leave of it; 1 if measured.  [default: {Cluster.link_efficiency}]", **NUMBER),
     ] = None,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.", **whole_number())] = 1,
     intra: Annotated[
@@ -68,7 +66,7 @@ def plan(
         typer.Option(help=f"Gradients reduced together.  [default: {Cluster.bucket_bytes / 2**20:g}MiB]", **_SIZE),
     ] = None,
     overlap: Annotated[
-        float, typer.Option(help="1: allreduce runs beside backward; 0: it takes the cores that compute.", **number())
+        float, typer.Option(help="1: allreduce runs beside backward; 0: it takes the cores that compute.", **NUMBER)
     ] = Cluster.overlap,
     algorithm: Annotated[
         str, typer.Option(help="How an allreduce travels.", **one_of(*(each.value for each in Algorithm)))
@@ -78,11 +76,9 @@ def plan(
         int, typer.Option(help="Samples of the run whose time and cost are shown.", **whole_number())
     ] = 1_000_000,
     price: Annotated[
-        float | None, typer.Option(help="Of one rank for one hour.  [default: show rank-hours]", **number())
+        float | None, typer.Option(help="Of one rank for one hour.  [default: show rank-hours]", **NUMBER)
     ] = None,
-    worth: Annotated[
-        float, typer.Option(help="What an added rank must bring, of a lone rank's work.", **number())
-    ] = 0.5,
+    worth: Annotated[float, typer.Option(help="What an added rank must bring, of a lone rank's work.", **NUMBER)] = 0.5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: Debug = False,
 ) -> None:

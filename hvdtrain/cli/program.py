@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -15,15 +16,14 @@ from hvdtrain.cli.plan import plan
 from hvdtrain.cli.report import report
 from hvdtrain.cli.run import RunCommand, run
 from hvdtrain.cli.shared import (
+    FILE,
     Command,
     Debug,
     Group,
     TyperUsageError,
     check_page,
-    file,
-    folder,
-    matching,
     one_of,
+    quantity,
     whole_number,
 )
 from hvdtrain.errors import HvdTrainError, UsageError
@@ -44,11 +44,7 @@ Exit status:
   other  run: the status of the rank that failed first; 128 + n for signal n
 """
 
-app = typer.Typer(
-    cls=Group,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _version(asked: bool) -> None:
@@ -74,6 +70,22 @@ def hvdtrain(
     """
 
 
+def _folder(text: str) -> Path:
+    path = Path(text)
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"must be a folder. {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"must be a folder that can be written. {there} cannot")
+    return path
+
+
+def _architectures(text: str) -> str:
+    if not re.fullmatch(r"\d+\.?\d(,\d+\.?\d)*", text):
+        raise ValueError(f"must be architectures such as 80,90. Received: {text}")
+    return text
+
+
 @app.command(cls=Command)
 def build(
     without: Annotated[
@@ -85,13 +97,14 @@ def build(
     force: Annotated[
         bool,
         typer.Option(
-            "--force",
-            help="Accept framework versions older than tested ones, and untested ones whose proof failed.",
+            "--force", help="Accept framework versions older than tested ones, and untested ones whose proof failed."
         ),
     ] = False,
-    wheel_dir: Annotated[Path | None, typer.Option(help="Put a copy of the wheel there.", **folder())] = None,
+    wheel_dir: Annotated[
+        Path | None, typer.Option(help="Put a copy of the wheel there.", **quantity(_folder, "DIR"))
+    ] = None,
     sdist: Annotated[
-        Path | None, typer.Option(help="Horovod's sdist as a file, for machines without a network.", **file())
+        Path | None, typer.Option(help="Horovod's sdist as a file, for machines without a network.", **FILE)
     ] = None,
     through_host: Annotated[
         bool,
@@ -103,11 +116,11 @@ def build(
         str | None,
         typer.Option(
             help='GPU architectures, e.g. "80,90"; default: the GPUs that are here.',
-            **matching(r"\d+\.?\d(,\d+\.?\d)*", "architectures such as 80,90", "LIST"),
+            **quantity(_architectures, "LIST"),
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Compiler processes at once; default: one per core.", **whole_number(least=1))
+        int | None, typer.Option(help="Compiler processes at once; default: one a core.", **whole_number(1))
     ] = None,
     install: Annotated[bool, typer.Option(help="Install the wheel into this environment and prove it.")] = True,
     debug: Debug = False,
@@ -203,20 +216,14 @@ def _end(error: Exception, status: int, *, bug: bool = False) -> NoReturn:
     """Say what is wrong in one line, and end."""
     if os.environ.get(DEBUG) == "1" and error.__traceback__ is not None:
         traceback.print_exception(error)
-    text = str(error)
-    if status == _USAGE:
-        text = " ".join(text.splitlines())  # what was typed may hold more than one line
+    # What was typed may hold more than one line.
+    text = " ".join(str(error).splitlines()) if status == _USAGE else str(error)
     if bug:
         text = (
             f"{type(error).__name__}: {text}. This is a bug of hvdtrain. {DEBUG}=1 before the command shows where; "
             "please report that with what `hvdtrain doctor --report` prints"
         )
-    typer.echo(f"{_typed(sys.argv[1:])}: {redact.text(text)}", err=True)
+    named = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    is_known = named in [each.callback.__name__ for each in app.registered_commands if each.callback]
+    typer.echo(f"hvdtrain{f' {named}' * is_known}: {redact.text(text)}", err=True)
     sys.exit(status)
-
-
-def _typed(words: list[str]) -> str:
-    """Return "hvdtrain" and the command that was typed, if there is such a command."""
-    named: Any = next((word for word in words if not word.startswith("-")), None)
-    known = {each.name or (each.callback.__name__ if each.callback else "") for each in app.registered_commands}
-    return f"hvdtrain {named}" if named in known else "hvdtrain"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hvdtrain.cli.shared import Debug, check_page, file
+from hvdtrain.cli.shared import FILE, Debug, check_page
 from hvdtrain.errors import UsageError
 from hvdtrain.system import private_files
 from hvdtrain.tools.plan.measured import read_measured
@@ -32,7 +32,7 @@ def report(
     ] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(help="Show the allreduce floor, from a file of: hvdtrain bench --script X --json", **file()),
+        typer.Option(help="Show the allreduce floor, from a file of: hvdtrain bench --script X --json", **FILE),
     ] = None,
     link: Annotated[
         str | None,
@@ -64,16 +64,16 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
     from dataclasses import asdict, replace
 
     from hvdtrain.tools.report.numbers import ratios, summarize
-    from hvdtrain.tools.report.reading import ReportError, read_run
+    from hvdtrain.tools.report.reading import read_run
 
     if not folders:
-        raise ReportError("name a run, or two to compare. Type: hvdtrain report runs/NAME (to see them: ls runs)")
+        raise UsageError("name a run, or two to compare. Type: hvdtrain report runs/NAME (to see them: ls runs)")
     if len(folders) > 2:
-        raise ReportError(f"one run or two can be shown. Received: {len(folders)}. Type: hvdtrain report A B")
+        raise UsageError(f"one run or two can be shown. Received: {len(folders)}. Type: hvdtrain report A B")
     if measured is not None and len(folders) == 2:
-        raise ReportError("--measured is for one run. Remove it, or name one run")
+        raise UsageError("--measured is for one run. Remove it, or name one run")
     if link is not None and measured is None:
-        raise ReportError("--link needs --measured, which has the size of the gradients")
+        raise UsageError("--link needs --measured, which has the size of the gradients")
     path = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     found = [read_run(folder) for folder in folders]
     if out is not None or not as_json:
@@ -99,22 +99,21 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
 def _floor(summary: Summary, measured: Path, link: str | None) -> float:
     """Return the allreduce floor of a run from bench's measurements; without guesses if these are not enough."""
     from hvdtrain.tools.bench.sweep import floor_s
-    from hvdtrain.tools.report.reading import ReportError
 
     known = read_measured(measured)
     if "gradient_bytes" not in known:
-        raise ReportError(f"{measured} has no gradient_bytes: write it with hvdtrain bench --script X --json")
+        raise UsageError(f"{measured} has no gradient_bytes: write it with hvdtrain bench --script X --json")
     if link is not None:
         speed = parse_rate(link)
     elif summary.hosts == 1 and "intra_bytes_per_s" in known:
         speed = known["intra_bytes_per_s"]
     elif summary.hosts == 1:
-        raise ReportError(
+        raise UsageError(
             f"the floor needs the speed between ranks, which {measured} does not have. `hvdtrain bench` without "
             "--script measures it; then type, say: --link 9GB/s"
         )
     else:
-        raise ReportError("the floor needs the speed between ranks. Give the link's between hosts: --link 25Gb/s")
+        raise UsageError("the floor needs the speed between ranks. Give the link's between hosts: --link 25Gb/s")
     if not speed > 0:
-        raise ReportError(f"the speed between ranks must be above zero. Received: {speed} bytes a second")
+        raise UsageError(f"the speed between ranks must be above zero. Received: {speed} bytes a second")
     return floor_s(known["gradient_bytes"], ranks=summary.ranks or 1, bytes_per_s=speed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +32,7 @@ def quantity(parse: Callable[[str], Any], metavar: str, names: Sequence[str] = (
     return {"parser": checked, "metavar": metavar, **(complete if names else {})}
 
 
-def whole_number(*, least: int | None = None, metavar: str = "N") -> dict[str, Any]:
+def whole_number(least: int | None = None) -> dict[str, Any]:
     """Return the options of a whole number, of at least `least`."""
 
     def parse(text: str) -> int:
@@ -46,19 +45,17 @@ def whole_number(*, least: int | None = None, metavar: str = "N") -> dict[str, A
             raise ValueError(f"must be a whole number{bound}. Received: {text}")
         return number
 
-    return quantity(parse, metavar)
+    return quantity(parse, "N")
 
 
-def number(metavar: str = "X") -> dict[str, Any]:
-    """Return the options of a number."""
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"must be a number. Received: {text}") from None
 
-    def parse(text: str) -> float:
-        try:
-            return float(text)
-        except ValueError:
-            raise ValueError(f"must be a number. Received: {text}") from None
 
-    return quantity(parse, metavar)
+NUMBER, SECONDS = quantity(_number, "X"), quantity(_number, "SECONDS")
 
 
 def one_of(*names: str) -> dict[str, Any]:
@@ -73,54 +70,26 @@ def one_of(*names: str) -> dict[str, Any]:
     return quantity(parse, "|".join(names), names)
 
 
-def file(metavar: str = "FILE") -> dict[str, Any]:
-    """Return the options of a file that is there and can be read."""
-
-    def parse(text: str) -> Path:
-        if not Path(text).is_file():
-            raise ValueError(f"must be a file. There is none at {text}")
-        if not os.access(text, os.R_OK):
-            raise ValueError(f"must be a file that can be read. {text} cannot")
-        return Path(text)
-
-    return quantity(parse, metavar)
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise ValueError(f"must be a file. There is none at {text}")
+    if not os.access(text, os.R_OK):
+        raise ValueError(f"must be a file that can be read. {text} cannot")
+    return Path(text)
 
 
-def check_page(path: Path, option: str = "--out") -> None:
+FILE = quantity(_file, "FILE")
+
+
+def check_page(path: Path) -> None:
     """Raise a UsageError where no file can be written at `path`, before the work for it is done."""
     parent = path.absolute().parent
     if not parent.is_dir():
-        raise UsageError(f"{option}: there is no folder {path.parent}. Type: mkdir -p {path.parent}")
+        raise UsageError(f"--out: there is no folder {path.parent}. Type: mkdir -p {path.parent}")
     if path.is_dir():
-        raise UsageError(f"{option} must be a file. {path} is a folder. Type: {option} {path / 'report'}{path.suffix}")
+        raise UsageError(f"--out must be a file. {path} is a folder. Type: --out {path / 'report'}{path.suffix}")
     if not os.access(path if path.exists() else parent, os.W_OK):
-        raise UsageError(f"{path} cannot be written: permission denied. Name a file elsewhere: {option} FILE")
-
-
-def folder(metavar: str = "DIR") -> dict[str, Any]:
-    """Return the options of a folder that is there, or can be made."""
-
-    def parse(text: str) -> Path:
-        path = Path(text)
-        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-        if not there.is_dir():
-            raise ValueError(f"must be a folder. {there} is a file")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise ValueError(f"must be a folder that can be written. {there} cannot")
-        return path
-
-    return quantity(parse, metavar)
-
-
-def matching(pattern: str, must_be: str, metavar: str) -> dict[str, Any]:
-    """Return the options of a text of a certain form."""
-
-    def parse(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"must be {must_be}. Received: {text}")
-        return text
-
-    return quantity(parse, metavar)
+        raise UsageError(f"{path} cannot be written: permission denied. Name a file elsewhere: --out FILE")
 
 
 def _debug(asked: bool) -> None:
