@@ -42,14 +42,13 @@ def settings(given: Iterable[str]) -> dict[str, str]:
 def _networks() -> tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]]:
     """Return this host's networks: those of bridges that lead nowhere, and those of other interfaces."""
     psutil = importlib.import_module("psutil")
-    bridges: set[ipaddress.IPv4Network] = set()
-    others: set[ipaddress.IPv4Network] = set()
+    found: tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]] = (set(), set())
     for name, addresses in psutil.net_if_addrs().items():
-        found = bridges if _leads_nowhere(name) else others
         for address in addresses:
             if address.family == socket.AF_INET and address.netmask:
-                found.add(ipaddress.IPv4Network(f"{address.address}/{address.netmask}", strict=False))
-    return bridges, others
+                network = ipaddress.IPv4Network(f"{address.address}/{address.netmask}", strict=False)
+                found[not _leads_nowhere(name)].add(network)
+    return found
 
 
 def _leads_nowhere(name: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -41,11 +41,8 @@ def begin() -> None:
         return
     _set_here = _set_here or LEVEL not in os.environ
     os.environ.setdefault(LEVEL, "1")
-    if (
-        wanted()
-        and "tensorflow" not in sys.modules
-        and not any(isinstance(each, _TensorFlowFinder) for each in sys.meta_path)
-    ):
+    is_there = any(isinstance(each, _TensorFlowFinder) for each in sys.meta_path)
+    if wanted() and "tensorflow" not in sys.modules and not is_there:
         sys.meta_path.insert(0, _TensorFlowFinder())
 
 
@@ -67,9 +64,7 @@ def is_note(line: str) -> bool:
 class _TensorFlowFinder:
     """Finds TensorFlow, and nothing else, to filter its output during the import."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return TensorFlow's spec, as Python finds it, with an import whose output is filtered."""
         spec = PathFinder.find_spec(name, path, target) if name == "tensorflow" else None
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "__dict__"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -21,28 +20,19 @@ MOVED = {
 }
 
 
-class _Loader:  # importlib.abc is not imported: it takes 10 ms
-    def __init__(self, name: str) -> None:
-        self._name = name
+class _OldNamesFinder:  # importlib.abc is not imported: it takes 10 ms
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        loader: Any = self
+        return ModuleSpec(name, loader) if name in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._name)
-        self._spec = module.__spec__
+        module = importlib.import_module(MOVED[spec.name])
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the old name's there
-
-
-class _OldNamesFinder:
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        name = MOVED.get(fullname)
-        if name is None:
-            return None
-        loader: Any = _Loader(name)
-        return ModuleSpec(fullname, loader)
+        if module.__spec__ is not None:  # the old name's: the import system has put it there
+            module.__spec__ = module.__spec__.loader_state
 
 
 def install() -> None:

@@ -61,26 +61,28 @@ def major(version: str) -> int:
 OVERSUBSCRIBE_IN_5 = {"PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE"}
 
 # What 5 calls a variable of 4, and its values where those differ too.
-_IN_5: dict[str, tuple[str, dict[str, str] | None]] = {
-    "OMPI_MCA_hwloc_base_binding_policy": ("PRTE_MCA_hwloc_default_binding_policy", None),
-    "OMPI_MCA_orte_tmpdir_base": ("PRTE_MCA_prte_tmpdir_base", None),
-    "OMPI_MCA_oob_tcp_keepalive_time": ("PRTE_MCA_oob_tcp_keepalive_time", None),
-    "OMPI_MCA_oob_tcp_keepalive_intvl": ("PRTE_MCA_oob_tcp_keepalive_intvl", None),
-    "OMPI_MCA_oob_tcp_keepalive_probes": ("PRTE_MCA_oob_tcp_keepalive_probes", None),
-    "OMPI_MCA_plm_rsh_args": ("PRTE_MCA_plm_ssh_args", None),
-    "OMPI_MCA_plm_rsh_agent": ("PRTE_MCA_plm_ssh_agent", None),
-    "OMPI_MCA_btl_vader_backing_directory": ("OMPI_MCA_btl_sm_backing_directory", None),
-    "OMPI_MCA_btl_vader_single_copy_mechanism": ("OMPI_MCA_smsc", {"none": "^cma,knem,xpmem", "cma": "cma"}),
+_IN_5 = {
+    "OMPI_MCA_hwloc_base_binding_policy": "PRTE_MCA_hwloc_default_binding_policy",
+    "OMPI_MCA_orte_tmpdir_base": "PRTE_MCA_prte_tmpdir_base",
+    **{
+        f"OMPI_MCA_oob_tcp_keepalive_{each}": f"PRTE_MCA_oob_tcp_keepalive_{each}"
+        for each in ("time", "intvl", "probes")
+    },
+    "OMPI_MCA_plm_rsh_args": "PRTE_MCA_plm_ssh_args",
+    "OMPI_MCA_plm_rsh_agent": "PRTE_MCA_plm_ssh_agent",
+    "OMPI_MCA_btl_vader_backing_directory": "OMPI_MCA_btl_sm_backing_directory",
+    "OMPI_MCA_btl_vader_single_copy_mechanism": "OMPI_MCA_smsc",
 }
+_VALUES_IN_5 = {"OMPI_MCA_smsc": {"none": "^cma,knem,xpmem", "cma": "cma"}}
 
 
 def for_both(variables: Mapping[str, str]) -> dict[str, str]:
     """Return `variables`, those of Open MPI 4 also under 5's names where these are not set."""
     found = dict(variables)
-    for name, (in_5, values) in _IN_5.items():
-        text = variables.get(name)
+    for name, in_5 in _IN_5.items():
+        text, values = variables.get(name), _VALUES_IN_5.get(in_5)
         if text is not None and (values is None or text in values):
-            found.setdefault(in_5, text if values is None else values[text])
+            found.setdefault(in_5, values[text] if values else text)
     return found
 
 

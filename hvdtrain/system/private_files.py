@@ -13,18 +13,9 @@ from typing import IO, Any
 SHARE = "HVDTRAIN_SHARE_FILES"
 
 
-def is_shared() -> bool:
-    """Return whether a run's files have the umask's permissions, instead of the owner's alone."""
-    return os.environ.get(SHARE) == "1"
-
-
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
-    """Make a folder and its missing parents.
-
-    Raises:
-        FileExistsError: `path` is a file; or `path` exists at all and `exist_ok` is false.
-    """
-    mode = 0o777 if is_shared() else 0o700
+    """Make a folder and its missing parents; a FileExistsError as of `Path.mkdir`."""
+    mode = 0o777 if os.environ.get(SHARE) == "1" else 0o700
     for parent in reversed(path.parents):
         if not parent.exists():
             parent.mkdir(mode, exist_ok=True)
@@ -43,4 +34,4 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _open(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o666 if is_shared() else 0o600)
+    return os.open(path, flags, 0o666 if os.environ.get(SHARE) == "1" else 0o600)

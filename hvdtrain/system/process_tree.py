@@ -24,7 +24,7 @@ from pathlib import Path
 RUN_DIR = "HVDTRAIN_RUN_DIR"
 DONE = b"done"
 
-_RANK_VARIABLES = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
+_RANK_VARIABLES = (b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK")
 _PAUSE_S = 0.02
 _QUIET_SCANS = 3
 
@@ -39,13 +39,10 @@ class Process:
 
 
 def members(run_dir: str | None, *, below: int | None = None, without: tuple[int, ...] = ()) -> dict[int, Process]:
-    """Return the living processes of the job of `run_dir`, by pid.
+    """Return the living processes of the job of `run_dir`, by pid; None for a job without a folder.
 
-    Args:
-        run_dir: HVDTRAIN_RUN_DIR of the job's processes; None for a job without a folder.
-        below: a process whose descendants belong to the job, since a program may overwrite its environment. The process
-            itself belongs to it, too, unless it is the calling one.
-        without: processes that do not belong to the job, with their descendants.
+    The process `below` and its descendants belong to it, since a program may overwrite its environment; but neither the
+    calling process, nor those of `without` with their descendants.
     """
     mark = f"{RUN_DIR}={run_dir}".encode()
     parents: dict[int, int] = {}
@@ -55,10 +52,11 @@ def members(run_dir: str | None, *, below: int | None = None, without: tuple[int
             continue
         pid = int(entry.name)
         try:
-            state, parent = _state(pid)
+            # A process's name, which stands before, may hold any character.
+            state, parent, *_ = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()
             if state == "Z":
                 continue
-            parents[pid] = parent
+            parents[pid] = int(parent)
             environments[pid] = Path(entry.path, "environ").read_bytes().split(b"\0")
         except OSError:  # it has ended, or is another user's
             continue
@@ -73,40 +71,16 @@ def members(run_dir: str | None, *, below: int | None = None, without: tuple[int
     return {pid: Process(pid, parents[pid], _rank(environments.get(pid, []))) for pid in job}
 
 
-def _state(pid: int) -> tuple[str, int]:
-    """Return (state, parent) of a process. Its name, which stands before, may hold any character."""
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], int(fields[1])
-
-
 def _rank(variables: list[bytes]) -> int | None:
-    for name in _RANK_VARIABLES:
-        for variable in variables:
-            if variable.startswith(name) and variable[len(name) :].isdigit():
-                return int(variable[len(name) :])
-    return None
-
-
-def handles(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for signal `number`."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    except (OSError, ValueError):
-        pass
-    return False
+    given = dict(variable.split(b"=", 1) for variable in variables if b"=" in variable)
+    return next((int(given[name]) for name in _RANK_VARIABLES if given.get(name, b"").isdigit()), None)
 
 
 def request_stop(job: dict[int, Process], *, requested: set[int], pids: dict[int, int]) -> None:
     """Request a stop of every rank of `job`, once: by SIGUSR1 if it handles it, else by SIGTERM.
 
-    The signal goes to the outermost process of a rank that handles it: a shell around it would only die.
-
-    Args:
-        job: what `members` returned.
-        requested: pids that have received a request; new ones are added.
-        pids: rank -> the rank's process, as far as ranks have reported it.
+    The signal goes to the outermost process of a rank that handles it: a shell around it would only die. `requested`
+    are pids that have received a request; new ones are added. `pids` are the ranks' processes as far as reported.
     """
     tops = {p.pid for p in job.values() if p.rank is not None and (p.parent not in job or job[p.parent].rank != p.rank)}
     tops |= {pid for pid in pids.values() if pid in job and not _is_below(job, pid, tops)}
@@ -123,6 +97,15 @@ def request_stop(job: dict[int, Process], *, requested: set[int], pids: dict[int
 def _signal_of(pid: int) -> int | None:
     """Return the stop signal that a process handles."""
     return next((number for number in (signal.SIGUSR1, signal.SIGTERM) if handles(pid, number)), None)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for signal `number`."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith("SigCgt:"))
 
 
 def _is_below(job: dict[int, Process], pid: int, tops: set[int]) -> bool:

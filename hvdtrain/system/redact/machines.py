@@ -7,7 +7,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from hvdtrain.system.redact import secrets
 from hvdtrain.system.redact.names import listed
@@ -86,13 +86,7 @@ class Scrubber:
     """Takes out of a text what names a person or a machine, and what looks like a secret.
 
     Names of this machine and this account are known. Others are found where messages and paths have names, and then
-    hidden in the whole text.
-
-    Args:
-        users: names of accounts; of this process's by default.
-        hosts: names of machines; this one's, and those that the environment names, by default.
-        homes: folders shown as ~; this account's by default.
-        keep: words that tell nothing even if an account or a machine is called so.
+    hidden in the whole text. `homes` are folders shown as ~; `keep` are words that tell nothing whoever is called so.
     """
 
     def __init__(
@@ -122,22 +116,16 @@ class Scrubber:
         text = _IN_ADDRESS.sub(lambda found: self._shown(found[0]), text)
         # Names before assignments: a host's may hold a word such as "secret".
         for names, stand_in in ((_with_first_labels(hosts), "HOST"), (users, "USER")):
-            pattern = _any_of(sorted(names - self._kept))
-            text = pattern.sub(stand_in, text) if pattern else text
+            longest_first = sorted(sorted(names - self._kept), key=len, reverse=True)
+            any_of = "|".join(map(re.escape, longest_first)) or "(?!)"  # which matches nowhere
+            text = re.sub(rf"(?<![\w-])(?:{any_of})(?![\w-])", stand_in, text, flags=re.IGNORECASE)
         text = _QUALIFIED.sub(lambda found: self._shown(found[0]), _AMAZON.sub("HOST", text))
         text = interface(_MAC.sub("MAC", secrets.text(text)))
         return _UUID.sub("UUID", _ADDRESS.sub(_address, text))
 
     def _strange_users(self, text: str) -> Iterator[str]:
-        for found in _HOME.finditer(text):
-            yield found[2]
-        for found in _TILDE.finditer(text):
-            yield found[1]
-        for found in _AT.finditer(text):
-            yield found[1]
-        for pattern in _USER_PLACES:
-            for found in pattern.finditer(text):
-                yield found["name"]
+        for pattern, group in ((_HOME, 2), (_TILDE, 1), (_AT, 1), *((place, "name") for place in _USER_PLACES)):
+            yield from (found[group] for found in pattern.finditer(text))
 
     def _is_name(self, word: str) -> bool:
         """Return whether a word that stands where a name does is one."""
@@ -178,10 +166,8 @@ def _hosts() -> set[str]:
 
 def _strange_hosts(text: str) -> Iterator[str]:
     for pattern in _HOST_PLACES:
-        for found in pattern.finditer(text):
-            yield found["name"]
-    for found in _AT.finditer(text):
-        yield found[2].strip("[]")
+        yield from (found["name"] for found in pattern.finditer(text))
+    yield from (found[2].strip("[]") for found in _AT.finditer(text))
     for found in _LISTED.finditer(text):
         for host in re.split(r", ?| and ", found["names"] or found["prose"]):
             yield host.partition(":")[0]
@@ -190,13 +176,6 @@ def _strange_hosts(text: str) -> Iterator[str]:
 def _with_first_labels(hosts: Iterable[str]) -> set[str]:
     """Return the names, and those of them without their domain."""
     return {part for host in hosts for part in (host, host if _is_address(host) else host.partition(".")[0])}
-
-
-def _any_of(names: Sequence[str]) -> re.Pattern[str] | None:
-    if not names:
-        return None
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-])", re.IGNORECASE)
 
 
 def _is_address(text: str) -> bool:

@@ -16,6 +16,7 @@ _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 # Parts of a name that mark a secret at any place, also without a separator as in dbpassword.
 _STEM = re.compile(r"secret(?!ar)|passw|passphrase|passcode|credential|apikey|accesskey|privatekey|webhook|pwd")
 _FOLDERS = frozenset({"PWD", "OLDPWD"})  # the shell's
+_SETTINGS = listed("length len policy required enabled timeout file path dir")  # beside a secret: password_length
 _ALONE = listed("auth oauth authorization authentication bearer cookie cookies cred creds jwt otp token")
 _LAST = listed("pat pw apitoken authtoken accesstoken")
 _RUN_TOGETHER = re.compile(
@@ -53,11 +54,9 @@ _SAFE_BEFORE_PASS = listed(
 
 
 def is_secret(name: str, *, in_prose: bool = False) -> bool:
-    """Return whether what has this name is to be hidden.
+    """Return whether what has this name, such as --api-key, HF_TOKEN or logger.apiKey, is to be hidden.
 
-    Args:
-        name: of an option, a variable or a key, such as --api-key, HF_TOKEN, logger.apiKey.
-        in_prose: the name was found in a text, where a lone "key" or "auth" is an ordinary word.
+    With `in_prose`, the name was found in a text, where a lone "key" or "auth" is an ordinary word.
     """
     return _is_secret(name) and not (in_prose and name.lower() in ("key", "auth", "pat", "pw"))
 
@@ -68,13 +67,8 @@ def _is_secret(name: str) -> bool:
         return False
     words = [word.lower() for word in _WORD.findall(name)]
     if any(_STEM.search(part) for part in (*words, "".join(words[-2:]))):
-        return not _is_setting(words)
+        return words[-1] not in _SETTINGS
     return any(_tells(words, index) for index in range(len(words)))
-
-
-def _is_setting(words: list[str]) -> bool:
-    """Return whether a name is of a setting beside a secret: password_length."""
-    return words[-1] in ("length", "len", "policy", "required", "enabled", "timeout", "file", "path", "dir")
 
 
 def _tells(words: list[str], index: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -141,10 +142,8 @@ def _named(name: str, value: str, known: re.Pattern[str] | None, *, inner: Any =
 
 def _text(said: str, known: re.Pattern[str] | None) -> str:
     if _QUOTED_QUOTE in said:
-        try:
+        with contextlib.suppress(ValueError):  # no shell's line
             return shlex.join(_words(shlex.split(said), known))
-        except ValueError:  # no shell's line
-            pass
     parts, at = [], 0
     for start, end, parsed in _json_in(said):
         try:
@@ -202,11 +201,7 @@ def _json_in(said: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a mapping of JSON.
-
-    Raises:
-        ValueError: a name is there twice; the first value would go unseen.
-    """
+    """Return a mapping of JSON; a ValueError for a name that is there twice: its first value would go unseen."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name is there twice")
@@ -234,25 +229,19 @@ def _pattern(found: frozenset[str]) -> re.Pattern[str] | None:
 
 def _spellings(value: str) -> Iterator[str]:
     """Yield how a value stands in JSON, in addresses and in Python."""
-    yield json.dumps(value)[1:-1]
-    yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield repr(value)[1:-1]
+    yield from (text[1:-1] for text in (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value)))
     encoded = value.encode("utf-8", "surrogateescape")
-    yield quote(encoded)
-    yield quote(encoded, safe="")
-    yield quote_plus(encoded)
+    yield from (quote(encoded), quote(encoded, safe=""), quote_plus(encoded))
 
 
 def _is_distinct(value: str) -> bool:
     """Return whether a value can be hidden everywhere: it is no word, number, path or address."""
     if len(value) < _LEAST or value.lower() in _COMMON or value.startswith(("/", "~", "./", "../", "file:", HIDDEN)):
         return False
-    if re.match(r"\w+://", value):
-        return False
     try:
         float(value)
     except ValueError:
-        return True
+        return not re.match(r"\w+://", value)
     return False
 
 
