@@ -75,14 +75,10 @@ class Settings:
         # After --, options alone: more arguments for the file's script.
         more = bool(self.program) and self.program[0].startswith("-")
         return Settings(
-            ranks=self.ranks or other.ranks,
-            max_restarts=self.max_restarts or other.max_restarts,
-            grace=self.grace or other.grace,
-            launcher=launcher,
-            options=[
-                *(word for name, words in theirs if _meaning(name, words) not in given for word in words),
-                *self.options,
-            ],
+            *(getattr(self, name) or getattr(other, name) for name in ("ranks", "max_restarts", "grace")),
+            launcher,
+            options=[word for name, words in theirs if _meaning(name, words) not in given for word in words]
+            + self.options,
             environment={**other.environment, **self.environment},
             program=[*other.program, *self.program] if more else self.program or other.program,
         )

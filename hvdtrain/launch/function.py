@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeVar
 from hvdtrain.distributed import tuning
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import arguments, job_environment, job_folder
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exchange import Message, pack
 from hvdtrain.launch.function_job import FunctionJob, until_ended
 from hvdtrain.launch.rank_output import Line
-from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import start_ranks
 
 T = TypeVar("T")

@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from hvdtrain.launch import exchange
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.rank_output import Line, OutputLines
-from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import process_tree
 from hvdtrain.system.settings import DEBUG
 

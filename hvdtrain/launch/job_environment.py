@@ -12,7 +12,7 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.shared import start_checks
 from hvdtrain.launch import arguments, loopback, other_hosts
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.system import open_mpi, start_ranks
 from hvdtrain.system.settings import RUN_ID, RUN_NAME
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build import installed
 from hvdtrain.horovod_build.shared import listen_on, loopback
-from hvdtrain.launch.arguments import value
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec, value
 from hvdtrain.system import network
 
 # Built with Horovod: mpirun listens on every interface, whatever its settings say. This library prevents it.

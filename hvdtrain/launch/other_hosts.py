@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.launch import loopback
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.system import network, open_mpi
 from hvdtrain.system.process_tree import RUN_DIR
 

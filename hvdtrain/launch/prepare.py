@@ -10,9 +10,9 @@ from pathlib import Path
 from hvdtrain.distributed import tuning
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import arguments, job_environment, job_folder, loopback, other_hosts, slurm
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.config_file import Settings
 from hvdtrain.launch.job import Launch
-from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.launch.supervisor import say
 from hvdtrain.system import network, open_mpi, start_ranks
 

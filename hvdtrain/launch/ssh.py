@@ -89,7 +89,7 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
 
 
 def wait_for_hosts(
-    route: SshRoute, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
+    route: SshRoute | None, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
 ) -> str:
     """Wait until all hosts can be reached, and end processes of an earlier attempt there.
 
@@ -98,7 +98,7 @@ def wait_for_hosts(
     """
     began = time.monotonic()
     reported: dict[str, str] = {}
-    while lost := on_every_host(route, "end", run_dir, wait=wait):
+    while route is not None and (lost := on_every_host(route, "end", run_dir, wait=wait)):
         text = "; ".join(f"host {host} {why}" for host, why in lost.items())
         left_s = limit_s - (time.monotonic() - began)
         if any(word in text for word in _PERMANENT) or left_s <= 0 or wait(0):

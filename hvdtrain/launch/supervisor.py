@@ -18,9 +18,9 @@ from pathlib import Path
 
 from hvdtrain.distributed import watchdog
 from hvdtrain.launch import exit_cause, job_folder, restarts, ssh
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.job import Guard, Job, Launch, adopt_orphans
-from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import redact
 from hvdtrain.system.settings import EXIT_STOPPED
 
@@ -77,10 +77,6 @@ class Signals:
         """Return whether there was a second Ctrl-C."""
         return self.requests.count(signal.SIGINT) > 1
 
-    def wait_unless_urgent(self, seconds: float) -> bool:
-        """Wait for a signal, or so long; return whether there was a second Ctrl-C."""
-        return self.wait(seconds) and self.is_urgent()
-
 
 def run(launch: Launch, run_dir: Path) -> int:
     """Run the job to its end and return the exit status.
@@ -111,9 +107,7 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
     while True:
         # A host that has just died may restart, which takes minutes: as long as a rank may wait for others.
         limit_s = min(watchdog.limit_s(), _AWAY_S) if attempts else _STARTING_S
-        unreachable = ""
-        if launch.ssh is not None:
-            unreachable = ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=signals.wait, say=say)
+        unreachable = ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=signals.wait, say=say)
         if signals.requests:
             say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
             return 128 + signals.requests[0]
@@ -146,7 +140,11 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
             + "; starting it again"
             + (f" in {_time(decision.pause_s)}" if decision.pause_s else "")
         )
-        _empty(run_dir)
+        for path in run_dir.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         deadline = time.monotonic() + decision.pause_s
         while time.monotonic() < deadline and not signals.wait(deadline - time.monotonic()):
             pass
@@ -224,15 +222,6 @@ def _say_how_it_ended(
     tried = f"{len(attempts)} attempt{'s' * (len(attempts) > 1)}"
     which = "" if first is last else f"; the first of them: {first.cause}"
     say(f"gave up after {tried}, because {decision.reason}: {last.cause} after {_time(last.seconds)}{which}")
-
-
-def _empty(run_dir: Path) -> None:
-    """Remove what the last attempt left in the job's folder."""
-    for path in run_dir.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _time(seconds: float) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import math
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,9 @@ from hvdtrain.integrations.ray import actor
 from hvdtrain.integrations.ray.session import Session
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.launch.function_job import GRACE_S, until_ended
+
+log = logging.getLogger("hvdtrain")
 
 POLL_S = 0.2
 _LEAVING_S = 10.0  # for a rank's exit handlers, such as a logger that writes its last lines
@@ -119,7 +124,27 @@ class RayCluster:
         self._leaving[worker] = worker.handle.__ray_terminate__.remote()
         return answer
 
-    def ask_to_stop(self, workers: Sequence[Worker]) -> None:
+    def follow(self, ended: Callable[[], bool], workers: Callable[[], Sequence[Worker]]) -> None:
+        """Follow a job until it has `ended`; on an interrupt let its present `workers` stop in order."""
+        until = math.inf
+
+        def follow() -> None:
+            while not ended() and time.monotonic() < until:
+                pass
+
+        def interrupt() -> None:
+            nonlocal until
+            if until < math.inf:
+                log.warning("interrupted again: ending everything at once")
+                until = 0.0
+                return
+            log.warning("interrupted: asking the ranks to stop; they get %g s", GRACE_S)
+            until = time.monotonic() + GRACE_S
+            self._ask_to_stop(workers())
+
+        until_ended(follow, interrupt)
+
+    def _ask_to_stop(self, workers: Sequence[Worker]) -> None:
         """Send SIGTERM to the processes of `workers`: a Trainer writes a checkpoint."""
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         nodes: dict[str, list[int]] = {}

@@ -18,7 +18,7 @@ from hvdtrain.errors import HvdTrainError, RankFailedError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray.cluster import POLL_S, RayCluster, Request, Worker
-from hvdtrain.integrations.ray.fixed import Follow, RayOutcome
+from hvdtrain.integrations.ray.fixed import RayOutcome
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 
@@ -107,14 +107,14 @@ class ElasticJob:
             min_num_proc=limits.least, max_num_proc=limits.most, reset_limit=limits.resets,
         )  # fmt: skip
 
-    def run(self, follow: Follow) -> RayOutcome:
+    def run(self) -> RayOutcome:
         """Run to the end; a RankFailedError if the job was reset too often."""
         handler = importlib.import_module("horovod.runner.elastic.rendezvous").create_rendezvous_handler(self._driver)
         began = time.monotonic()
         with rendezvous.serving(self._server, self._address, handler) as self._port:
             try:
                 self._driver.start(self._request.ranks, self.work)
-                follow(self._ended, self._pool.present)
+                self._cluster.follow(self._ended, self._pool.present)
             finally:
                 self._end()
             told = self._driver.get_results().error_message
@@ -174,8 +174,8 @@ class ElasticJob:
             self._driver.stop()
 
 
-def run(cluster: RayCluster, request: Request, limits: Limits, follow: Follow) -> RayOutcome:
-    """Run the job to its end; see `hvdtrain.integrations.ray.fixed.run`."""
+def run(cluster: RayCluster, request: Request, limits: Limits) -> RayOutcome:
+    """Run the job to its end."""
     pool = Pool(cluster, request, most=limits.most)
     until = time.monotonic() + request.start_timeout_s
     while len(pool.find_available_hosts_and_slots()) < request.ranks:
@@ -185,7 +185,7 @@ def run(cluster: RayCluster, request: Request, limits: Limits, follow: Follow) -
             raise cluster.no_room(request)
         time.sleep(POLL_S)
     with _own_words():
-        return ElasticJob(cluster, request, limits, pool).run(follow)
+        return ElasticJob(cluster, request, limits, pool).run()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,6 @@ from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.outcome import Outcome
 from hvdtrain.system import network
 from hvdtrain.system.settings import EXIT_STOPPED
-
-# Calls its first argument until that returns True, for the job has ended. On an interrupt it stops the workers that its
-# second argument returns.
-Follow = Callable[[Callable[[], bool], Callable[[], Sequence[Worker]]], None]
 
 _LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
 _CAUSE_S = 10.0  # for the answer of the rank that failed, if a peer answered first
@@ -57,8 +53,8 @@ def _is_failure(answer: Message) -> bool:
     return answer.facts["kind"] == "error" or answer.facts.get("code") not in (None, 0, EXIT_STOPPED)
 
 
-def run(cluster: RayCluster, request: Request, follow: Follow) -> RayOutcome:
-    """Run the job to its end, by `follow`."""
+def run(cluster: RayCluster, request: Request) -> RayOutcome:
+    """Run the job to its end."""
     outcome = RayOutcome(request.ranks)
     with placement_group(cluster, request) as group:
         workers = _start(cluster, request, group)
@@ -82,7 +78,7 @@ def run(cluster: RayCluster, request: Request, follow: Follow) -> RayOutcome:
                 failed_at = failed_at or time.monotonic()
                 return time.monotonic() - failed_at > (_LAST_WORDS_S if outcome.is_explained else _CAUSE_S)
 
-            follow(ended, lambda: workers)
+            cluster.follow(ended, lambda: workers)
             outcome.seconds = time.monotonic() - began
     return outcome
 

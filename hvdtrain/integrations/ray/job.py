@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray import elastic, fixed
-from hvdtrain.integrations.ray.cluster import RayCluster, Request, Worker
+from hvdtrain.integrations.ray.cluster import RayCluster, Request
 from hvdtrain.launch import job_environment
 from hvdtrain.launch.function import check_call, make_task, name_of
-from hvdtrain.launch.function_job import GRACE_S, until_ended
 
 log = logging.getLogger("hvdtrain")
 
@@ -79,14 +75,9 @@ def run(
     with RayCluster() as cluster:
         chosen = _environment(name_of(fn), cpus_per_rank, environment or {})
         request = Request(task, np, cpus_per_rank, gpus_per_rank, start_timeout_s, chosen)
-        too_small = cluster.check_room(request)
-        if too_small:
+        if too_small := cluster.check_room(request):
             log.warning("%s: waiting up to %g s for it to grow", too_small, start_timeout_s)
-        following = functools.partial(_look_after, cluster)
-        if limits is None:
-            outcome = fixed.run(cluster, request, following)
-        else:
-            outcome = elastic.run(cluster, request, limits, following)
+        outcome = fixed.run(cluster, request) if limits is None else elastic.run(cluster, request, limits)
     return outcome.values()
 
 
@@ -115,24 +106,3 @@ def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, 
     threads = str(max(1, int(cpus)))  # not this process's: in a job's script they are Ray's, not the user's
     found = rendezvous.environment(name, given, passed=_PASSED)
     return {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads, **found}
-
-
-def _look_after(cluster: RayCluster, ended: Callable[[], bool], workers: Callable[[], Sequence[Worker]]) -> None:
-    """Follow a job to its end; on an interrupt let its present `workers` stop in order. See `fixed.Follow`."""
-    until = math.inf
-
-    def follow() -> None:
-        while not ended() and time.monotonic() < until:
-            pass
-
-    def interrupt() -> None:
-        nonlocal until
-        if until < math.inf:
-            log.warning("interrupted again: ending everything at once")
-            until = 0.0
-            return
-        log.warning("interrupted: asking the ranks to stop; they get %g s", GRACE_S)
-        until = time.monotonic() + GRACE_S
-        cluster.ask_to_stop(workers())
-
-    until_ended(follow, interrupt)

@@ -23,10 +23,10 @@ from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.spark import wire
 from hvdtrain.launch import job_environment, job_folder
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.function_job import FunctionJob
 from hvdtrain.launch.rank_output import Line
-from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.system import network, start_ranks
 
 _WORKER = ["-m", "hvdtrain.launch.rank"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvdtrain.errors import HvdTrainError, UsageError
 from hvdtrain.launch import arguments, other_hosts, ssh
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.system import open_mpi, process_tree
 from hvdtrain.system.start_ranks import horovodrun, rank_environment
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch import job
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.system import open_mpi
 
 # Says which signals it was started deaf to, then waits to be asked.

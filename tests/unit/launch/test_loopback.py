@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import loopback
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 
 HERE = Path("/dev/shm/x")
 

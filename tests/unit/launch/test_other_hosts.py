@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.launch import other_hosts
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.other_hosts import SshRoute
-from hvdtrain.launch.spec import LaunchSpec
 
 THERE = {"localhost": 1, "198.51.100.1": 2, "198.51.100.2": 1}
 LIMITS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import launch
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 
 
 @pytest.mark.parametrize(
