@@ -121,7 +121,12 @@ def plan(
             **known(intra_bytes_per_s=intra, latency_s=latency, intra_latency_s=intra_latency, overhead_s=overhead),
             **known(bucket_bytes=bucket, overlap=overlap, algorithm=Algorithm(algorithm)),
         )
-        _require_speeds(the_cluster, max_ranks)
+        if the_cluster.link_bytes_per_s is None and max_ranks > ranks_per_host:
+            raise ValueError(
+                "--link missing: give the speed between hosts, or a --max-ranks that --ranks-per-host covers"
+            )
+        if the_cluster.intra_bytes_per_s is None and ranks_per_host > 1:
+            raise ValueError("--intra missing: several ranks share a host, so give the speed between them")
         result = Plan(
             step=the_step,
             cluster=the_cluster,
@@ -142,20 +147,8 @@ def plan(
 
 
 def rank_counts(largest: int) -> list[int]:
-    """Return 1, 2, 4, ... up to `largest`, and `largest` itself.
-
-    Raises:
-        ValueError: if largest is not from 1 to 2^20, beyond which no model of ours was looked at.
-    """
+    """Return 1, 2, 4, ... up to `largest`, and `largest` itself, of which no model was looked at beyond 2^20."""
     if not 1 <= largest <= 2**20:
         raise ValueError(f"the largest number of ranks must be from 1 to {2**20}. Received: {largest}")
     counts = [2**power for power in range(largest.bit_length())]
     return counts if counts[-1] == largest else [*counts, largest]
-
-
-def _require_speeds(cluster: Cluster, max_ranks: int) -> None:
-    """Raise ValueError, which names the option, where the speed of a connection that the ranks need is missing."""
-    if cluster.link_bytes_per_s is None and max_ranks > cluster.ranks_per_host:
-        raise ValueError("--link missing: give the speed between hosts, or a --max-ranks that --ranks-per-host covers")
-    if cluster.intra_bytes_per_s is None and cluster.ranks_per_host > 1:
-        raise ValueError("--intra missing: several ranks share a host, so give the speed between them")

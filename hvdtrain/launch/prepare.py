@@ -18,11 +18,7 @@ from hvdtrain.system import network, open_mpi, start_ranks
 
 
 def prepare(settings: Settings) -> tuple[Launch, Path]:
-    """Return what to run, and its folder.
-
-    Raises:
-        UsageError: the settings cannot be satisfied.
-    """
+    """Return what to run, and its folder; a UsageError where what was asked for cannot be done."""
     if settings.launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
         raise UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {settings.launcher}")
     if settings.ranks is None:
@@ -48,9 +44,13 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
     environment = job_environment.environment(run_dir, spec, name=script)
     flags: list[str] = []
     if spec.is_mpirun:
+        launcher = [open_mpi.program(spec.launcher) or ""]
+        if not launcher[0]:
+            raise UsageError("there is no mpirun on PATH. Try: pip install 'hvdtrain[mpi]', or leave --launcher out")
         flags += other_hosts.exports(spec, environment) if not network.is_here(named) else []
     else:
-        # mpirun reads Slurm's hosts itself, and accepts a host without a number.
+        launcher = start_ranks.horovodrun(Path(sys.executable))
+        # mpirun asks Slurm itself, and takes a host without a number.
         listed = (spec.option("-H", "--hosts") or "").split(",")
         flags += ["-H", slurm.listed(spec.hosts)] if given or any(":" not in host for host in listed if host) else []
         flags += loopback.elastic_flags(options) if elastic else []
@@ -58,19 +58,10 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
     is_here = "--network-interfaces" in flags if elastic and not spec.hosts else spec.is_here
     return Launch(
         spec,
-        [*_launcher(spec), "-np", str(ranks), *marks, *options, *flags, *program],
+        [*launcher, "-np", str(ranks), *marks, *options, *flags, *program],
         environment,
         max_restarts,
         grace_s,
         ssh=other_hosts.ssh_route(spec, environment),
         by_rank=() if is_here else other_hosts.by_rank(spec, own=socket.gethostname()),
     ), run_dir
-
-
-def _launcher(spec: LaunchSpec) -> list[str]:
-    if not spec.is_mpirun:
-        return start_ranks.horovodrun(Path(sys.executable))
-    found = open_mpi.program(spec.launcher)
-    if found is None:
-        raise UsageError("there is no mpirun on PATH. Try: pip install 'hvdtrain[mpi]', or leave --launcher out")
-    return [found]

@@ -26,13 +26,13 @@ _PERMANENT = (
 )  # fmt: skip
 
 
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
-
 def on_every_host(
-    route: SshRoute, task: str, run_dir: Path, *, wait: Callable[[float], bool] = _sleep, limit_s: float = _LIMIT_S
+    route: SshRoute,
+    task: str,
+    run_dir: Path,
+    *,
+    wait: Callable[[float], object] = time.sleep,
+    limit_s: float = _LIMIT_S,
 ) -> dict[str, str]:
     """Run a task on every other host at the same time; return {host: why} for those where it failed.
 
@@ -89,7 +89,12 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
 
 
 def wait_for_hosts(
-    route: SshRoute | None, run_dir: Path, *, limit_s: float, wait: Callable[[float], bool], say: Callable[[str], None]
+    route: SshRoute | None,
+    run_dir: Path,
+    *,
+    limit_s: float,
+    wait: Callable[[float], object],
+    say: Callable[[str], None],
 ) -> str:
     """Wait until all hosts can be reached, and end processes of an earlier attempt there.
 

@@ -121,7 +121,7 @@ class Scrubber:
             text = re.sub(rf"(?<![\w-])(?:{any_of})(?![\w-])", stand_in, text, flags=re.IGNORECASE)
         text = _QUALIFIED.sub(lambda found: self._shown(found[0]), _AMAZON.sub("HOST", text))
         text = interface(_MAC.sub("MAC", secrets.text(text)))
-        return _UUID.sub("UUID", _ADDRESS.sub(_address, text))
+        return _UUID.sub("UUID", _ADDRESS.sub(lambda found: _address(found[0]) or found[0], text))
 
     def _strange_users(self, text: str) -> Iterator[str]:
         for pattern, group in ((_HOME, 2), (_TILDE, 1), (_AT, 1), *((place, "name") for place in _USER_PLACES)):
@@ -139,7 +139,7 @@ class Scrubber:
     def _shown(self, host: str) -> str:
         if host.lower() in _PUBLIC or host in self._kept:
             return host
-        return _address(re.match(".*", host.strip("[]"))) if _is_address(host.strip("[]")) else "HOST"  # type: ignore[arg-type]
+        return _address(host.strip("[]")) or "HOST"
 
 
 def interface(name: str) -> str:
@@ -175,20 +175,13 @@ def _strange_hosts(text: str) -> Iterator[str]:
 
 def _with_first_labels(hosts: Iterable[str]) -> set[str]:
     """Return the names, and those of them without their domain."""
-    return {part for host in hosts for part in (host, host if _is_address(host) else host.partition(".")[0])}
+    return {part for host in hosts for part in (host, host if _address(host) else host.partition(".")[0])}
 
 
-def _is_address(text: str) -> bool:
+def _address(text: str) -> str:
+    """Return what an address is shown as; "" where `text` is none."""
     try:
-        ipaddress.ip_address(text)
+        found = ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return True
-
-
-def _address(match: re.Match[str]) -> str:
-    try:
-        found = ipaddress.ip_address(match[0])
-    except ValueError:
-        return match[0]
-    return match[0] if found.is_loopback or found.is_unspecified else "ADDRESS"
+        return ""
+    return text if found.is_loopback or found.is_unspecified else "ADDRESS"

@@ -96,7 +96,7 @@ def values(said: str) -> str:
 # ---- hiding
 
 
-def _document(value: Any, known: re.Pattern[str] | None, *, hide: bool = False) -> Any:
+def _document(value: Any, known: re.Pattern[str], *, hide: bool = False) -> Any:
     if isinstance(value, dict):
         # {"name": "HF_TOKEN", "value": ...}, as manifests have variables
         is_pair = any(isinstance(value.get(each), str) and is_secret(value[each]) for each in ("name", "key"))
@@ -115,7 +115,7 @@ def _document(value: Any, known: re.Pattern[str] | None, *, hide: bool = False) 
     return _text(value, known) if isinstance(value, str) else value
 
 
-def _words(said: Sequence[str], known: re.Pattern[str] | None) -> list[str]:
+def _words(said: Sequence[str], known: re.Pattern[str]) -> list[str]:
     shown, hide = [], False
     for word in said:
         if hide and not _OPTION_WORD.fullmatch(word):
@@ -127,20 +127,20 @@ def _words(said: Sequence[str], known: re.Pattern[str] | None) -> list[str]:
     return shown
 
 
-def _word(word: str, known: re.Pattern[str] | None) -> str:
+def _word(word: str, known: re.Pattern[str]) -> str:
     name, equals, value = word.partition("=")
     if not equals or not _NAME_WORD.fullmatch(name):
         return _text(word, known)
     return f"{name}={_named(name, value, known, inner=_word)}"  # --override=logger.api_key=...
 
 
-def _named(name: str, value: str, known: re.Pattern[str] | None, *, inner: Any = None) -> str:
+def _named(name: str, value: str, known: re.Pattern[str], *, inner: Any = None) -> str:
     if is_secret(name):
         return HIDDEN if value else value
     return str((inner or _text)(value, known))
 
 
-def _text(said: str, known: re.Pattern[str] | None) -> str:
+def _text(said: str, known: re.Pattern[str]) -> str:
     if _QUOTED_QUOTE in said:
         with contextlib.suppress(ValueError):  # no shell's line
             return shlex.join(_words(shlex.split(said), known))
@@ -156,13 +156,12 @@ def _text(said: str, known: re.Pattern[str] | None) -> str:
     return "".join([*parts, _prose(said[at:], known)])
 
 
-def _prose(said: str, known: re.Pattern[str] | None) -> str:
+def _prose(said: str, known: re.Pattern[str]) -> str:
     return _hide_named(_hide_named(_values(said, known), _OPTION), _NAMED)
 
 
-def _values(said: str, known: re.Pattern[str] | None) -> str:
-    said = known.sub(HIDDEN, said) if known else said
-    said = _IN_URL.sub(rf"\1{HIDDEN}@", _TOKEN.sub(HIDDEN, said))
+def _values(said: str, known: re.Pattern[str]) -> str:
+    said = _IN_URL.sub(rf"\1{HIDDEN}@", _TOKEN.sub(HIDDEN, known.sub(HIDDEN, said)))
     return _BEARER.sub(rf"\1{HIDDEN}", _SIGNATURE.sub(rf"\1{HIDDEN}", said))
 
 
@@ -214,17 +213,17 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_no_twins)
 # ---- known values
 
 
-def _known(more: Iterator[str] | None = None) -> re.Pattern[str] | None:
+def _known(more: Iterator[str] | None = None) -> re.Pattern[str]:
     """Return what finds the values of secrets: of this process's environment and command line, and more."""
     found = {*_of_variables(os.environ), *_of_words(sys.argv), *(more or ())}
     return _pattern(frozenset(each for each in found if _is_distinct(each)))
 
 
 @functools.lru_cache(maxsize=64)
-def _pattern(found: frozenset[str]) -> re.Pattern[str] | None:
+def _pattern(found: frozenset[str]) -> re.Pattern[str]:
     forms = {form for each in found for form in (each, *_spellings(each))}
-    # The longest first: one may be the beginning of another.
-    return re.compile("|".join(map(re.escape, sorted(forms, key=lambda each: (-len(each), each))))) if forms else None
+    # The longest first: one may be the beginning of another. (?!) matches nowhere.
+    return re.compile("|".join(map(re.escape, sorted(forms, key=lambda each: (-len(each), each)))) or "(?!)")
 
 
 def _spellings(value: str) -> Iterator[str]:

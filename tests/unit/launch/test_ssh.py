@@ -86,7 +86,7 @@ def test_the_wait_has_an_end_and_none_is_made_where_it_does_not_help(
     route: SshRoute, tmp_path: Path, down: str, limit_s: float, expected: str
 ) -> None:
     Path("down").write_text(f"{down}\n")
-    problem = ssh.wait_for_hosts(route, tmp_path, limit_s=limit_s, wait=ssh._sleep, say=print)
+    problem = ssh.wait_for_hosts(route, tmp_path, limit_s=limit_s, wait=time.sleep, say=print)
     assert problem.startswith(expected)
 
 
@@ -97,7 +97,7 @@ def test_a_host_with_another_key_is_told_in_one_line(forget: str, tmp_path: Path
     )
     (tmp_path / "page").write_text(page)
     changed = SshRoute(("a",), ("sh", "-c", f"cat {tmp_path / 'page'} >&2; exit 255"))
-    problem = ssh.wait_for_hosts(changed, tmp_path, limit_s=1e9, wait=ssh._sleep, say=print)
+    problem = ssh.wait_for_hosts(changed, tmp_path, limit_s=1e9, wait=time.sleep, say=print)
     said = f"host a has a changed ssh host key. If the host was reinstalled, type: {forget or 'ssh-keygen -R a'}"
     assert problem.startswith(f"{said}. Try: ")
 
@@ -106,7 +106,7 @@ def test_a_host_without_this_python_is_named_at_once(
     route: SshRoute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/gone/python")
-    problem = ssh.wait_for_hosts(route, tmp_path, limit_s=1e9, wait=ssh._sleep, say=print)
+    problem = ssh.wait_for_hosts(route, tmp_path, limit_s=1e9, wait=time.sleep, say=print)
     assert "host a does not run /gone/python: " in problem
     assert "not found" in problem
 
@@ -118,5 +118,5 @@ def test_a_host_that_says_nothing_has_a_limit(tmp_path: Path) -> None:
 
 def test_without_ssh_there_is_a_word_for_it(tmp_path: Path) -> None:
     nothing = SshRoute(("a",), (str(tmp_path / "ssh"),))
-    problem = ssh.wait_for_hosts(nothing, tmp_path, limit_s=1e9, wait=ssh._sleep, say=print)
+    problem = ssh.wait_for_hosts(nothing, tmp_path, limit_s=1e9, wait=time.sleep, say=print)
     assert "does not start" in problem
