@@ -75,8 +75,8 @@ class Settings:
         # After --, options alone: more arguments for the file's script.
         more = bool(self.program) and self.program[0].startswith("-")
         return Settings(
-            *(getattr(self, name) or getattr(other, name) for name in ("ranks", "max_restarts", "grace")),
-            launcher,
+            **{name: getattr(self, name) or getattr(other, name) for name in ("ranks", "max_restarts", "grace")},
+            launcher=launcher,
             options=[word for name, words in theirs if _meaning(name, words) not in given for word in words]
             + self.options,
             environment={**other.environment, **self.environment},

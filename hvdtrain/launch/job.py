@@ -117,7 +117,7 @@ class Job:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._copies = []
+        self._copies: list[threading.Thread] = []
         for name, source, number in (("stdout", self._process.stdout, 1), ("stderr", self._process.stderr, 2)):
             self._copies.append(threading.Thread(target=self._copy, args=(name, source, number), daemon=True))
             self._copies[-1].start()

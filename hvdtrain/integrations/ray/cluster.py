@@ -51,10 +51,9 @@ class Worker:
     facts_ref: Any  # Ray's reference to its facts
     facts: dict[str, Any] = field(default_factory=dict)  # where it is; {} until it has started
 
-    def who(self, rank: int | None) -> str:
+    def who(self, rank: int) -> str:
         """Return what it is called in messages."""
-        name = "a rank that had not started yet" if rank is None else f"rank {rank}"
-        return f"{name} on host {self.facts['host']} (pid {self.facts['pid']})" if self.facts else name
+        return f"rank {rank} on host {self.facts['host']} (pid {self.facts['pid']})"
 
 
 class RayCluster:

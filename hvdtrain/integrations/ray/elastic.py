@@ -10,8 +10,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError, RankFailedError
@@ -24,18 +23,12 @@ from hvdtrain.launch.exit_cause import Cause
 
 log = logging.getLogger("hvdtrain")
 
+# How far the job may shrink and grow, and how often it may reset, with a new set of ranks: options of Horovod's driver.
+Limits = Mapping[str, Any]
+
 _TOO_FEW_S = 600  # how long the others wait for enough ranks: Horovod's default
 _ENDING_S = 10.0
 _MOST_STILLBORN = 5  # processes in a row that could not be started
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How far the job may shrink and grow, and how often it may reset, with a new set of ranks."""
-
-    least: int
-    most: int
-    resets: int | None
 
 
 class Pool:
@@ -103,9 +96,8 @@ class ElasticJob:
         self._key = proof.new_key()
         self._server = rendezvous.make_server(bytes.fromhex(self._key))
         self._driver = importlib.import_module("horovod.runner.elastic.driver").ElasticDriver(
-            rendezvous=self._server, discovery=pool, timeout=_TOO_FEW_S,
-            min_num_proc=limits.least, max_num_proc=limits.most, reset_limit=limits.resets,
-        )  # fmt: skip
+            rendezvous=self._server, discovery=pool, timeout=_TOO_FEW_S, **limits
+        )
 
     def run(self) -> RayOutcome:
         """Run to the end; a RankFailedError if the job was reset too often."""
@@ -176,7 +168,7 @@ class ElasticJob:
 
 def run(cluster: RayCluster, request: Request, limits: Limits) -> RayOutcome:
     """Run the job to its end."""
-    pool = Pool(cluster, request, most=limits.most)
+    pool = Pool(cluster, request, most=limits["max_num_proc"])
     until = time.monotonic() + request.start_timeout_s
     while len(pool.find_available_hosts_and_slots()) < request.ranks:
         if pool.problem is not None:

@@ -98,7 +98,7 @@ def _check(
         raise ValueError(f"1 <= min_np <= np <= max_np must hold. Received: min_np={least}, np={np}, max_np={most}")
     if reset_limit is not None and reset_limit < 0:
         raise ValueError(f"reset_limit must be 0 or more, or None. Received: reset_limit={reset_limit}")
-    return elastic.Limits(least, most, reset_limit)
+    return {"min_num_proc": least, "max_num_proc": most, "reset_limit": reset_limit}
 
 
 def _environment(name: str, cpus: float, given: Mapping[str, str]) -> dict[str, str]:

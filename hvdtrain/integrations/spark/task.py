@@ -101,8 +101,7 @@ def _run_rank(plan: TaskPlan, partition: int, connection: Connection) -> RankEnd
 
 def rank_order(hosts: Sequence[str]) -> list[int]:
     """Return the partitions in the order of ranks: host by host, as Horovod numbers them."""
-    first = {host: hosts.index(host) for host in hosts}
-    return sorted(range(len(hosts)), key=lambda partition: (first[hosts[partition]], partition))
+    return sorted(range(len(hosts)), key=lambda partition: (hosts.index(hosts[partition]), partition))
 
 
 @contextmanager

@@ -124,8 +124,10 @@ class Scrubber:
         return _UUID.sub("UUID", _ADDRESS.sub(lambda found: _address(found[0]) or found[0], text))
 
     def _strange_users(self, text: str) -> Iterator[str]:
-        for pattern, group in ((_HOME, 2), (_TILDE, 1), (_AT, 1), *((place, "name") for place in _USER_PLACES)):
+        for pattern, group in ((_HOME, 2), (_TILDE, 1), (_AT, 1)):
             yield from (found[group] for found in pattern.finditer(text))
+        for pattern in _USER_PLACES:
+            yield from (found["name"] for found in pattern.finditer(text))
 
     def _is_name(self, word: str) -> bool:
         """Return whether a word that stands where a name does is one."""
