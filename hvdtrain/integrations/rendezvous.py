@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +26,7 @@ def environment(name: str, given: Mapping[str, str], *, passed: tuple[str, ...])
     """
     ours = tuning.without_ours(start_ranks.rank_environment({}, without=_NOT_PASSED))
     found = {variable: value for variable, value in ours.items() if variable.startswith(passed)}
-    run = job_environment.as_new_run(found, name, secrets.token_hex(2))
+    run = job_environment.as_new_run(found, name)
     return {**run, **{variable: str(value) for variable, value in given.items()}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import secrets
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +18,12 @@ from hvdtrain.system import open_mpi, start_ranks
 from hvdtrain.system.settings import RUN_ID, RUN_NAME
 
 
-def as_new_run(environment: Mapping[str, str], name: str, token: str) -> dict[str, str]:
-    """Return the environment of ranks of a run that begins now: with its id, and a name unless the user chose one.
+def as_new_run(environment: Mapping[str, str], name: str) -> dict[str, str]:
+    """Return the environment of ranks of a run of `name` that begins now: with its id and, unless chosen, its own name.
 
-    Restarts of a job have both too, so they are one run: they share a run folder, and an id in loggers. `name` is that
-    of what is run; `token` makes it unique within a second.
+    Restarts of a job have both too, so they are one run: they share a run folder, and an id in loggers.
     """
-    named = {RUN_NAME: f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{token}"}
+    named = {RUN_NAME: f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"}
     return {**named, **environment, RUN_ID: uuid.uuid4().hex}
 
 
@@ -47,9 +47,9 @@ def check_host(spec: LaunchSpec) -> None:
 
 
 def environment(run_dir: Path, spec: LaunchSpec, *, name: str) -> dict[str, str]:
-    """Return the environment of a launcher and its ranks; `name` is the script's, for the run's folder."""
-    found = as_new_run(start_ranks.rank_environment({}), name, run_dir.name[-4:])
-    # When a rank has failed, the others cannot continue: kill them at once.
+    """Return the environment of a launcher and its ranks; `name` is that of what is run, for the run's folder."""
+    found = as_new_run(start_ranks.rank_environment({}), name)
+    # A rank that failed has failed the others too: none of them has anything to wait for.
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if spec.is_mpirun:  # as horovodrun does it: containers run as root, and `init` shares cores out
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -10,7 +10,6 @@ import importlib
 import ipaddress
 import re
 import socket
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +20,6 @@ _NEVER = ("127.0.0.1/8", "sppp")  # what Open MPI leaves out by itself
 _INTERFACES = Path("/sys/class/net")
 _ROUTES = Path("/proc/net/route")
 _TOLD = ("--parsable", "--level", "9", "--param", "btl", "tcp")
-_LIMIT_S = 10
 
 
 def settings(given: Iterable[str]) -> dict[str, str]:
@@ -71,12 +69,5 @@ def _default_routes() -> set[str]:
 
 def _is_chosen_in_files() -> bool:
     """Return whether one of Open MPI's parameter files chooses interfaces: beside it, ours would be an error."""
-    program = open_mpi.program("ompi_info")
-    if program is None:
-        return False
-    try:
-        said = subprocess.run([program, *_TOLD], capture_output=True, text=True, timeout=_LIMIT_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    sources = re.findall(r"btl_tcp_if_(?:include|exclude):source:(.*)", said)
+    sources = re.findall(r"btl_tcp_if_(?:include|exclude):source:(.*)", open_mpi.said_by("ompi_info", *_TOLD))
     return any(not source.startswith("default") for source in sources)

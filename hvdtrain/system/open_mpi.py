@@ -89,17 +89,18 @@ def for_both(variables: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def spaces_marks() -> bool:
     """Return whether mpirun puts a space behind the mark of a rank's line, as 5 does: a line may begin with its own."""
-    version = version_in(_said(["mpirun", "--version"]))
+    version = version_in(said_by("mpirun", "--version"))
     return bool(version) and major(version) >= 5
 
 
 @functools.cache
 def mixes_lines() -> bool:
     """Return whether mpirun needs `MARK_PIECES` beside its marks, or one rank's line becomes part of another's."""
-    return re.search(MIXES_LINES, _said(["/bin/sh", "-c", ASK_VERSIONS]), re.DOTALL) is not None
+    return re.search(MIXES_LINES, said_by("/bin/sh", "-c", ASK_VERSIONS), re.DOTALL) is not None
 
 
-def _said(command: list[str]) -> str:
+def said_by(*command: str) -> str:
+    """Return the standard output of one of Open MPI's programs; "" where there is none, or it takes too long."""
     environment = {**os.environ, "PATH": search_path()}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
