@@ -32,20 +32,18 @@ _REFUSED = "refused a request from "  # how Horovod's servers report a stranger
 def until_ended(follow: Callable[[], None], interrupt: Callable[[], None]) -> None:
     """Call `follow`, which may be called again, until it returns; call `interrupt` at each KeyboardInterrupt.
 
-    Raises:
-        KeyboardInterrupt: there was one; now the job has ended.
+    The first of these is raised at the end, when the job has ended.
     """
     first: KeyboardInterrupt | None = None
-    pending = False
+    step = follow
     while True:
         try:
-            if pending:
-                pending = False
-                interrupt()
-            follow()
-            break
+            step()
+            if step is follow:
+                break
+            step = follow
         except KeyboardInterrupt as again:
-            first, pending = first or again, True
+            first, step = first or again, interrupt
     if first is not None:
         raise first.with_traceback(None)  # without the frames of this file
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from hvdtrain.launch.other_hosts import SshRoute
 from hvdtrain.system import process_tree
 
+# Waits for a number of seconds, or until a child ends; returns whether to give up.
+Wait = Callable[[float], object]
+
 _LIMIT_S = 15.0  # ssh's own limit is only for the connection
 _BETWEEN_S = 2.0
 _SSH_FAILED = 255
@@ -27,17 +30,11 @@ _PERMANENT = (
 
 
 def on_every_host(
-    route: SshRoute,
-    task: str,
-    run_dir: Path,
-    *,
-    wait: Callable[[float], object] = time.sleep,
-    limit_s: float = _LIMIT_S,
+    route: SshRoute, task: str, run_dir: Path, *, wait: Wait = time.sleep, limit_s: float = _LIMIT_S
 ) -> dict[str, str]:
     """Run a task on every other host at the same time; return {host: why} for those where it failed.
 
-    `task` is "end" or "stop", see `hvdtrain.system.process_tree`. `wait` waits for a number of seconds, or until a
-    child ends, and returns whether to give up.
+    `task` is "end" or "stop", see `hvdtrain.system.process_tree`.
     """
     probes: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -89,17 +86,11 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
 
 
 def wait_for_hosts(
-    route: SshRoute | None,
-    run_dir: Path,
-    *,
-    limit_s: float,
-    wait: Callable[[float], object],
-    say: Callable[[str], None],
+    route: SshRoute | None, run_dir: Path, *, limit_s: float, wait: Wait, say: Callable[[str], None]
 ) -> str:
     """Wait until all hosts can be reached, and end processes of an earlier attempt there.
 
-    Return why one cannot be reached in the end, else "". `wait` is that of `on_every_host`; `say` prints why nothing
-    happens.
+    Return why one cannot be reached in the end, else "". `say` prints why nothing happens.
     """
     began = time.monotonic()
     reported: dict[str, str] = {}

@@ -26,22 +26,15 @@ def compiler_command() -> str | None:
 
 
 def lacks_standard(compiler: str, standard: int) -> str:
-    """Compile a few lines by a C++ standard; return the compiler's first error, "" where it knows the standard.
-
-    Raises:
-        OSError: it does not run.
-    """
+    """Compile a few lines by a C++ standard; return the compiler's first error, "" where it knows the standard."""
     command = [*compiler.split(), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"]
-    # In the words that the frameworks' headers ask with.
-    text = (
-        f"#include <string>\n#if __cplusplus < {_STANDARD_DATES.get(standard, 0)}L\n#error no C++{standard}\n#endif\n"
-    )
+    date = _STANDARD_DATES.get(standard, 0)
+    text = f"#include <string>\n#if __cplusplus < {date}L\n#error no C++{standard}\n#endif\n"  # as headers ask
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return ""
-    return next(
-        (line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}"
-    ).strip()
+    errors = [line.strip() for line in done.stderr.splitlines() if "error" in line]
+    return [*errors, f"exit status {done.returncode}"][0]
 
 
 def missing_python_header() -> str:
