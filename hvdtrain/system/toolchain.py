@@ -15,7 +15,6 @@ from pathlib import Path
 # The oldest NVIDIA driver for programs built for CUDA 13, as torch and JAX are.
 OLDEST_DRIVER = 580
 
-
 # What __cplusplus is at least in a compiler that knows a standard.
 _STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}
 

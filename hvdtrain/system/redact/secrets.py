@@ -116,15 +116,16 @@ def _document(value: Any, known: re.Pattern[str], *, hide: bool = False) -> Any:
 
 
 def _words(said: Sequence[str], known: re.Pattern[str]) -> list[str]:
-    shown, hide = [], False
+    return [HIDDEN if is_hidden else _word(word, known) for word, is_hidden in _marked(said)]
+
+
+def _marked(said: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield each word of a command line, and whether it is the value of an option such as --token."""
+    is_value = False
     for word in said:
-        if hide and not _OPTION_WORD.fullmatch(word):
-            shown.append(HIDDEN)
-            hide = False
-            continue
-        hide = word.startswith("-") and "=" not in word and is_secret(word)
-        shown.append(_word(word, known))
-    return shown
+        is_value = is_value and not _OPTION_WORD.fullmatch(word)
+        yield word, is_value
+        is_value = not is_value and word.startswith("-") and "=" not in word and is_secret(word)
 
 
 def _word(word: str, known: re.Pattern[str]) -> str:
@@ -255,9 +256,8 @@ def _of_variables(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _of_words(said: Sequence[str]) -> Iterator[str]:
-    is_value = False
-    for word in said:
-        if is_value and not _OPTION_WORD.fullmatch(word):
+    for word, is_value in _marked(said):
+        if is_value:
             yield word
         name, equals, value = word.partition("=")
         while equals and _NAME_WORD.fullmatch(name):  # --override=logger.api_key=...
@@ -267,7 +267,6 @@ def _of_words(said: Sequence[str]) -> Iterator[str]:
             name, equals, value = value.partition("=")
         for _, _, parsed in _json_in(word):
             yield from _of_document(parsed)
-        is_value = word.startswith("-") and "=" not in word and is_secret(word)
 
 
 def _of_document(value: Any, *, hide: bool = False) -> Iterator[str]:
