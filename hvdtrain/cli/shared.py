@@ -64,7 +64,7 @@ def one_of(*names: str) -> dict[str, Any]:
     def parse(text: str) -> str:
         if text not in names:
             choices = f"{', '.join(names[:-1])} or {names[-1]}"
-            raise ValueError(f"must be {choices}. Received: {text}{did_you_mean(text, names, '').rstrip('. ')}")
+            raise ValueError(f"must be {choices}. Received: {text}{did_you_mean(text, names)}")
         return text
 
     return quantity(parse, "|".join(names), names)

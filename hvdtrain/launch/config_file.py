@@ -29,7 +29,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch import arguments
 from hvdtrain.launch.arguments import HOROVODRUN, HOROVODRUN_OPTIONS, MPIRUN
 from hvdtrain.system import private_files, redact
-from hvdtrain.system.suggestions import did_you_mean, nearest
+from hvdtrain.system.suggestions import did_you_mean
 
 _FILE = "run.yaml"
 _SCALARS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "timestamp"))
@@ -212,8 +212,7 @@ def _value(node: yaml.Node, form: type, must_be: str, check: Callable[[str], boo
         raise ValueError(f"must be {must_be}. Received: {_shown(node)}")
     text = _text(node, must_be)
     if check is not None and not check(text):
-        near = nearest(text, (HOROVODRUN, MPIRUN))
-        raise ValueError(f"must be {must_be}. Received: {text}{f'. Did you mean {near}?' if near else ''}")
+        raise ValueError(f"must be {must_be}. Received: {text}{did_you_mean(text, (HOROVODRUN, MPIRUN))}")
     return text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import socket
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.launch.exchange import Message
-from hvdtrain.system import network
+from hvdtrain.system import network, process_tree
 
 
 class Rank:
@@ -24,15 +23,13 @@ class Rank:
         return self._name
 
     def facts(self) -> dict[str, Any]:
-        """Return where this process is: pid, host, node, address, the interface that has it, and its GPUs."""
+        """Return where this process is: pid, host, node, the interface that has the node's address, and its GPUs."""
         ray = importlib.import_module("ray")
-        address = ray.util.get_node_ip_address()
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "node": ray.get_runtime_context().get_node_id(),
-            "address": address,
-            "interface": network.interface(address),
+            "interface": network.interface(ray.util.get_node_ip_address()),
             "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
         }
 
@@ -52,5 +49,4 @@ class Rank:
 def signal_processes(pids: Sequence[int], number: int) -> None:
     """Send a signal to processes of this node."""
     for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
+        process_tree.send(pid, number)
