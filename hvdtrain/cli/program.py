@@ -120,7 +120,7 @@ def build(
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Compiler processes at once; default: one a core.", **whole_number(1))
+        int | None, typer.Option(help="Compiler processes at once; default: one per core.", **whole_number(1))
     ] = None,
     install: Annotated[bool, typer.Option(help="Install the wheel into this environment and prove it.")] = True,
     debug: Debug = False,

@@ -39,8 +39,8 @@ class Cause:
 
     who: str  # "rank 1 on host h", or the launcher's name
     code: int  # exit status, or 128 + signal
-    rank: int | None = None  # None where it was not a rank
-    how: str = ""  # it ended, in words, where its status says little
+    rank: int | None = None  # None if it was not a rank
+    how: str = ""  # how it ended, in words; "" if the status says it
 
     @property
     def killed(self) -> bool:

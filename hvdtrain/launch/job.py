@@ -29,14 +29,14 @@ _HALF_LINE_S = 1.0
 
 @dataclass(frozen=True)
 class Launch:
-    """What is run, and how."""
+    """A command to run, and how to run it."""
 
-    spec: LaunchSpec
+    spec: LaunchSpec  # the parsed launch command
     line: Sequence[str]  # the launcher's command line
     environment: Mapping[str, str]  # of the launcher and its ranks
     max_restarts: int = 0
-    grace_s: float = 0.0  # from a request to stop to the end of patience
-    ssh: SshRoute | None = None  # the route to other hosts, if it is by ssh
+    grace_s: float = 0.0  # time for an orderly stop
+    ssh: SshRoute | None = None  # the route to other hosts, if it is ssh
     by_rank: Sequence[str] = ()  # the host of each rank, "" where it is not known; empty for this one
 
 
@@ -73,7 +73,7 @@ class Guard:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if found is None or found.si_pid == self._process.pid:  # which is its Popen's to wait for
+            if found is None or found.si_pid == self._process.pid:  # its Popen waits for the guard
                 return
             os.waitpid(found.si_pid, os.WNOHANG)
 
@@ -145,7 +145,7 @@ class Job:
             process_tree.send(self._process.pid, signal.SIGINT)  # not blocked: it ends its ranks elsewhere
 
     def end(self) -> bool:
-        """Kill what is left of it; return whether nothing is."""
+        """Kill the remaining processes; return whether all have ended."""
         gone = self._guard.end()
         self._process.kill()
         self._process.wait()
@@ -166,7 +166,7 @@ class Job:
             while is_read and view:
                 try:
                     view = view[os.write(number, view) :]
-                except OSError:  # nobody reads any more: the job continues
+                except OSError:  # no reader is left: the job continues
                     is_read = False
 
         with source:

@@ -47,9 +47,9 @@ def check_host(spec: LaunchSpec) -> None:
 
 
 def environment(run_dir: Path, spec: LaunchSpec, *, name: str) -> dict[str, str]:
-    """Return the environment of a launcher and its ranks; `name` is that of what is run, for the run's folder."""
+    """Return the environment of a launcher and its ranks; `name` is the script's, for the run's folder."""
     found = as_new_run(start_ranks.rank_environment({}), name)
-    # A rank that failed has failed the others too: none of them has anything to wait for.
+    # When a rank has failed, the others cannot continue: kill them at once.
     found.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "0")
     if spec.is_mpirun:  # as horovodrun does it: containers run as root, and `init` shares cores out
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -39,7 +39,7 @@ class Outcome:
         return [_value(rank, self.answers.pop(rank)) for rank in range(self.size)]
 
     def problem(self, *, root_only: bool = False) -> Exception | None:
-        """Return a rank's own exception, or an error for ranks without a result; None where all have returned."""
+        """Return the exception to raise, a rank's own or a RankFailedError; None if every rank has returned."""
         failed, cause = self.of_kind("error"), self.cause
         own = {rank: answer for rank, answer in failed.items() if not answer.facts["others"]}
         # If a rank was killed or has left, the errors of other ranks are a consequence, not the cause.

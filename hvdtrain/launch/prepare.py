@@ -18,7 +18,7 @@ from hvdtrain.system import network, open_mpi, start_ranks
 
 
 def prepare(settings: Settings) -> tuple[Launch, Path]:
-    """Return what to run, and its folder; a UsageError where what was asked for cannot be done."""
+    """Return what to run, and its folder; a UsageError if the settings cannot be satisfied."""
     if settings.launcher not in (arguments.HOROVODRUN, arguments.MPIRUN):
         raise UsageError(f"--launcher must be horovodrun or mpirun. Received: --launcher {settings.launcher}")
     if settings.ranks is None:
@@ -50,7 +50,7 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
         flags += other_hosts.exports(spec, environment) if not network.is_here(named) else []
     else:
         launcher = start_ranks.horovodrun(Path(sys.executable))
-        # mpirun asks Slurm itself, and takes a host without a number.
+        # mpirun reads Slurm's hosts itself, and accepts a host without a number.
         listed = (spec.option("-H", "--hosts") or "").split(",")
         flags += ["-H", slurm.listed(spec.hosts)] if given or any(":" not in host for host in listed if host) else []
         flags += loopback.elastic_flags(options) if elastic else []

@@ -66,7 +66,7 @@ class Signals:
         os.close(self._write)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a signal, or so long; return whether a stop was requested."""
+        """Wait for a signal, for at most `seconds`; return whether a stop was requested."""
         if select.select([self._read], [], [], max(0.0, seconds))[0]:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self._read, 512):
@@ -105,7 +105,7 @@ def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple
 def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
     attempts: list[restarts.Attempt] = []
     while True:
-        # A host that has just died may restart, which takes minutes: as long as a rank may wait for others.
+        # A host that has just died may reboot, which takes minutes: wait as long as a rank may wait for others.
         limit_s = min(watchdog.limit_s(), _AWAY_S) if attempts else _STARTING_S
         unreachable = ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=signals.wait, say=say)
         if signals.requests:
@@ -129,7 +129,7 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
         attempts.append(restarts.Attempt(cause, seconds, step, error))
         decision = restarts.judge(attempts, max_restarts=launch.max_restarts)
         if cause.code == EXIT_STOPPED or signals.requests or decision.pause_s is None:
-            if launch.ssh is not None:  # a launcher that was killed leaves ranks on other hosts
+            if launch.ssh is not None:  # a killed launcher leaves ranks running on other hosts
                 ssh.on_every_host(launch.ssh, "end", run_dir)
             _say_how_it_ended(attempts, decision, signals.requests)
             return 128 + signals.requests[0] if signals.requests and cause.code != EXIT_STOPPED else cause.code
@@ -151,9 +151,9 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
 
 
 def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[Cause, float]:
-    """Wait until the launcher has ended, or the job cannot end by itself; return what ended it, after how long."""
+    """Wait until the launcher has ended, or until the job must be ended; return what ended it, after how long."""
     requested_at = terminated_at = failed_at = aborted_at = 0.0  # 0: not yet
-    ranks_at = 0.0  # when there were ranks last, after a request to stop
+    ranks_at = 0.0  # after a request to stop: the last time at which there were ranks
     while (status := job.status()) is None:
         now = time.monotonic()
         guard.ensure()
@@ -164,7 +164,7 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[C
         if signals.requests and not requested_at:
             requested_at = ranks_at = now
             say(f"{signals.requests[0].name}: asking the ranks to stop; they get {_time(launch.grace_s)}")
-            if launch.ssh is not None and not launch.spec.is_mpirun:  # which passes it on itself
+            if launch.ssh is not None and not launch.spec.is_mpirun:  # mpirun forwards it itself
                 ssh.on_every_host(
                     launch.ssh, "stop", job.run_dir, wait=lambda s: signals.wait(s) and signals.is_urgent()
                 )
@@ -188,7 +188,7 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[C
                 break
         signals.wait(0.1 if requested_at or failed_at else _POLL_S)
     seconds = time.monotonic() - job.began
-    job.end()  # what it printed is whole only now
+    job.end()  # only now is all of its output here
     return _cause(job, status, launch.spec.launcher), seconds
 
 
@@ -217,7 +217,7 @@ def _say_how_it_ended(
     if (error := first.error) is not None:
         say(f"the first error, of rank {error.rank} on host {error.host}:\n{error.text}")
     if requests:
-        say(f"stopped by {requests[0].name}, but not in order: {last.cause}; the last checkpoint is what is left")
+        say(f"stopped by {requests[0].name}, but not in order: {last.cause}; the last checkpoint remains")
         return
     tried = f"{len(attempts)} attempt{'s' * (len(attempts) > 1)}"
     which = "" if first is last else f"; the first of them: {first.cause}"

@@ -109,10 +109,10 @@ class ElasticJob:
                 self._cluster.follow(self._ended, self._pool.present)
             finally:
                 self._end()
-            told = self._driver.get_results().error_message
-        if told is not None:
+            message = self._driver.get_results().error_message
+        if message is not None:
             last = f"; the last death: {self._deaths[-1]}" if self._deaths else ""
-            raise RankFailedError(f"{told}{last}")
+            raise RankFailedError(f"{message}{last}")
         slots = {name: slots[0].rank for name, slots in self._driver.host_assignments.items() if slots}
         outcome = RayOutcome(len(slots), seconds=time.monotonic() - began)
         for name in filter(self._answers.__contains__, slots):

@@ -105,7 +105,7 @@ def running() -> str:
 
 @contextlib.contextmanager
 def _naming(address: str) -> Iterator[None]:
-    """Give Ray the address in a file that nobody else can change: given as an argument, Ray would send no token."""
+    """Give Ray the address in a file that no other user can change: given as an argument, Ray would send no token."""
     before = os.environ.get("RAY_TMPDIR")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         path = Path(folder, "ray", "ray_current_cluster")

@@ -43,7 +43,7 @@ class SparkJob:
         self.end, self._write_end = os.pipe()
 
     def start(self, plan: TaskPlan) -> None:
-        """Start it, in a thread of its own."""
+        """Start it, in a separate thread."""
         thread = importlib.import_module("pyspark").InheritableThread
         self._thread = thread(target=self._run, args=(plan,), daemon=True, name=self._group)
         self._thread.start()
