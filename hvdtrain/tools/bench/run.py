@@ -18,7 +18,7 @@ from rich.console import Console
 
 from hvdtrain.distributed.tuning import usable_cores
 from hvdtrain.launch import job_environment
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.system import scratch
 from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import RankReport

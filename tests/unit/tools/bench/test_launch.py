@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.tools.bench import launch
 from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome, parse_hosts, run_ranks, split_by_rank
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hvdtrain.cli import program
-from hvdtrain.launch.spec import LaunchSpec
+from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.telemetry.step_times import MARK, RankReport, Spread, StepSummary
 from hvdtrain.tools.bench import report, run, steps, worker
 from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome
