@@ -36,7 +36,7 @@ LEARNING_RATE = unit("training/test_learning_rate.py")
 FILES = unit("checkpoint")
 TORCH = ranks("torch", "uneven or bf16 or join or options or predivide or shape or resume")
 TRAINER = ranks("trainer-torch", "weights_of_one_process or metrics or disagree or skip or stopped or statistics")
-KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or mid_training or groups")
+KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or groups")
 
 DEFECTS = (
     # How samples are shared out
@@ -290,7 +290,7 @@ DEFECTS = (
         "hvdtrain/keras/wrapping.py",
         "_track(twin, list(optimizer._variables))",
         "_track(twin, [])",
-        KERAS,
+        ranks("keras-torch", "mid_training"),
     ),
     Defect(
         "Keras: predivision is not undone",

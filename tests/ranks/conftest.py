@@ -2,7 +2,7 @@
 
 Every test says at which world sizes it holds: `@pytest.mark.world_size(2)` or `world_size(2, 3)`. At other sizes it
 is deselected. A test without the mark is an error, because it would run nowhere and look green. The other marks say
-where it runs beside its first place: PyTorch for the Trainer's tests, the TensorFlow backend for Keras's.
+where it runs beside its first place: PyTorch for the Trainer's tests, the torch backend for Keras's.
 
 Start them with `python tests/ranks/run.py`. Horovod is started by the conftest of each framework's folder, not here.
 """
@@ -37,6 +37,7 @@ MARKS = {
     "every_backend": "runs on each of Keras's backends, at 2 ranks, without --all too",
     "on_keras": "of the Trainer: runs on PyTorch and on Keras's torch backend, without --all too",
     "three_ranks": "of Keras: runs at 3 ranks too, on the torch backend: uneven shares, sets of ranks",
+    "in_graphs": "of Keras: runs on TensorFlow, whose graphs it is about, without --all too, and not on torch",
     "over_gloo": "of PyTorch: runs over Gloo too: collectives, join, errors",
 }
 

@@ -111,6 +111,9 @@ def main(arguments: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     plugin = RankEvents(directory, rank)
     plugin.emit("begin", pid=os.getpid())
+    # JAX compiles a step for a second, and the groups here compile the same ones; ranks do not share files.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(directory.parent / f"jax-{rank}"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     # A place of its own for temporary files: in a common one, ranks stumble over each other as they clean up.
     own = ["--import-mode=importlib", "-p", "no:cacheprovider", f"--basetemp={directory / f'tmp-{rank}'}"]
     status = pytest.main([*own, *arguments], plugins=[plugin])

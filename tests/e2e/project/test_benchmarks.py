@@ -133,6 +133,7 @@ def test_an_interrupted_run_leaves_no_process_behind_stopped_ones_included(tmp_p
         runner.kill()
 
 
+@pytest.mark.long  # tests/unit/benchmarks takes a step of each of its models
 def test_the_gpu_set_runs_in_small_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_GPU_TRIAL", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

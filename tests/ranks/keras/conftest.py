@@ -26,6 +26,8 @@ class Kit:
     """What the tests here share."""
 
     backend = keras.backend.backend()
+    # For what one process trains, to compare with: TensorFlow's tracing takes most of a test's time.
+    untraced = {"run_eagerly": True} if backend == "tensorflow" else {}
 
     def data(self, batches: int = 2, seed: int = 0) -> tuple[Any, Any]:
         """Return inputs and targets, equal on all ranks; shapes (batches * BATCH, 5) and (batches * BATCH, 3)."""
@@ -54,7 +56,7 @@ class Kit:
     def alone(self, model: Any, optimizer: Any, epochs: int = 3, **options: Any) -> Any:
         """Train as one process on whole batches; return the model."""
         x, y = self.data()
-        model.compile(optimizer=optimizer, **{"loss": "mse", **options})
+        model.compile(optimizer=optimizer, **{"loss": "mse", **self.untraced, **options})
         model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
         return model
 

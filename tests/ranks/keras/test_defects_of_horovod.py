@@ -10,6 +10,7 @@ import hvdtrain.keras as hvd
 
 pytestmark = [
     pytest.mark.world_size(2),
+    pytest.mark.in_graphs,
     pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="horovod.keras needs the TensorFlow backend"),
 ]
 

@@ -96,7 +96,10 @@ def test_sums_on_request(kit):
     kit.assert_close(together, alone)
 
 
-@pytest.mark.parametrize("average", [False, pytest.param(True, marks=pytest.mark.every_backend)])
+@pytest.mark.parametrize(
+    "average",
+    [pytest.param(False, marks=pytest.mark.in_graphs), pytest.param(True, marks=pytest.mark.every_backend)],
+)
 def test_backward_passes_are_summed_or_averaged(kit, average):
     alone = kit.alone(kit.model(), keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
     optimizer = hvd.DistributedOptimizer(
@@ -109,6 +112,7 @@ def test_backward_passes_are_summed_or_averaged(kit, average):
     kit.assert_same_everywhere(together)
 
 
+@pytest.mark.in_graphs
 def test_backward_passes_multiply_with_keras_accumulation(kit):
     alone = kit.alone(kit.model(), keras.optimizers.SGD(0.1, gradient_accumulation_steps=6))
     optimizer = hvd.DistributedOptimizer(
@@ -140,6 +144,7 @@ def test_groups_of_variables_change_nothing(kit):
     kit.assert_close(kit.together(model, hvd.DistributedOptimizer(OPTIMIZERS["sgd"](), groups=groups)), alone)
 
 
+@pytest.mark.in_graphs
 def test_eager_steps_equal_compiled_ones(kit):
     alone = _one_process(kit, "accumulation")
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS["accumulation"]())
@@ -162,7 +167,7 @@ def test_several_steps_an_execution_equal_single_steps(kit):
     kit.assert_close(together, alone)
 
 
-@pytest.mark.parametrize("as_dense", [pytest.param(False, marks=pytest.mark.every_backend), True])
+@pytest.mark.parametrize("as_dense", [pytest.param(each, marks=pytest.mark.every_backend) for each in (False, True)])
 def test_embedding_gradients_equal_one_process(kit, as_dense):
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 11, size=(48, 4))
@@ -200,6 +205,7 @@ def test_local_layers_keep_their_own_gradients(kit):
     assert len(set(own)) == hvd.size()
 
 
+@pytest.mark.every_backend
 def test_two_optimizers_do_not_meet(kit):
     alone = [_one_process(kit, "sgd"), kit.alone(kit.model(5), OPTIMIZERS["sgd"]())]
     together = [kit.together(kit.model(s), hvd.DistributedOptimizer(OPTIMIZERS["sgd"]())) for s in (1, 5)]

@@ -10,7 +10,7 @@ import pytest
 
 import hvdtrain.keras as hvd
 
-pytestmark = pytest.mark.world_size(2)
+pytestmark = [pytest.mark.world_size(2), pytest.mark.in_graphs]
 
 
 class OwnRule(keras.optimizers.SGD):

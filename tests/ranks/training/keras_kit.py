@@ -53,7 +53,8 @@ def trained(net):
 
 def optimizer_steps(net, groups, *, clip_norm=None):
     """Train in one process: each group is a list of (x, y) whose samples all weigh the same in one step."""
-    net.compile(optimizer=optimizer(clip_norm), loss=loss(), jit_compile=False)
+    eagerly = keras.backend.backend() == "tensorflow"  # whose tracing takes most of a test's time
+    net.compile(optimizer=optimizer(clip_norm), loss=loss(), jit_compile=False, run_eagerly=eagerly)
     for group in groups:
         net.train_on_batch(np.concatenate([x for x, _ in group]), np.concatenate([y for _, y in group]))
 
