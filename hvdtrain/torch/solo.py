@@ -1,11 +1,7 @@
-"""horovod.torch's primitives for one process, so that a script runs where Horovod is not installed.
-
-Same names and results as horovod.torch at size 1; a handle is a number whose result is there at once.
-"""
+"""horovod.torch's primitives for one process, with its results at size 1; a handle is a function that returns one."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +24,6 @@ class HorovodInternalError(RuntimeError):
 
 # None: neither init nor shutdown was called; then hvdtrain.init() counts.
 _initialized: bool | None = None
-_results: dict[int, Any] = {}
-_handles = itertools.count()
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -45,7 +39,6 @@ def shutdown() -> None:
     """Note that the run ended."""
     global _initialized
     _initialized = False
-    _results.clear()
 
 
 def is_initialized() -> bool:
@@ -83,19 +76,17 @@ start_timeline = stop_timeline = _always(None)  # no communication, no timeline
 # Operations, with those of Horovod's arguments that change a result where there is one rank.
 
 
-def synchronize(handle: int) -> Any:
-    """Return the result, once; None afterwards."""
-    return _results.pop(handle, None)
+def synchronize(handle: Callable[[], Any]) -> Any:
+    """Return the result."""
+    return handle()
 
 
-def _handle_on(result: Any) -> int:
+def _handle_on(result: Any) -> Callable[[], Any]:
     rank()
-    handle = next(_handles)
-    _results[handle] = result
-    return handle
+    return lambda: result
 
 
-def _for_each(operation: Callable[..., Any]) -> tuple[Callable[..., int], Callable[..., int]]:
+def _for_each(operation: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return an operation on one tensor as Horovod's asynchronous one, and its grouped form."""
     return (
         lambda tensor, *args, **options: _handle_on(operation(tensor, *args, **options)),
