@@ -29,23 +29,18 @@ _PLAIN: AbstractContextManager[Any] = nullcontext()
 
 
 class TorchAdapter:
-    """Takes steps of a torch.nn.Module; `hvdtrain.torch.DistributedOptimizer` reduces over ranks.
-
-    See `Trainer` for the arguments and errors.
-    """
+    """Takes steps of a torch.nn.Module; `DistributedOptimizer` reduces over ranks. `Trainer` explains the arguments."""
 
     def __init__(
         self, model: nn.Module, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
     ) -> None:
         _check(model, optimizer, loss)
-        self._device = torch.device(world.device)
+        self._options, self._world, self._device = options, world, torch.device(world.device)
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
         self._model = model.to(self._device)
         training_state.move_optimizer(optimizer, self._device)
         self._loss = loss.to(self._device) if isinstance(loss, nn.Module) else loss
-        self._options = options
-        self._world = world
         self._checked = False
         self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
@@ -210,10 +205,7 @@ class TorchAdapter:
 
     @contextmanager
     def _normalize_by_running_statistics(self) -> Iterator[None]:
-        """Let BatchNorm1d use its running statistics where a rank's share of a short tail is one sample.
-
-        One process would have the other ranks' samples beside it; torch raises for one alone, at an epoch's end.
-        """
+        """Let BatchNorm1d use its running statistics for a rank's single sample of a short tail, where torch raises."""
         norms = nn.ModuleList(m for m in self._model.modules() if isinstance(m, nn.BatchNorm1d) and m.training).eval()
         try:
             yield
@@ -229,8 +221,7 @@ class TorchAdapter:
             )
         nothing = tree_map(lambda value: value[:0], self._to_device(batch.inputs))
         with self._autocast():
-            outputs = leaves(self._model(nothing))
-        return torch.stack([output.sum() for output in outputs]).sum()
+            return torch.stack([output.sum() for output in leaves(self._model(nothing))]).sum()
 
     def _to_device(self, tree: Any) -> Any:
         return tree_map(lambda value: as_tensor(value, self._device, self._dtype), tree)
@@ -240,10 +231,7 @@ class TorchAdapter:
         return torch.autocast(self._device.type, dtype=dtype) if dtype else _PLAIN
 
     def _update(self) -> bool:
-        """Reduce, unscale, clip and step, in the order in which all ranks come to the same decision.
-
-        Returns True where that decision was not to step, since the gradient is not finite.
-        """
+        """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite."""
         optimizer, clip_norm = self._optimizer, self._options.clip_norm
         if self._reduced:
             # Before unscale_ tests for infinity: ranks must agree to skip a step.
@@ -282,25 +270,16 @@ class TorchAdapter:
         if self._before is not None:
             self._before.restore()
         self._optimizer.zero_grad()
-        name, own_name = (None if each is None else self._name_of(each) for each in (reduced, own))
-        return Fault(name or "none", own_name, float(np.mean(losses)) if losses else float("nan"))
-
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        if self._reduced:
-            return str(self._optimizer._hvd_reducer.name_of(parameter))
-        return next(name for name, each in self._model.named_parameters() if each is parameter)
+        names: dict[Any, str] = {parameter: name for name, parameter in self._model.named_parameters()}
+        loss_mean = float(np.mean(losses)) if losses else float("nan")
+        return Fault(names.get(reduced, "none"), names.get(own), loss_mean)
 
 
 def _check(model: nn.Module, optimizer: Any, loss: Any) -> None:
     if not callable(loss):
-        raise TypeError(
-            "loss must be a torch loss such as torch.nn.CrossEntropyLoss(), or a callable (outputs, targets) -> mean. "
-            f"Received: loss={loss!r}"
-        )
+        raise TypeError(f"loss must be a torch loss, or a callable (outputs, targets) -> mean. Received: loss={loss!r}")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer over the model's parameters. Received: {optimizer!r}"
-        )
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer over the model's. Received: {optimizer!r}")
     check_parameters(model, optimizer)
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError(
@@ -311,19 +290,18 @@ def _check(model: nn.Module, optimizer: Any, loss: Any) -> None:
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the optimizer is over parameters of this model that can be trained."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    own = set(model.parameters())
+    if not any(parameter.requires_grad for parameter in own):
         raise ValueError(
-            f"model has no trainable parameters. Received: {type(model).__name__} with {len(names)} parameters, "
+            f"model has no trainable parameters. Received: {type(model).__name__} with {len(own)} parameters, "
             "none with requires_grad"
         )
     for index, group in enumerate(optimizer.param_groups):
-        foreign = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        foreign = [tuple(p.shape) for p in group["params"] if p not in own]
         if foreign:
             raise ValueError(
-                "optimizer must be over the model's own parameters. Received: parameter group "
-                f"{index} with {len(foreign)} others, the first of shape {foreign[0]}. Make the optimizer from "
-                "this model's parameters()."
+                f"optimizer must be made from this model's own parameters(). Received: parameter group {index} with "
+                f"{len(foreign)} others, the first of shape {foreign[0]}"
             )
 
 

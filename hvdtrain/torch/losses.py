@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import World
 
-_ELEMENTWISE = tuple(
-    getattr(torch.nn, f"{name}Loss") for name in ("MSE", "L1", "SmoothL1", "Huber", "BCE", "BCEWithLogits")
-)
+_ELEMENTWISE = tuple(vars(torch.nn)[f"{x}Loss"] for x in ("MSE", "L1", "SmoothL1", "Huber", "BCE", "BCEWithLogits"))
 _BY_CLASS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 
 # Class weights of losses as they were last read: the tensor, its version, its values.
@@ -39,8 +37,7 @@ def needs_exchange(loss: Any) -> bool:
 def denominator(loss: Any, batch: Batch) -> tuple[float, bool]:
     """Return what the batch's mean loss was divided by, up to a common factor, and whether all targets count.
 
-    That is the number of samples, except for losses over classes: they divide by the summed class weights of the
-    targets that are not ignored (torch.nn.CrossEntropyLoss), which differ from rank to rank.
+    Losses over classes divide by the summed class weights of the targets that are not ignored, others by the samples.
     """
     count = float(batch.local_count)
     targets = batch.targets
@@ -73,9 +70,8 @@ class LossWeights:
 
     With mean losses L of denominators d over batches k and ranks r, one process would minimise
     sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` ranks, so each loss is scaled by
-    d_rk * size / sum(d). The number of samples on all ranks is known by arithmetic. The number of ignored labels is
-    not: losses are scaled for the expected sum, the sum travels with the gradients, and the reducer scales them again
-    in steps in which it was different. So this needs no additional collective.
+    d_rk * size / sum(d). No rank knows how many labels others ignore: losses are scaled for the expected sum, the sum
+    travels with the gradients, and the reducer scales them again in steps in which it was different.
     """
 
     def __init__(self, loss: Any, world: World) -> None:
@@ -85,8 +81,7 @@ class LossWeights:
         # The largest weight of a sample so far, equal on all ranks. With the largest, gradients are never scaled up
         # before they are reduced, which float16 on the wire could not hold.
         self.per_sample = 0.0
-        self._loss = loss
-        self._world = world
+        self._loss, self._world = loss, world
         self._exchanged = needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
         self._samples = 0  # of the step, over all ranks
@@ -126,26 +121,20 @@ class LossWeights:
 
 
 def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
-    """Raise ValueError for labels whose shape would be broadcast, or classes that the model does not have.
-
-    torch only warns when MSELoss broadcasts (n,) against (n, 1), and the loss is then a wrong number.
-    """
+    """Raise ValueError for labels that would be broadcast (torch only warns), or classes that the model lacks."""
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return
     received = f"Received: outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)} on rank {rank}"
     by_class = isinstance(loss, _BY_CLASS)
-    if isinstance(loss, _ELEMENTWISE) and outputs.shape != targets.shape:
-        raise ValueError(f"{type(loss).__name__} needs targets of the outputs' shape. {received}")
-    if by_class and targets.is_floating_point() and outputs.shape != targets.shape:
-        raise ValueError(f"Class probabilities must have the outputs' shape. {received}")
-    if not by_class or targets.is_floating_point():
+    has_indices = by_class and not targets.is_floating_point()
+    if (by_class or isinstance(loss, _ELEMENTWISE)) and not has_indices and outputs.shape != targets.shape:
+        raise ValueError(f"{type(loss).__name__} needs targets (or probabilities) of the outputs' shape. {received}")
+    if not has_indices:
         return
     expected = outputs.shape[:1] + outputs.shape[2:]
     if targets.shape != expected:
-        raise ValueError(
-            f"{type(loss).__name__} needs class indices of shape {tuple(expected)}, the outputs' without axis 1. "
-            f"{received}"
-        )
+        needs = f"needs class indices of shape {tuple(expected)}, the outputs' without axis 1"
+        raise ValueError(f"{type(loss).__name__} {needs}. {received}")
     kept = targets[targets != loss.ignore_index]
     low, high = (int(kept.min()), int(kept.max())) if kept.numel() else (0, 0)
     if not 0 <= low <= high < outputs.shape[1]:
@@ -156,16 +145,13 @@ def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
 
 
 def as_tensor(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Return an array or tensor on `device`; float64 arrays, numpy's default, get `dtype` (torch's default).
-
-    To a GPU it goes through pinned memory: from any other the host waits until the device has come to the copy.
-    """
+    """Return an array or tensor on `device`; float64 arrays, numpy's default, get `dtype` (torch's default)."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.asarray(value, order="C"))
         if value.dtype == torch.float64:
             value = value.to(dtype or torch.get_default_dtype())
-    if isinstance(value, torch.Tensor):
-        if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
-            value = value.pin_memory()
-        return value.to(device, non_blocking=True)
-    return value
+    if not isinstance(value, torch.Tensor):
+        return value
+    if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
+        value = value.pin_memory()  # from other memory the host waits until the device has come to the copy
+    return value.to(device, non_blocking=True)

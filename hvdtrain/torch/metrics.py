@@ -17,23 +17,20 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
     """Return {name: function (outputs, targets) -> one value per sample or element, or one for the batch}."""
-    if isinstance(metrics, str):
-        metrics = [metrics]
     known: dict[str, Metric] = {
         "accuracy": Accuracy(loss),
         "mse": lambda outputs, targets: (outputs - targets).square(),
         "mae": lambda outputs, targets: (outputs - targets).abs(),
     }
     found: dict[str, Metric] = {}
-    for metric in metrics:
-        if isinstance(metric, str):
-            if metric not in known:
-                raise ValueError(f"A metric must be one of {', '.join(known)} or a callable. Received: {metric!r}")
+    for metric in [metrics] if isinstance(metrics, str) else metrics:
+        if isinstance(metric, str) and metric in known:
             found[metric] = known[metric]
         elif callable(metric):
             found[getattr(metric, "__name__", type(metric).__name__)] = metric
         else:
-            raise TypeError(f"A metric must be a name or a callable (outputs, targets). Received: {metric!r}")
+            error = ValueError if isinstance(metric, str) else TypeError
+            raise error(f"A metric must be one of {', '.join(known)}, or a callable. Received: {metric!r}")
     return found
 
 
