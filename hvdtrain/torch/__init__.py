@@ -1,7 +1,4 @@
-"""horovod.torch's names without its defects: `import hvdtrain.torch as hvd`.
-
-Works without Horovod too, as one process.
-"""
+"""horovod.torch's names without its defects: `import hvdtrain.torch as hvd`. Without Horovod, for one process."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import sys
 from typing import Any
 
 from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, native, shutdown
+from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, native, poll, shutdown, synchronize
 from hvdtrain.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from hvdtrain.torch.gather_ops import (
     allgather,
@@ -29,7 +26,6 @@ from hvdtrain.torch.gather_ops import (
     reducescatter,
     reducescatter_async,
 )
-from hvdtrain.torch.handles import poll, synchronize
 from hvdtrain.torch.optimizer import DistributedOptimizer
 from hvdtrain.torch.reduce_ops import (
     allreduce,
@@ -46,16 +42,15 @@ from hvdtrain.torch.reduce_ops import (
 )
 from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
 
-# What the engine itself answers: horovod.torch, or the stand-in for one process. Asked for when first used, so that
-# this module can be imported where there is no Horovod.
+# What the engine itself answers, when first used: this module can be imported where there is no Horovod.
 _ENGINE_NAMES = (
-    "HorovodInternalError", "ProcessSet", "add_process_set", "ccl_built", "cross_rank", "cross_size", "cuda_built",
-    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "is_homogeneous", "is_initialized",
-    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
-    "remove_process_set", "rocm_built", "size", "start_timeline", "stop_timeline",
+    "HorovodInternalError", "ProcessSet", "add_process_set", "ccl_built", "check_extension", "cross_rank",
+    "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "is_homogeneous",
+    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_lib_v2", "mpi_threads_supported",
+    "nccl_built", "rank", "remove_process_set", "rocm_built", "size", "start_timeline", "stop_timeline",
 )  # fmt: skip
 _SUBMODULES = ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
-_HOROVOD_ONLY = ("check_extension", "mpi_lib_v2")
+sys.modules[f"{__name__}.mpi_ops"] = sys.modules[__name__]  # for scripts that import from horovod.torch.mpi_ops
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "Max", "Min", "Product", "Sum", "SyncBatchNorm",
@@ -72,7 +67,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"hvdtrain.torch.{name}")
-    if name in _ENGINE_NAMES or name in _HOROVOD_ONLY:
+    if name in _ENGINE_NAMES:
         for home in (native(), sys.modules.get(f"{native().__name__}.mpi_ops")):
             if hasattr(home, name):
                 return getattr(home, name)
@@ -81,7 +76,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_ENGINE_NAMES, *_HOROVOD_ONLY, *_SUBMODULES})
+    return sorted({*__all__, *_ENGINE_NAMES, *_SUBMODULES})
 
 
 if "HVDTRAIN_STEP_TIMES" in os.environ:  # `hvdtrain bench --script`

@@ -1,8 +1,7 @@
 """Sum bfloat16 over ranks with float32's accuracy and half its bytes.
 
-Horovod 0.28.1 cannot add bfloat16 up, but it can move it: every rank sends each other rank that one's shard
-(alltoall), adds up its own shard in float32, rounds once, and sends the result to all (allgather). The bits travel as
-float16, on which nothing is ever computed.
+Horovod 0.28.1 can move bfloat16, as float16's bits, but not add it up: each rank gets its shard from all (alltoall),
+adds it up in float32, rounds once, and sends the result to all (allgather).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch import engine
-from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.engine import Handle
 
 
 class Exchange(Handle):
@@ -36,15 +35,10 @@ class Exchange(Handle):
             flat = tensor.detach().reshape(-1)
             bits[offset : offset + flat.numel()] = flat * prescale if prescale != 1.0 else flat
             offset += flat.numel()
-        scatter = engine.native().alltoall_async(
-            bits.view(torch.float16), name=f"{name}.scatter", process_set=process_set
-        )
-        self._first_half = Handle([scatter], self._start_second_half, name)
-        super().__init__([self._first_half], self._split, name)
-
-    def add_up(self) -> None:
-        """Wait for the first half, add this rank's shard up, and start the second half."""
-        self._first_half.wait()
+        sent = bits.view(torch.float16)
+        scatter = engine.native().alltoall_async(sent, name=f"{name}.scatter", process_set=process_set)
+        self.first_half = Handle([scatter], self._start_second_half, name)  # waiting for it starts the second
+        super().__init__([self.first_half], self._split, name)
 
     def _start_second_half(self, scattered: tuple[Tensor, Tensor]) -> Any:
         # (size, shard): one row per rank, added up in rank order

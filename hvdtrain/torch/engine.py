@@ -1,10 +1,11 @@
-"""Which library moves the tensors: horovod.torch, or the one-process stand-in with the same primitives."""
+"""The library that moves tensors, horovod.torch or its stand-in for one process, and handles on its operations."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +14,9 @@ from hvdtrain.distributed import world
 # Horovod's own numbers for its reduction operations.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
+generation = 0  # changes with every init and shutdown: older handles are invalid
+
 _module: ModuleType | None = None
-_generation = 0
 _counters: defaultdict[Any, itertools.count[int]] = defaultdict(itertools.count)
 
 
@@ -54,29 +56,22 @@ def shutdown() -> None:
 
 def start_over() -> None:
     """Count unnamed operations from zero and forget handles of before; called where all ranks start together."""
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
     count_from_zero()
 
 
-def generation() -> int:
-    """Return a number that changes with every init and shutdown: older handles are invalid."""
-    return _generation
-
-
 def auto_name(kind: str, process_set: Any) -> str:
-    """Return the next name for an unnamed operation.
+    """Return the next name for an unnamed operation, from a counter of the process set that `join` starts over.
 
-    Horovod numbers unnamed operations by a counter that all operations of a process share; ranks that joined early, or
-    that are outside a process set, count fewer, and the next unnamed operation of all ranks hangs. Here each process
-    set counts for itself and `join` starts over.
+    By Horovod's one counter a rank that joined early, or is outside a set, counts fewer: the next operation hangs.
     """
     key = process_set.process_set_id
     return f"hvdtrain.{kind}.{key}.{next(_counters[key])}"
 
 
 def count_from_zero() -> None:
-    """Count unnamed operations from zero again; called where all ranks are at one place, such as after `join`."""
+    """Count unnamed operations from zero again; called where all ranks are at one place."""
     _counters.clear()
 
 
@@ -88,3 +83,64 @@ def global_set(process_set: Any = None) -> Any:
 def is_global(process_set: Any) -> bool:
     """True for the set of all ranks, the only one on which ranks can join."""
     return bool(process_set.process_set_id == 0)
+
+
+class Handle:
+    """One operation in flight, whose result `finish` makes, once, of what its parts give: native or other handles."""
+
+    def __init__(self, parts: Sequence[Any], finish: Callable[..., Any], name: str = "") -> None:
+        self.name = name
+        self._parts = list(parts)
+        self._finish = finish
+        self._generation = generation
+        self._done = False
+        self._result: Any = None
+
+    def poll(self) -> bool:
+        """True when `wait` will not block."""
+        return self._done or all(poll(part) for part in self._parts)
+
+    def wait(self) -> Any:
+        """Block until the operation is done and return its result; later calls return the same."""
+        if not self._done:
+            if self.is_stale:
+                self._done = True
+                raise native().HorovodInternalError("This operation was submitted before hvd.shutdown().")
+            outputs, errors = [], []
+            for part in self._parts:
+                try:
+                    outputs.append(synchronize(part))
+                except Exception as error:  # noqa: BLE001 - wait for the others first, they write into our buffers
+                    errors.append(error)
+            # Only now: after an interruption, by a signal handler for example, `wait` may be called again.
+            self._done = True
+            if errors:
+                raise errors[0]
+            self._result = self._finish(*outputs)
+            self._parts = []
+        return self._result
+
+    __call__ = wait
+
+    def first(self) -> Handle:
+        """Return a handle on the first of this one's results."""
+        return Handle([self], lambda results: results[0])
+
+    @property
+    def is_stale(self) -> bool:
+        """True if Horovod was shut down since: native handles are numbers that may mean something else by now."""
+        return self._generation != generation
+
+
+def poll(handle: Any) -> bool:
+    """Return whether the operation is done, so that `synchronize` will not block."""
+    return handle.poll() if isinstance(handle, Handle) else bool(native().poll(handle))
+
+
+def synchronize(handle: Any) -> Any:
+    """Wait for an asynchronous operation and return its result.
+
+    Raises:
+        HorovodInternalError: the operation failed, on this rank or on another.
+    """
+    return handle() if callable(handle) else native().synchronize(handle)

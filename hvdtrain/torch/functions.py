@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch import engine
+from hvdtrain.torch.engine import Handle
 from hvdtrain.torch.gather_ops import allgather_async, broadcast_async_
-from hvdtrain.torch.handles import Handle
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     """Overwrite tensors with the root's, in place, and touch nothing else.
 
-    Takes tensors of any type, layout and shape, 0-dimensional and boolean ones included. Entries that are not tensors
-    are left alone, with a warning that names them.
+    Takes tensors of any type, layout and shape. Entries that are not tensors are left alone, with a warning.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, `model.parameters()`, or any dict or iterable of
@@ -45,17 +44,13 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         )
     skipped = [str(name) for name, p in items if not isinstance(p, Tensor)]
     if skipped:
-        warnings.warn(
-            f"broadcast_parameters left these alone, since they are not tensors: {', '.join(skipped)}. "
-            "Send them with hvd.broadcast_object.",
-            stacklevel=2,
-        )
-    if engine.native().size() == 1:
-        return
-    _wait([broadcast_async_(p, root_rank, f"parameter.{name}") for name, p in items if isinstance(p, Tensor)])
+        words = "left these alone, since they are not tensors: {}. Send them with hvd.broadcast_object."
+        warnings.warn(f"broadcast_parameters {words.format(', '.join(skipped))}", stacklevel=2)
+    if engine.native().size() > 1:
+        _wait([broadcast_async_(p, root_rank, f"parameter.{name}") for name, p in items if isinstance(p, Tensor)])
 
 
-def _wait(handles: Iterable[Handle]) -> None:
+def _wait(handles: list[Handle]) -> None:
     for handle in handles:
         handle.wait()
 
@@ -128,8 +123,8 @@ class _Param:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
     """Overwrite `optimizer`'s state and options (learning rates and so on) with the root's.
 
-    No step is taken and no gradient is touched. Works whether the root or the others have no state yet, for nested
-    state and for LBFGS. Tensors keep their memory where the root's have the same type and shape.
+    No step is taken and no gradient is touched. The root or the others may have no state yet. Tensors keep their memory
+    where the root's have the same type and shape.
 
     Args:
         optimizer: a plain or a distributed optimizer; parameter groups of equal lengths on all ranks.
@@ -208,8 +203,7 @@ def _assign(
     for key, value in state:
         owner = params[key.index] if isinstance(key, _Param) else key
         device = owner.device if isinstance(owner, Tensor) else params[0].device
-        receive_there = functools.partial(receive, device=device)
-        new_state.append((owner, _map(value, receive_there, optimizer.state.get(owner))))
+        new_state.append((owner, _map(value, functools.partial(receive, device=device), optimizer.state.get(owner))))
     optimizer.state.clear()
     optimizer.state.update(new_state)
     _wait(handles)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hvdtrain.torch import engine, wire
 from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.engine import Average, Sum
-from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.engine import Average, Handle, Sum
 from hvdtrain.torch.reduce_ops import Reduction, differentiable, submit
 
 
@@ -19,26 +18,21 @@ def _start(
     kind: str, sent: list[Tensor], back: Callable[..., Tensor], like: Sequence[Tensor], name: str, **options: Any
 ) -> Handle:
     """Start an operation of Horovod on one tensor, or its grouped form on several; the handle gives a list."""
-    native, dtypes = engine.native(), [t.dtype for t in like]
-    if len(sent) == 1:
-        part = getattr(native, kind)(sent[0], name=name, **options)
-        return Handle([part], lambda received: [back(received, *dtypes)], name)
-    part = getattr(native, f"grouped_{kind}")(sent, name=name, **options)
-    return Handle([part], lambda received: list(map(back, received, dtypes)), name)
+    dtypes, is_group = [t.dtype for t in like], len(sent) > 1
+    start = getattr(engine.native(), f"grouped_{kind}" if is_group else kind)
+    part = start(sent if is_group else sent[0], name=name, **options)
+    return Handle([part], lambda received: list(map(back, received if is_group else [received], dtypes)), name)
 
 
-def _mean_of(grads: Sequence[Tensor], process_set: Any) -> list[Tensor]:
+def _mean_of(grads: Sequence[Tensor], process_set: Any) -> Any:
     name = engine.auto_name("allreduce", process_set)
-    reduced: list[Tensor] = submit(grads, Reduction(process_set=process_set), name=name).wait()
-    return reduced
+    return submit(grads, Reduction(process_set=process_set), name=name).wait()
 
 
 def grouped_allgather_async(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> Handle:
     """Start a grouped allgather; the handle gives a list of tensors. See `allgather`."""
     if any(t.dim() == 0 for t in tensors):
-        raise ValueError(
-            "allgather concatenates on dimension 0. Received: a tensor without dimensions; reshape it to (1,)"
-        )
+        raise ValueError("allgather concatenates on dimension 0. Received: a scalar tensor; reshape it to (1,)")
     process_set = engine.global_set(process_set)
     name = name or engine.auto_name("allgather", process_set)
     sent = [wire.to_move(t) for t in tensors]
@@ -132,22 +126,20 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
         splits = splits.to("cpu", torch.int32)
     part = engine.native().alltoall_async(wire.to_move(tensor), splits, name=name, process_set=process_set)
     dtype = tensor.dtype
-    return Handle([part], lambda outputs: (wire.from_move(outputs[0], dtype), outputs[1]), name or "alltoall")
+    return Handle([part], lambda outputs: (wire.from_move(outputs[0], dtype), outputs[1]), name)
 
 
 def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
     """Send each rank some rows of `tensor` and return the rows received, in rank order; differentiable.
+
+    With `splits` given, also returns an int tensor: how many rows came from each rank.
 
     Args:
         tensor: type and shape equal on all ranks, but for dimension 0.
         splits: number of rows for each rank; None splits dimension 0 evenly.
         name: equal on all ranks; unnamed calls are matched by their order.
         process_set: the ranks that take part; None means all.
-
-    Returns:
-        The rows received; with `splits` given, also an int tensor: how many came from each rank.
     """
-    process_set = engine.global_set(process_set)
     handle = alltoall_async(tensor, splits, name, process_set)
 
     def gradients(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -29,10 +29,7 @@ _OURS = ("_hvd_reducer", "_hvd_should_synchronize")
 
 
 class DistributedMixin(torch.optim.Optimizer):
-    """The base class that `DistributedOptimizer` puts before the user's optimizer class.
-
-    Instances share the attributes of the optimizer that the user passed in: state, parameter groups, defaults, hooks.
-    """
+    """The base class put before the user's optimizer class; instances share the user's object's attributes."""
 
     _hvd_plain_class: type[torch.optim.Optimizer]
     _hvd_fuses: bool
@@ -42,8 +39,7 @@ class DistributedMixin(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Reduce the gradients and take the user's optimizer's step.
 
-        With a closure, each call of it reduces the gradients and the returned loss, so that all ranks search along the
-        same line (LBFGS).
+        Each call of a closure (LBFGS) reduces the gradients and its loss: all ranks search along the same line.
         """
         reducer = self._reducer()
         closure = args[0] if args else kwargs.get("closure")
@@ -89,7 +85,7 @@ class DistributedMixin(torch.optim.Optimizer):
         """Reduce the gradients now, for example before clipping; then call `step` under `skip_synchronize`.
 
         With a `weight` on every rank, such as the number of labels that count, the gradients are multiplied by
-        `expected` / (sum of weights), and the sum is returned: see `Reducer.synchronize`.
+        `expected` / (sum of weights), and the sum is returned.
         """
         return self._reducer().synchronize(weight=weight, expected=expected)
 
@@ -103,11 +99,7 @@ class DistributedMixin(torch.optim.Optimizer):
             self._hvd_should_synchronize = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients.
-
-        Raises:
-            AssertionError: their reduction is in flight, between backward() and step() or synchronize().
-        """
+        """Drop the gradients; raises AssertionError between backward() and step(), while they are being reduced."""
         reducer = self._hvd_reducer
         if reducer.is_in_flight:
             raise AssertionError(
@@ -178,18 +170,16 @@ class AdasumMixin(DistributedMixin):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the user's optimizer's step on this rank's gradients, then combine the changes of all ranks."""
         reducer = self._reducer()
-        params = [param for param in reducer.parameters if param.requires_grad]
-        before = [param.detach().clone() for param in params]
+        before = {param: param.detach().clone() for param in reducer.passes if param.requires_grad}
         reducer.scale_gradients()
         result = self._hvd_plain_class.step(self, *args, **kwargs)
         how = Reduction(Adasum, process_set=engine.global_set())
         compression = reducer.options.compression
         in_flight = []
-        for param, start in zip(params, before, strict=True):
+        for param, start in before.items():
             compressed, context = compression.compress(param.detach() - start)
-            name = f"adasum.{reducer.name_of(param)}"
-            in_flight.append((submit([compressed], how, name=name, in_place=True), context))
-        for param, start, (handle, context) in zip(params, before, in_flight, strict=True):
+            in_flight.append((submit([compressed], how, f"adasum.{reducer.names[param]}", in_place=True), context))
+        for (param, start), (handle, context) in zip(before.items(), in_flight, strict=True):
             (change,) = handle.wait()
             param.detach().copy_(start + compression.decompress(change, context))
         return result
@@ -222,11 +212,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Return `optimizer` as one whose `step` first reduces gradients over ranks.
 
     The result is an instance of the user's class and shares everything with the user's object: existing state,
-    parameter groups, defaults, learning-rate schedulers made before. To be called on all ranks alike. On one rank there
-    is nothing to reduce.
+    parameter groups, defaults, learning-rate schedulers made before. To be called on all ranks alike.
 
-    On CPUs SGD, Adam and AdamW take their steps by torch's fused kernels where that changes nothing beyond rounding:
-    see `hvdtrain.torch.fused_update`.
+    On CPUs SGD, Adam and AdamW take their steps by torch's fused kernels where that changes nothing beyond rounding.
 
     Gradients are sent while backward still runs. To clip: `synchronize()`, clip, then `step()` under
     `skip_synchronize()`; with `GradScaler`, call `synchronize()` before `unscale_`.
@@ -275,9 +263,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     distributed = object.__new__(cls)
     distributed.__dict__ = optimizer.__dict__
     distributed._hvd_should_synchronize = True
-    distributed._hvd_reducer = Reducer(
-        named, optimizer.param_groups, options, backward_passes_per_step, hooked=op != Adasum
-    )
+    distributed._hvd_reducer = Reducer(named, optimizer.param_groups, options, backward_passes_per_step)
     _move_scheduler(distributed)
     return distributed
 
@@ -303,13 +289,11 @@ def _name_parameters(
 ) -> list[tuple[str, Parameter]]:
     """Return the optimizer's parameters with names, in the order of its groups; then those that it may get later."""
     places = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
-    if not places:
-        raise ValueError("The optimizer has no parameters: is the model without any? There is nothing to train.")
-    if named_parameters is None:
+    given = None if named_parameters is None else list(named_parameters)
+    if not places or given == []:
+        raise ValueError("There are no parameters to train: is the model without parameters?")
+    if given is None:
         return [(f"allreduce.noname.{i}.{j}", p) for i, j, p in places]
-    given = list(named_parameters)
-    if not given:
-        raise ValueError("named_parameters is empty: is the model without parameters? There is nothing to train.")
     for item in given:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
             raise ValueError(
@@ -350,19 +334,13 @@ def _check_agreement(named: list[tuple[str, Parameter]], process_set: Any) -> No
 
 
 def _move_scheduler(distributed: Any) -> None:
-    """Let a scheduler that was made before continue to count calls of `step`.
-
-    It has put a `step` on the user's object that calls the user's class's step, past ours.
-    """
+    """Replace the `step` that a scheduler has put on the user's object to count calls; it would go past ours."""
     patched = distributed.__dict__.pop("step", None)
     if patched is None:
         return
     if not hasattr(patched, "_wrapped_by_lr_sched"):
-        warnings.warn(
-            f"The optimizer's own step ({patched!r}) was replaced on the object; DistributedOptimizer calls its "
-            "class's step instead. Replace step after DistributedOptimizer.",
-            stacklevel=3,
-        )
+        words = "was replaced on the object; DistributedOptimizer calls its class's step. Replace it afterwards."
+        warnings.warn(f"The optimizer's own step ({patched!r}) {words}", stacklevel=3)
         return
     this = weakref.ref(distributed)
     step = type(distributed).step

@@ -5,15 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from hvdtrain.torch import bf16, engine, wire
 from hvdtrain.torch.compression import BF16Compressor, Compression
-from hvdtrain.torch.engine import Adasum, Average, Sum
-from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.engine import Adasum, Average, Handle, Sum
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,11 @@ def active_ranks_async(name: str) -> Handle:
 
 
 def submit(
-    tensors: Sequence[Tensor], how: Reduction, *, name: str, in_place: bool = False, counted: bool = True
+    tensors: Sequence[Tensor], how: Reduction, name: str, *, in_place: bool = False, counted: bool = True
 ) -> Handle:
-    """Start one reduction of `tensors`, as one group if there are several; the handle gives a list of tensors.
+    """Start one reduction of `tensors`, grouped if there are several; the handle gives a list of tensors.
 
-    With `in_place` these are `tensors` themselves. For a mean with `counted`, the ranks that have not joined are
-    counted, and the sum is divided by their number; else the caller does that.
+    For a mean with `counted`, the sum is divided by the number of ranks that have not joined; else the caller does it.
     """
     if how.op == Adasum:
         check_adasum(tensors[0])
@@ -80,7 +81,7 @@ def submit(
     return Handle(parts, finish, name)
 
 
-def bf16_exchange(tensors: Sequence[Tensor], how: Reduction, *, name: str) -> bf16.Exchange:
+def bf16_exchange(tensors: Sequence[Tensor], how: Reduction, name: str) -> bf16.Exchange:
     """Start a sum or mean of `tensors` as bfloat16 on the wire and float32 in the sum."""
     divisor = how.process_set.size() if how.op == Average else 1
     factors = {"prescale": how.prescale_factor, "postscale": how.postscale_factor / divisor}
@@ -88,10 +89,7 @@ def bf16_exchange(tensors: Sequence[Tensor], how: Reduction, *, name: str) -> bf
 
 
 def check_adasum(tensor: Tensor) -> None:
-    """Raise ValueError where Horovod has no Adasum: it runs over MPI alone, on GPUs too.
-
-    Horovod itself says "No Adasum operation enabled", after the tensor was sent.
-    """
+    """Raise ValueError where Horovod has no Adasum, which needs MPI on GPUs too; Horovod fails after it has sent."""
     native = engine.native()
     if native.size() > 1 and not native.mpi_enabled():
         raise ValueError(
@@ -123,12 +121,18 @@ def _reduced(start: Callable[..., Handle], how: Reduction, name: str, tensors: S
     def gradients(grads: Sequence[Tensor]) -> list[Tensor]:
         return _reduced(start, how, engine.auto_name("allreduce", how.process_set), grads)
 
-    return differentiable(start(tensors, how, name=name), gradients, tensors)
+    return differentiable(start(tensors, how, name), gradients, tensors)
 
 
 def _options(
-    average: bool | None, name: str | None, op: int | None, prescale: float, postscale: float, process_set: Any
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> tuple[Reduction, str]:
+    """Return what the arguments of `allreduce_async` say, which are these."""
     if average is not None:
         if op is not None:
             raise ValueError(f"op supersedes average; give one of them. Received: op={op}, average={average}")
@@ -136,8 +140,18 @@ def _options(
         warnings.warn(words, DeprecationWarning, stacklevel=3)
         op = Average if average else Sum
     process_set = engine.global_set(process_set)
-    how = Reduction(Average if op is None else op, prescale, postscale, process_set)
+    how = Reduction(Average if op is None else op, prescale_factor, postscale_factor, process_set)
     return how, name or engine.auto_name("allreduce", process_set)
+
+
+def _with_arguments_of(like: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Let a function that passes its arguments on show those of another, to type checkers and `help`."""
+
+    def show(function: Callable[..., _R]) -> Callable[_P, _R]:
+        function.__wrapped__ = like  # type: ignore[attr-defined]
+        return function
+
+    return show
 
 
 def allreduce(
@@ -168,9 +182,8 @@ def allreduce(
         HorovodInternalError: the collective failed, for example since shapes differ over ranks.
         TypeError: no reduction is defined for the tensor's type.
     """
-    return grouped_allreduce(
-        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )[0]  # fmt: skip
+    options = (average, name, compression, op, prescale_factor, postscale_factor, process_set)
+    return grouped_allreduce([tensor], *options)[0]
 
 
 def grouped_allreduce(
@@ -203,35 +216,20 @@ def allreduce_async(
     process_set: Any = None,
 ) -> Handle:
     """Start an allreduce and return a handle on the result; see `allreduce`."""
-    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
-    return submit([tensor], how, name=name).first()
+    options = _options(average, name, op, prescale_factor, postscale_factor, process_set)
+    return submit([tensor], *options).first()
 
 
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Handle:
-    """Start an allreduce in place; leave `tensor` alone until `synchronize`. See `allreduce`."""
-    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
-    return submit([tensor], how, name=name, in_place=True).first()
+@_with_arguments_of(allreduce_async)
+def allreduce_async_(tensor: Tensor, *args: Any, **options: Any) -> Handle:
+    """Start an `allreduce_async` in place; leave `tensor` alone until `synchronize`."""
+    return submit([tensor], *_options(*args, **options), in_place=True).first()
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Any:
-    """Reduce `tensor` in place and return it; see `allreduce`."""
-    return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+@_with_arguments_of(allreduce_async)
+def allreduce_(tensor: Tensor, *args: Any, **options: Any) -> Any:
+    """Reduce `tensor` in place and return it; takes the arguments of `allreduce_async`."""
+    return allreduce_async_(tensor, *args, **options).wait()
 
 
 def grouped_allreduce_async(
@@ -244,60 +242,37 @@ def grouped_allreduce_async(
     process_set: Any = None,
 ) -> Handle:
     """Start a grouped allreduce and return a handle on the list of results; see `allreduce`."""
-    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
-    return submit(tensors, how, name=name)
+    return submit(tensors, *_options(average, name, op, prescale_factor, postscale_factor, process_set))
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Handle:
-    """Start a grouped allreduce in place; see `allreduce`."""
-    how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
-    return submit(tensors, how, name=name, in_place=True)
+@_with_arguments_of(grouped_allreduce_async)
+def grouped_allreduce_async_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> Handle:
+    """Start a `grouped_allreduce_async` in place."""
+    return submit(tensors, *_options(*args, **options), in_place=True)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Any:
-    """Reduce `tensors` in place, sent together, and return them; see `allreduce`."""
-    return grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()  # fmt: skip
+@_with_arguments_of(grouped_allreduce_async)
+def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
+    """Reduce `tensors` in place, sent together, and return them; takes the arguments of `grouped_allreduce_async`."""
+    return grouped_allreduce_async_(tensors, *args, **options).wait()
 
 
 def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any = None) -> Handle:
     """Start the reduction of a sparse tensor: all ranks' entries are gathered; entries at one place add up.
+
+    The handle gives a new sparse tensor, not coalesced.
 
     Args:
         tensor: sparse COO tensor, its shape equal on all ranks.
         name: equal on all ranks.
         op: Average or Sum.
         process_set: the ranks that take part; None means all.
-
-    Returns:
-        A handle on a new sparse tensor, not coalesced.
     """
     process_set = engine.global_set(process_set)
-    native = engine.native()
-    values = wire.to_move(tensor._values())
-    # Ranks differ in their number of entries, which must be the first dimension.
-    indices = tensor._indices().t().contiguous()  # (entries, sparse_dim)
-    parts = [
-        native.allgather_async(values, name=f"{name}.values", process_set=process_set),
-        native.allgather_async(indices, name=f"{name}.indices", process_set=process_set),
-    ]
+    # Ranks differ in their number of entries, which must be the first dimension: indices are (entries, sparse_dim).
+    sent = {"values": wire.to_move(tensor._values()), "indices": tensor._indices().t().contiguous()}
+    gather = engine.native().allgather_async
+    parts = [gather(part, name=f"{name}.{what}", process_set=process_set) for what, part in sent.items()]
 
     def finish(all_values: Tensor, all_indices: Tensor) -> Tensor:
         gathered = wire.from_move(all_values, tensor.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,16 +18,12 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import bucket, engine
 from hvdtrain.torch.compression import BF16Compressor
-from hvdtrain.torch.engine import Average
-from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.engine import Adasum, Average, Handle
 from hvdtrain.torch.reduce_ops import Reduction, active_ranks_async
 from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
 
 # For each unit and parameter: on how many ranks the gradient is dense, and on how many it is sparse.
 _Counts = list[list[tuple[int, int]]]
-
-
-_Unit = TypeVar("_Unit", bound=ReductionUnit)
 
 
 class _GradientFlags(NamedTuple):
@@ -46,65 +42,45 @@ class Reducer:
     counts as zeros; one that is missing on all ranks stays missing, as in one process. After the first step, small
     gradients that were dense on all ranks are sent in buckets, and the last bucket carries the flags.
 
-    Args:
-        named: parameters with their names, also those that the optimizer may get later; equal on all ranks.
-        groups: the optimizer's parameter groups; their gradients are reduced.
-        options: how to reduce.
-        passes_per_step: backward passes that make up one gradient.
-        hooked: False if gradients are not reduced (Adasum combines steps instead).
+    `named` has the parameters that the optimizer may get later too. Adasum combines steps and reduces no gradients.
     """
 
     def __init__(
-        self,
-        named: Sequence[tuple[str, Parameter]],
-        groups: Sequence[dict[str, Any]],
-        options: ReducerOptions,
-        passes_per_step: int,
-        *,
-        hooked: bool = True,
+        self, named: list[tuple[str, Parameter]], groups: list[dict[str, Any]], options: ReducerOptions, passes: int
     ) -> None:
         self.options = options
-        self.passes_per_step = passes_per_step
+        self.passes_per_step = passes
         self.is_synchronized = False
-        self._names: dict[Parameter, str] = {param: name for name, param in named}
-        self._passes: dict[Parameter, int] = {}  # since the last step, of each parameter that is reduced
+        self.names: dict[Parameter, str] = {param: name for name, param in named}
+        self.passes: dict[Parameter, int] = {}  # since the last step, of each parameter that is reduced
         self._on_gpu = False
         self._units: list[ReductionUnit] = []
         self._unit_of: dict[Parameter, ReductionUnit] = {}
         self._hooks: dict[Parameter, Any] = {}
         self._in_flight: dict[str, Handle] = {}  # the step's operations besides units
         self._abandoned: dict[str, Handle] = {}  # those of a step that failed
-        self._generation = engine.generation()
+        self._generation = engine.generation
         self._packs = bucket.can_pack(options)
         self._dense: list[Parameter] | None = None  # with dense gradients on all ranks; None until that is known
         self._closing: bucket.Bucket | None = None  # the bucket that is sent with the flags, in `synchronize`
         included = options.process_set.included() is not False
         has_peers = options.process_set.size() > 1 or launch_environment.reduces_alone()
-        self.is_distributed = bool(hooked and included and has_peers)
+        self.is_distributed = bool(options.op != Adasum and included and has_peers)
         self.cover(groups)
 
     # Parameters
 
-    def name_of(self, param: Any) -> str:
-        """Return a parameter's name."""
-        return self._names[param]
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """The parameters that are reduced."""
-        return list(self._passes)
-
     def cover(self, groups: Sequence[dict[str, Any]]) -> None:
         """Reduce all parameters of an optimizer's groups, from the next step on."""
-        if all(self._passes.keys() >= set(group["params"]) for group in groups):
+        if all(self.passes.keys() >= set(group["params"]) for group in groups):
             return
         self._closing = None  # this bucket has no room for the new parameters' flags
         new = []
         for i, group in enumerate(groups):
             for j, param in enumerate(group["params"]):
-                if param not in self._passes:
-                    self._names.setdefault(param, f"allreduce.noname.{i}.{j}")
-                    self._passes[param] = 0
+                if param not in self.passes:
+                    self.names.setdefault(param, f"allreduce.noname.{i}.{j}")
+                    self.passes[param] = 0
                     new.append(param)
         self._on_gpu = self._on_gpu or any(param.is_cuda for param in new)
         if self.is_distributed:
@@ -112,30 +88,29 @@ class Reducer:
                 self._add_unit(ReductionUnit, members)
             self._add_hooks()
 
-    def _add_unit(self, kind: type[_Unit], params: list[Parameter], **options: Any) -> _Unit:
-        unit = kind(params, [self._names[param] for param in params], self.options, self.scale, **options)
+    def _add_unit(self, kind: type[ReductionUnit], params: list[Parameter], **options: Any) -> Any:
+        unit = kind(params, [self.names[param] for param in params], self.options, self.scale, **options)
         self._units.append(unit)
         self._unit_of.update((param, unit) for param in params)
         return unit
 
     @property
     def packed(self) -> NDArray[np.uint8] | None:
-        """For each parameter, whether its gradient may be sent in a bucket; None before the ranks know.
+        """For each parameter, whether its gradient may be sent in a bucket, equal on all ranks; None before they know.
 
-        Equal on all ranks. A resumed run sets it before its first step, so that it uses the same buckets as before: on
-        three ranks or more, the last bit of sums depends on them.
+        A resumed run sets it before its first step: on three ranks or more, buckets decide the last bit of sums.
         """
         if self._dense is None:
             return None
         dense = set(self._dense)
-        return np.array([param in dense for param in self._passes], np.uint8)
+        return np.array([param in dense for param in self.passes], np.uint8)
 
     @packed.setter
     def packed(self, flags: NDArray[np.uint8]) -> None:
         self._renew()
-        if self._packs and self.is_distributed and len(flags) == len(self._passes):
+        if self._packs and self.is_distributed and len(flags) == len(self.passes):
             self._unpack()
-            self._pack([param for param, flag in zip(self._passes, flags, strict=True) if flag])
+            self._pack([param for param, flag in zip(self.passes, flags, strict=True) if flag])
 
     def _pack(self, dense: list[Parameter]) -> None:
         """Put small gradients among those that are dense on all ranks into buckets, from the next step on."""
@@ -145,7 +120,7 @@ class Reducer:
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:
             is_last = members is buckets[-1] and bucket.can_carry_flags(members[0], self.options)
-            made = self._add_unit(bucket.Bucket, members, header=2 + 2 * len(self._passes) if is_last else 0)
+            made = self._add_unit(bucket.Bucket, members, header=2 + 2 * len(self.passes) if is_last else 0)
             self._closing = made if is_last else None
 
     def _unpack(self) -> None:
@@ -158,7 +133,7 @@ class Reducer:
         for param in [param for unit in buckets for param in unit.params]:
             self._add_unit(ReductionUnit, [param])
         # Ranks list their gradients in the order of the parameters. A new rank does so from the beginning.
-        order = {param: index for index, param in enumerate(self._passes)}
+        order = {param: index for index, param in enumerate(self.passes)}
         self._units.sort(key=lambda unit: order[unit.params[0]])
 
     def detach(self) -> None:
@@ -169,7 +144,7 @@ class Reducer:
 
     def _add_hooks(self) -> None:
         # Also hook parameters that were unfrozen since the last step.
-        if len(self._hooks) == len(self._passes):
+        if len(self._hooks) == len(self.passes):
             return
         this = weakref.ref(self)  # parameters outlive optimizers; a deleted optimizer must not reduce
 
@@ -178,7 +153,7 @@ class Reducer:
             if reducer is not None:
                 reducer._on_gradient(param)  # type: ignore[arg-type]
 
-        for param in self._passes:
+        for param in self.passes:
             if param.requires_grad and param.is_leaf and param not in self._hooks:
                 self._hooks[param] = param.register_post_accumulate_grad_hook(hook)
 
@@ -198,7 +173,7 @@ class Reducer:
     def set_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, from the next step on."""
         self.passes_per_step = passes
-        self._passes = dict.fromkeys(self._passes, 0)
+        self.passes = dict.fromkeys(self.passes, 0)
         for unit in self._units:
             unit.set_scale(self.scale)
 
@@ -211,8 +186,8 @@ class Reducer:
 
     def _renew(self) -> None:
         """Drop a step that an elastic reset has interrupted: its handles are invalid afterwards."""
-        if self._generation != engine.generation():
-            self._generation = engine.generation()
+        if self._generation != engine.generation:
+            self._generation = engine.generation
             self._end_step()
             self._unpack()
 
@@ -223,21 +198,21 @@ class Reducer:
 
     def _end_step(self) -> None:
         self._in_flight = {}
-        self._passes = dict.fromkeys(self._passes, 0)
+        self.passes = dict.fromkeys(self.passes, 0)
         for unit in self._units:
             unit.reset()
 
     def _on_gradient(self, param: Parameter) -> None:
         self._renew()
-        if self._passes[param] >= self.passes_per_step:
+        if self.passes[param] >= self.passes_per_step:
             raise AssertionError(
-                f"The gradient of {self._names[param]} was computed more than backward_passes_per_step="
+                f"The gradient of {self.names[param]} was computed more than backward_passes_per_step="
                 f"{self.passes_per_step} times before step(). Raise backward_passes_per_step to accumulate, or call "
                 "optimizer.step() after each backward."
             )
         self.is_synchronized = False
-        self._passes[param] += 1
-        if self._passes[param] == self.passes_per_step:
+        self.passes[param] += 1
+        if self.passes[param] == self.passes_per_step:
             unit = self._unit_of[param]
             unit.ready += 1
             if unit.ready == len(unit.params) and unit is not self._closing:
@@ -255,10 +230,8 @@ class Reducer:
     def synchronize(self, *, weight: float | None = None, expected: float = 0.0) -> float | None:
         """Reduce all gradients of this step and wait for them; return the sum of the ranks' weights, None without.
 
-        Args:
-            weight: this rank's weight in the mean, such as the number of labels that count; all ranks give one, or no
-                rank does. The gradients were scaled as if the ranks' weights had the sum `expected`.
-            expected: if the weights have another sum, gradients are multiplied by expected / sum.
+        Either all ranks give a weight or none. Gradients come scaled for weights whose sum is `expected`; if the sum is
+        another, they are multiplied by expected / sum.
         """
         if not self.is_distributed:
             self.scale_gradients()
@@ -325,9 +298,9 @@ class Reducer:
                 unit.start(self._all_active, sparse=bool(ranks[0][1]))
 
     def _exchange_flags(self, weight: float | None) -> _GradientFlags:
-        """Exchange which gradients ranks have, how many ranks are active, and the sum of their weights.
+        """Exchange which gradients ranks have, how many ranks are active, and their weights, reduced as gradients are.
 
-        The numbers are sent with the last bucket, if there is one, and reduced like gradients; this is undone here.
+        What the reduction multiplied them by is undone here.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
         how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
@@ -357,6 +330,6 @@ class Reducer:
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, if so requested, without any reduction."""
         if self.scale != 1.0 and self.options.process_set.included() is not False:
-            for param in self._passes:
+            for param in self.passes:
                 if param.grad is not None:
                     param.grad.mul_(self.scale)

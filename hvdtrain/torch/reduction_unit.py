@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from torch.nn import Parameter
 
 from hvdtrain.torch import bf16, engine, wire
 from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor
-from hvdtrain.torch.engine import Average, Sum
-from hvdtrain.torch.handles import Handle
+from hvdtrain.torch.engine import Average, Handle, Sum
 from hvdtrain.torch.reduce_ops import Reduction, bf16_exchange, sparse_allreduce_async, submit
 
 _BUCKET_BYTES = 25 * 2**20  # alltoall is not fused by Horovod, so bf16 fuses here; backward still overlaps
@@ -73,7 +73,7 @@ class ReductionUnit:
     """Gradients that are reduced in one operation, of parameters on one device; the first name is the operation's."""
 
     ready: int  # how many of the gradients backward has made
-    _direct: int | None  # Horovod's handle, if the gradient itself is sent
+    _direct: Any  # Horovod's handle, if the gradient itself is sent
     _handle: Any
     _sent: list[Tensor]  # empty if the gradient itself was sent, or a sparse one
     _contexts: list[Any]
@@ -121,29 +121,18 @@ class ReductionUnit:
             self._direct = self.how.send(grad, self.names[0])  # the gradient itself; fast, because backward waits
             return
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
-            self._start_sparse()
+            grad = _no_entries(self.params[0]) if grad is None else grad
+            self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
             return
         tensors = [dense_gradient(p) for p in self.params]
         if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
             self._contexts, self._sent = [], tensors
-            self._handle = bf16_exchange(tensors, self.how, name=self.names[0])
+            self._handle = bf16_exchange(tensors, self.how, self.names[0])
             return
         # bf16 without all ranks: not compressed, since joined ranks can only take part in an allreduce
         self._compression = NoneCompressor if options.compression is BF16Compressor else options.compression
         self._sent, self._contexts = map(list, zip(*map(self._compression.compress, tensors), strict=True))
-        self._handle = submit(self._sent, self.how, name=self.names[0], in_place=True, counted=False)
-
-    def _start_sparse(self) -> None:
-        param, options = self.params[0], self._options
-        grad = param.grad
-        if grad is None:
-            grad = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64, device=param.device),
-                torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
-                param.shape,
-                check_invariants=False,  # torch warns if it is not given
-            )
-        self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
+        self._handle = submit(self._sent, self.how, self.names[0], in_place=True, counted=False)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and put the results, times `correction`, into the gradients; one that no rank has stays None.
@@ -170,7 +159,7 @@ class ReductionUnit:
     def begin_second_half(self) -> None:
         """Start the second half of a bf16 exchange, so that several are in flight at once."""
         if isinstance(self._handle, bf16.Exchange):
-            self._handle.add_up()
+            self._handle.first_half.wait()
 
     def abandon(self) -> None:
         """Stop using the operation in flight; the next `start` waits for it, because it needs the same name."""
@@ -186,19 +175,22 @@ class ReductionUnit:
 
     def reset(self) -> None:
         """Forget this step."""
-        self.ready = 0
-        self._direct = None
-        self._handle, self._sent, self._contexts, self._flags = None, [], [], []
+        self.ready, self._direct, self._handle = 0, None, None
+        self._sent, self._contexts, self._flags = [], [], []
 
 
 def drain(handle: Any) -> None:
     """Wait for an operation whose result is not needed, so that its name is free again."""
-    if handle is None or handle.is_stale:
-        return
-    try:
-        handle.wait()
-    except Exception:  # noqa: BLE001
-        pass  # it failed or was interrupted, which was reported already
+    if handle is not None and not handle.is_stale:
+        with contextlib.suppress(Exception):  # it failed or was interrupted, which was reported already
+            handle.wait()
+
+
+def _no_entries(param: Parameter) -> Tensor:
+    """Return a sparse gradient without entries; its indices are those of an embedding, of one dimension."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)  # torch warns without it
 
 
 def dense_gradient(param: Parameter) -> Tensor:

@@ -1,12 +1,14 @@
-"""torch DataLoaders and samplers, shared out over ranks."""
+"""torch DataLoaders and samplers, shared out over ranks; workers are seeded anew for each batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -14,7 +16,6 @@ from torch.utils.data.distributed import DistributedSampler
 from hvdtrain.data import sharding
 from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, Source, unpack
 from hvdtrain.distributed.world import World, current
-from hvdtrain.torch.worker_seeds import SeededBatches
 
 _NOT_OF_ORDER = (
     "collate_fn", "generator", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory",
@@ -45,17 +46,12 @@ class ShardSampler(Sampler[int]):
             if batch_size is None:
                 raise ValueError("drop_last needs batch_size, in samples per rank. Received: batch_size=None")
             self.num_samples -= self._total % (batch_size * self._world.size)
-        self.shuffle = shuffle
-        self.seed = seed
-        self._epoch, self._start = 0, 0
+        self.shuffle, self.seed = shuffle, seed
+        self._epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int, *, start: int = 0) -> None:
         """Choose the epoch whose order the next iteration has, and how many samples of it are done, over all ranks."""
-        self._epoch, self._start = epoch, start
-
-    def set_start(self, start: int) -> None:
-        """Choose where in the epoch that was set the next iteration begins."""
-        self._start = start
+        self._epoch, self.start = epoch, start
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.shard())
@@ -69,7 +65,7 @@ class ShardSampler(Sampler[int]):
         return len(self._positions())
 
     def _positions(self) -> range:
-        return range(self._start + self._world.rank, self.num_samples, self._world.size)
+        return range(self.start + self._world.rank, self.num_samples, self._world.size)
 
     def _order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         """Return the function from positions to samples."""
@@ -95,11 +91,7 @@ class _SharedOrder(ShardSampler):
 
 
 def _shard_sampler(loader: DataLoader[Any], *, world: World, seed: int) -> ShardSampler:
-    """Return what samples this rank's loader takes.
-
-    A RandomSampler is replaced by a shuffle by (seed, epoch), a SequentialSampler by the dataset's order; any other
-    sampler draws on rank 0, whose order all ranks use.
-    """
+    """Return this rank's sampler: it shuffles by (seed, epoch), or not, as torch's do; any other draws on rank 0."""
     given = loader.sampler
     if hasattr(given, "num_replicas") and not isinstance(given, DistributedSampler):
         raise TypeError(
@@ -163,7 +155,7 @@ class LoaderSource:
     ) -> Iterator[Batch]:
         filler: tuple[Any, Any, Any] = (None, None, None)
         if after.samples and not len(mine):  # the batch before, as if the epoch had not been interrupted
-            self._sampler.set_start(0)
+            self._sampler.start = 0
             done = len(range(self._world.rank, after.samples, self._world.size))
             rows = self._sampler.shard()[max(0, done - self._batch_size) : done].tolist() or [0]
             filler = unpack(self._loader.collate_fn([self._loader.dataset[row] for row in rows]))
@@ -200,9 +192,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
     if isinstance(data.dataset, IterableDataset):
         return IteratedSource(lambda epoch, _, after: _every_size_th(data, epoch, after, world), world=world)
     if not len(data.sampler):  # type: ignore[arg-type]
-        raise ValueError(
-            f"data holds no samples. Received: a DataLoader over a dataset of length 0 on rank {world.rank}"
-        )
+        raise ValueError(f"data holds no samples. Received: a DataLoader of no samples on rank {world.rank}")
     if data.batch_size is None:  # a batch_sampler of the user's own
         return IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, world, seed), world=world)
     return LoaderSource(data, world=world, seed=seed)
@@ -218,9 +208,8 @@ def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: Wo
     if loader.num_workers:
         mine = SeededBatches(mine, loader.dataset)
         mine.begin(count(after.batches + world.rank, world.size), seed, epoch)
-    return iter(
-        _like(loader, batch_sampler=mine) if loader.batch_sampler else _like(loader, batch_size=None, sampler=mine)
-    )
+    order = {"batch_sampler": mine} if loader.batch_sampler else {"batch_size": None, "sampler": mine}
+    return iter(_like(loader, **order))
 
 
 def _every_size_th(loader: DataLoader[Any], epoch: int, after: Consumed, world: World) -> Iterator[Any]:
@@ -228,3 +217,74 @@ def _every_size_th(loader: DataLoader[Any], epoch: int, after: Consumed, world: 
     if hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
     return islice(iter(loader), after.batches + world.rank, None, world.size)
+
+
+class BatchRequest(NamedTuple):
+    """The indices of a batch's samples, and numbers that no other batch has together, to seed a worker with."""
+
+    seeds: tuple[int, ...]
+    indices: Any
+
+
+class SeededBatches:
+    """Says for each of a sampler's batches where it stands; a DataLoader takes it for a batch sampler, or a sampler.
+
+    So each batch begins with its own random states, whichever worker makes it, also after a resume within an epoch.
+    """
+
+    def __init__(self, batches: Iterable[Any], dataset: Any) -> None:
+        self.dataset: Any = _SeededDataset(dataset)
+        self._batches = batches
+        self._seeds: tuple[int, ...] = ()
+        self._positions: Iterator[int] = iter(())
+
+    def begin(self, positions: Iterator[int], *seeds: int) -> None:
+        """Choose the seeds of the epoch, and the places of the next iteration's batches among those of all ranks."""
+        # Who seeds torch otherwise is to draw otherwise. A checkpoint holds this number.
+        self._seeds, self._positions = (torch.initial_seed(), *seeds), positions
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        seeds = self._seeds
+        return (BatchRequest((*seeds, at), batch) for at, batch in zip(self._positions, self._batches, strict=False))
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+class _SeededDataset:
+    """A user's dataset, which takes a `BatchRequest` too. In workers, `get_worker_info().dataset` is one."""
+
+    def __init__(self, dataset: Any) -> None:
+        vars(self)["_hvd_dataset"] = dataset
+
+    def __getitems__(self, place: BatchRequest) -> Any:
+        dataset = self._hvd_dataset
+        _seed(place.seeds)
+        together = getattr(dataset, "__getitems__", None)
+        return together(place.indices) if together else [dataset[index] for index in place.indices]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, BatchRequest):
+            _seed(index.seeds)
+            index = index.indices
+        return self._hvd_dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._hvd_dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_hvd_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._hvd_dataset, name, value)
+
+    def __reduce__(self) -> Any:
+        return _SeededDataset, (self._hvd_dataset,)
+
+
+def _seed(numbers: tuple[int, ...]) -> None:
+    """Seed what a worker seeds when it starts: torch's, Python's and NumPy's global generators."""
+    first, second, third = np.random.SeedSequence(numbers).generate_state(3).tolist()
+    torch.default_generator.manual_seed(first << 32 | second)  # torch.manual_seed looks for devices: 0.2 ms
+    random.seed(first << 32 | second)
+    np.random.seed(third)  # noqa: NPY002 - what users and their libraries draw from
