@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import engine, wire
-from hvdtrain.torch.compression import FP16Compressor, NoneCompressor
+from hvdtrain.torch import engine
+from hvdtrain.torch.compression import REDUCED, FP16Compressor, NoneCompressor
 from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, dense_gradient, store_gradient
 
 # Below the first size, copying a gradient is cheaper than sending it alone: two passes through the cache against 20 us
@@ -25,11 +25,8 @@ _TINY_BYTES = 2**19
 
 
 def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
-    """Return the small ones among `params` in buckets of one type and device, in about the order of backward.
-
-    The result depends only on the order of `params`, their shapes, types and devices, so it is equal on all ranks.
-    """
-    native = [param for param in reversed(list(params)) if param.dtype in wire.REDUCED]
+    """Return the small ones among `params` in buckets of one type and device, in about the order of backward."""
+    native = [param for param in reversed(list(params)) if param.dtype in REDUCED]
     is_tiny = sum(param.nbytes for param in native) <= _TINY_BYTES
     buckets: dict[tuple[torch.dtype, torch.device], list[list[Parameter]]] = {}
     for param in native:
@@ -58,10 +55,7 @@ def can_pack(options: ReducerOptions) -> bool:
 
 
 def can_carry_flags(param: Parameter, options: ReducerOptions) -> bool:
-    """Return whether a bucket of gradients such as this one's can carry counts.
-
-    On a GPU reading them would make the host wait for the device, and float16 counts to 2048 only.
-    """
+    """Return whether a bucket can carry counts: on a GPU the host would wait for them; float16 counts to 2048 only."""
     return param.device.type == "cpu" and _wire_type(param, options) in (torch.float32, torch.float64)
 
 
@@ -71,10 +65,7 @@ def _wire_type(param: Parameter, options: ReducerOptions) -> torch.dtype:
 
 
 class Bucket(ReductionUnit):
-    """Gradients of one type and device, dense on all ranks, copied into one tensor and back.
-
-    `header` further numbers travel in front of the gradients, reduced in the same way.
-    """
+    """Gradients of one type and device, dense on all ranks, in one tensor; `header` numbers travel in front of them."""
 
     def __init__(
         self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float, *, header: int = 0
@@ -127,8 +118,7 @@ class Bucket(ReductionUnit):
             self._result.copy_(self._flat)
         if correction != 1.0:
             self._result.mul_(correction)
-        gradients: list[Tensor] = []
-        results: list[Tensor] = []
+        gradients, results = list[Tensor](), list[Tensor]()
         for index, (param, result) in enumerate(zip(self.params, self._results, strict=True)):
             grad = param.grad
             if not (grad is not None if present is None else present[index]):
@@ -137,7 +127,6 @@ class Bucket(ReductionUnit):
                 gradients.append(grad.detach())
                 results.append(result)
             else:
-                # A copy, because the next step overwrites the bucket.
-                store_gradient(param, result.clone())
+                store_gradient(param, result.clone())  # a copy, because the next step overwrites the bucket
         if gradients:
             torch._foreach_copy_(gradients, results)

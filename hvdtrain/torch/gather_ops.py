@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.torch import engine, wire
-from hvdtrain.torch.compression import Compression
+from hvdtrain.torch import engine
+from hvdtrain.torch.compression import Compression, from_move, to_move, to_reduce
 from hvdtrain.torch.engine import Average, Handle, Sum
 from hvdtrain.torch.reduce_ops import Reduction, differentiable, submit
 
@@ -35,8 +35,8 @@ def grouped_allgather_async(tensors: Sequence[Tensor], name: str | None = None, 
         raise ValueError("allgather concatenates on dimension 0. Received: a scalar tensor; reshape it to (1,)")
     process_set = engine.global_set(process_set)
     name = name or engine.auto_name("allgather", process_set)
-    sent = [wire.to_move(t) for t in tensors]
-    return _start("allgather_async", sent, wire.from_move, tensors, name, process_set=process_set)
+    sent = [to_move(t) for t in tensors]
+    return _start("allgather_async", sent, from_move, tensors, name, process_set=process_set)
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Handle:
@@ -75,12 +75,12 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, pr
     """Start a broadcast into `tensor`; any type and memory layout. See `broadcast`."""
     process_set = engine.global_set(process_set)
     name = name or engine.auto_name("broadcast", process_set)
-    sent = wire.to_move(tensor)
+    sent = to_move(tensor)
     part = engine.native().broadcast_async_(sent, root_rank, name=name, process_set=process_set)
 
     def finish(received: Tensor) -> Tensor:
         if received.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(wire.from_move(received, tensor.dtype))
+            tensor.detach().copy_(from_move(received, tensor.dtype))
         return tensor
 
     return Handle([part], finish, name)
@@ -124,9 +124,9 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
         if splits.is_floating_point():
             raise ValueError(f"splits must be whole numbers of rows. Received: {splits.dtype}")
         splits = splits.to("cpu", torch.int32)
-    part = engine.native().alltoall_async(wire.to_move(tensor), splits, name=name, process_set=process_set)
+    part = engine.native().alltoall_async(to_move(tensor), splits, name=name, process_set=process_set)
     dtype = tensor.dtype
-    return Handle([part], lambda outputs: (wire.from_move(outputs[0], dtype), outputs[1]), name)
+    return Handle([part], lambda outputs: (from_move(outputs[0], dtype), outputs[1]), name)
 
 
 def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
@@ -160,7 +160,7 @@ def grouped_reducescatter_async(
     """Start a grouped reducescatter; the handle gives a list of tensors. See `reducescatter`."""
     process_set = engine.global_set(process_set)
     name = name or engine.auto_name("reducescatter", process_set)
-    sent = [wire.to_reduce(t) for t in tensors]
+    sent = [to_reduce(t) for t in tensors]
     if prescale_factor != 1.0:  # Horovod would do it in its fusion buffer, and refuse what is larger
         sent = [(t * prescale_factor).to(t.dtype) for t in sent]
     options = {"op": op, "process_set": process_set, "postscale_factor": postscale_factor}

@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hvdtrain.torch import bf16, engine, wire
-from hvdtrain.torch.compression import BF16Compressor, Compression
+from hvdtrain.torch import bf16, engine
+from hvdtrain.torch.compression import BF16Compressor, Compression, from_move, same_memory, to_move, to_reduce
 from hvdtrain.torch.engine import Adasum, Average, Handle, Sum
 
 _P = ParamSpec("_P")
@@ -50,8 +50,8 @@ def submit(
         check_adasum(tensors[0])
     wires = []
     for tensor in tensors:
-        sent = wire.to_reduce(tensor)
-        wires.append(sent if in_place or not wire.same_memory(sent, tensor) else sent.clone())
+        sent = to_reduce(tensor)
+        wires.append(sent if in_place or not same_memory(sent, tensor) else sent.clone())
     # Horovod multiplies a sum by a rounded 1/size and cuts: 49 ones on 49 ranks would have the integer mean 0.
     whole_numbers = how.op == Average and not any(sent.is_floating_point() for sent in wires)
     sent_as = replace(how, op=Sum) if whole_numbers else how
@@ -73,7 +73,7 @@ def submit(
             if not in_place:
                 results.append(received.to(tensor.dtype))
                 continue
-            if not wire.same_memory(received, tensor):
+            if not same_memory(received, tensor):
                 tensor.detach().copy_(received)
             results.append(tensor)
         return results
@@ -270,12 +270,12 @@ def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any 
     """
     process_set = engine.global_set(process_set)
     # Ranks differ in their number of entries, which must be the first dimension: indices are (entries, sparse_dim).
-    sent = {"values": wire.to_move(tensor._values()), "indices": tensor._indices().t().contiguous()}
+    sent = {"values": to_move(tensor._values()), "indices": tensor._indices().t().contiguous()}
     gather = engine.native().allgather_async
     parts = [gather(part, name=f"{name}.{what}", process_set=process_set) for what, part in sent.items()]
 
     def finish(all_values: Tensor, all_indices: Tensor) -> Tensor:
-        gathered = wire.from_move(all_values, tensor.dtype)
+        gathered = from_move(all_values, tensor.dtype)
         if op == Average:
             gathered = gathered / process_set.size()
         return torch.sparse_coo_tensor(all_indices.t(), gathered, tensor.shape, check_invariants=False)

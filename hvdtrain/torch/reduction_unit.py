@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain.torch import bf16, engine, wire
-from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor
+from hvdtrain.torch import bf16, engine
+from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor, is_native, same_memory
 from hvdtrain.torch.engine import Average, Handle, Sum
 from hvdtrain.torch.reduce_ops import Reduction, bf16_exchange, sparse_allreduce_async, submit
 
@@ -117,7 +117,7 @@ class ReductionUnit:
         options = self._options
         grad = self.params[0].grad
         is_plain = len(self.params) == 1 and options.compression is NoneCompressor
-        if is_plain and grad is not None and wire.is_native(grad):
+        if is_plain and grad is not None and is_native(grad):
             self._direct = self.how.send(grad, self.names[0])  # the gradient itself; fast, because backward waits
             return
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
@@ -208,5 +208,5 @@ def store_gradient(param: Parameter, result: Tensor) -> None:
         param.grad = result.to(param.dtype)
     elif grad.is_sparse:
         param.grad = result.to(grad.dtype).to_sparse(grad.sparse_dim())
-    elif not wire.same_memory(grad, result):
+    elif not same_memory(grad, result):
         grad.detach().copy_(result)
