@@ -1,10 +1,8 @@
 """Take an optimizer's step by torch's fused kernels: one pass over memory instead of one an operation.
 
-By default torch's optimizers go through their parameters on CPUs one by one and operation by operation, and on GPUs
-operation by operation over all of them (`foreach`). `fused=True` does the same arithmetic in one pass and leaves it to
-the user to say so: sums of products are rounded once, not twice, and on a GPU the bias corrections of Adam are float32
-and not the host's float64. Here it is said for one step at a time, so that parameter groups, and checkpoints of them,
-stay the user's. On GPUs only under HVDTRAIN_GPU_ASYNC=1: no GPU has run it.
+Sums of products are rounded once, not twice, and on a GPU Adam's bias corrections are float32, so torch does it only on
+request. Here it is requested for one step at a time: parameter groups, and checkpoints of them, stay the user's. On
+GPUs only under HVDTRAIN_GPU_ASYNC=1: no GPU has run it.
 """
 
 from __future__ import annotations
@@ -39,9 +37,8 @@ def applies_to(kind: type[torch.optim.Optimizer]) -> bool:
 def chosen(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within it, `optimizer.step` is fused in each group where that changes nothing beyond rounding.
 
-    What is chosen follows from the parameters, their gradients' kinds and the optimizer's state alone, which are alike
-    on all ranks: so are the bits of what comes out. It is chosen after all hooks have run, those of one rank too, which
-    may exchange gradients; with a closure, which makes them during the step, nothing is.
+    The choice follows from parameters, gradients' kinds and state alone, alike on all ranks. It is made after all
+    hooks, which may exchange gradients; with a closure, which makes them during the step, nothing is fused.
     """
     groups: list[dict[str, Any]] = []
 

@@ -1,7 +1,4 @@
-"""The GPU's clock: marks in its stream, read when it has passed them, so that no step waits for it.
-
-The host sends work to a GPU and continues; what it measures by its own clock is how long sending takes.
-"""
+"""The GPU's clock: marks in its stream, read when it has passed them, so that no step waits for it."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class GpuClock(Clock):
 
 
 def of_bench() -> Clock:
-    """Return the clock for `hvdtrain bench`: with HVDTRAIN_GPU_ASYNC=1 the GPU's, else the host's, behind the GPU."""
+    """Return the clock for `hvdtrain bench`: with HVDTRAIN_GPU_ASYNC=1 the GPU's, else the host's behind it."""
     return GpuClock() if tuning.gpu_async() and torch.cuda.is_available() else Clock(_finished)
 
 

@@ -55,13 +55,9 @@ class PreparedLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], source: LoaderSource, model: torch.nn.Module, world: World) -> None:
-        self._loader = loader
-        self._source = source
-        self._model = model
-        self._world = world
+        self._loader, self._source, self._model, self._world = loader, source, model, world
         self._device = torch.device(world.device)
-        self._epoch = 0
-        self.count = 0
+        self._epoch = self.count = 0
 
     def __len__(self) -> int:
         return self._source.steps or 0

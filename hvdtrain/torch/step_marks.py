@@ -1,9 +1,7 @@
 """Report from outside where a PyTorch step loads, goes backward and ends, for `hvdtrain bench`.
 
 A step ends when an optimizer has stepped. Data wait is the time from there, and from each backward pass of an
-accumulated step, to the next forward pass of any module; the backward pass is `loss.backward()`. The reducer reports
-its waits itself. On a GPU that is by the host's clock, which waits at each mark for the current stream; with
-HVDTRAIN_GPU_ASYNC=1 by the GPU's own. Neither has run on one.
+accumulated step, to the next forward pass of any module. The reducer reports its waits itself.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ def attach(times: StepTimes) -> Callable[[], None]:
 
 class _StepMarks:
     def __init__(self, times: StepTimes) -> None:
-        self._facts = times.facts
-        self._recorder = times.recorder
+        self._facts, self._recorder = times.facts, times.recorder
         self._hook: Any = None
         self._batch_samples = 0  # of the forward pass in progress
         self._samples = 0  # of the step in progress

@@ -44,10 +44,10 @@ class SyncBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(1)
         unbiased = variance * (count / (count - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            if self.momentum is None:  # on the device: the host does not know how many batches there were
-                running.lerp_(new.to(running.dtype), (1.0 / self.num_batches_tracked.double()).to(running.dtype))
-            else:
-                running.lerp_(new.to(running.dtype), self.momentum)
+            momentum: Any = self.momentum
+            if momentum is None:  # on the device: the host does not know how many batches there were
+                momentum = (1.0 / self.num_batches_tracked.double()).to(running.dtype)
+            running.lerp_(new.to(running.dtype), momentum)
 
 
 class _Normalize(torch.autograd.Function):
@@ -69,10 +69,8 @@ class _Normalize(torch.autograd.Function):
         count = counts.sum()
         # Reading the sum makes the host wait for the device: only a rank that has nearly nothing itself does it.
         if local_count <= 1 and count <= 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel over all ranks when training. Received: {int(count)}, locally "
-                f"{tuple(x.shape)}"
-            )
+            received = f"Received: {int(count)}, locally {tuple(x.shape)}"
+            raise ValueError(f"Expected more than 1 value per channel over all ranks when training. {received}")
         means, variances = parts[:, :channels], parts[:, channels:-1]
         mean = (means * counts).sum(0) / count
         # Variances of parts, and of the parts' means: stable where a difference of squares is not.

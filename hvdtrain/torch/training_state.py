@@ -9,15 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
+from hvdtrain.data.sources import as_array
 
 
 def to_host(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a copy on the host; bfloat16, which numpy lacks, as float32."""
-    return np.array(_on_host(tensor))
-
-
-def _on_host(tensor: torch.Tensor) -> NDArray[Any]:
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+    return np.array(as_array(tensor))
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -30,36 +27,32 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
     """Return all that training changes; on the host as views of it, since a copy is as large as the model."""
-    arrays = {f"model.{name}": _on_host(tensor) for name, tensor in _tensors(model).items()}
+    arrays = {f"model.{name}": as_array(tensor) for name, tensor in _tensors(model).items()}
     saved = optimizer.state_dict()
     scalars: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
         tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-        arrays |= {f"optimizer.{index}.{name}": _on_host(value) for name, value in tensors.items()}
+        arrays |= {f"optimizer.{index}.{name}": as_array(value) for name, value in tensors.items()}
         scalars[str(index)] = {name: value for name, value in entries.items() if name not in tensors}
     groups = [
         {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in saved["param_groups"]
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
-    return State(
-        arrays,
-        meta,
-        unsettled=frozenset(f"model.{name}" for name, _ in model.named_buffers()),
-        trained=frozenset(f"model.{name}" for name, each in model.named_parameters() if each.requires_grad),
-    )
+    unsettled = frozenset(f"model.{name}" for name, _ in model.named_buffers())
+    trained = frozenset(f"model.{name}" for name, each in model.named_parameters() if each.requires_grad)
+    return State(arrays, meta, unsettled=unsettled, trained=trained)
 
 
 def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
     """Restore what `capture` returned; a ValueError names the first tensor that does not fit, before any changes."""
     current = _tensors(model)
     saved = {name[6:]: array for name, array in state.arrays.items() if name.startswith("model.")}
+    shapes, saved_shapes = ({name: tuple(each.shape) for name, each in both.items()} for both in (current, saved))
     for name in [*current, *saved]:
-        here = tuple(current[name].shape) if name in current else "missing"
-        there = saved[name].shape if name in saved else "missing"
+        here, there = shapes.get(name, "missing"), saved_shapes.get(name, "missing")
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
-    shell = optimizer.state_dict()
     if state.meta["layout"] != _layout(optimizer):
         raise ValueError(f"the optimizer is {state.meta['layout']} in the checkpoint and {_layout(optimizer)} here")
     with torch.no_grad():
@@ -72,7 +65,7 @@ def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -
             entries[int(index)][key] = torch.from_numpy(array.copy())  # the caller's stays as it is
     groups = [
         {**_as_before(group, old), "params": group["params"]}
-        for group, old in zip(shell["param_groups"], state.meta["groups"], strict=True)
+        for group, old in zip(optimizer.state_dict()["param_groups"], state.meta["groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
     if state.meta["scaler"]:  # empty where the checkpoint's run had none
