@@ -50,12 +50,9 @@ class TorchAdapter:
         self._optimizer: Any = optimizer
         self._fuses = fused_update.applies_to(type(optimizer))
         if self._reduced:
-            self._optimizer = hvd.DistributedOptimizer(
-                optimizer,
-                named_parameters=model.named_parameters(),
-                compression=getattr(hvd.Compression, options.compression),
-                backward_passes_per_step=options.accumulate,
-            )
+            compression = getattr(hvd.Compression, options.compression)
+            named = model.named_parameters()
+            self._optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
         self.fault: Fault | None = None
         self._before = BufferSnapshot(model, self._totals) if options.nan_policy in ("skip", "stop") else None
@@ -278,7 +275,7 @@ def _check(model: nn.Module, optimizer: Any, loss: Any) -> None:
     if not callable(loss):
         raise TypeError(f"loss must be a torch loss, or a callable (outputs, targets) -> mean. Received: loss={loss!r}")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer over the model's. Received: {optimizer!r}")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer. Received: {optimizer!r}")
     check_parameters(model, optimizer)
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError(
@@ -307,8 +304,7 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
     """Return whether every element is finite; gradients that are None are left out.
 
-    A sum over a tensor is not finite if an element is not, and costs a fiftieth of a test of each element. Since a sum
-    can overflow too, each element is tested after a sum that is not finite.
+    A sum costs a fiftieth of a test of each element, which follows a sum that is not finite: it may have overflowed.
     """
     dense = [g._values() if g.is_sparse else g for g in gradients if g is not None]
     if not dense:
@@ -328,10 +324,8 @@ class BufferSnapshot:
     """What a step changes before its gradient is known: the model's buffers, and what metrics have counted."""
 
     def __init__(self, model: nn.Module, totals: Totals) -> None:
-        self._buffers = list(model.buffers())
+        self._buffers, self._totals = list(model.buffers()), totals
         self._saved = [buffer.detach().clone() for buffer in self._buffers]
-        self._totals = totals
-        self._counted = totals.copy()
 
     @torch.no_grad()
     def take(self) -> None:

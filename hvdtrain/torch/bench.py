@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import hvdtrain.torch as hvd
 
@@ -25,12 +26,7 @@ def allreduce_of(num_bytes: int, *, device: str) -> Callable[[], None]:
 
 def mlp(inputs: int, hidden: int, classes: int) -> dict[str, Any]:
     """Return the standard model, with optimizer and loss as `Trainer` takes them."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(inputs, hidden),
-        torch.nn.ReLU(),
-        torch.nn.Linear(hidden, hidden),
-        torch.nn.ReLU(),
-        torch.nn.Linear(hidden, classes),
-    )
+    layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)]
+    model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return {"model": model, "optimizer": optimizer, "loss": torch.nn.CrossEntropyLoss()}
+    return {"model": model, "optimizer": optimizer, "loss": nn.CrossEntropyLoss()}

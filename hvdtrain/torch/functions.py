@@ -46,12 +46,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     if skipped:
         words = "left these alone, since they are not tensors: {}. Send them with hvd.broadcast_object."
         warnings.warn(f"broadcast_parameters {words.format(', '.join(skipped))}", stacklevel=2)
-    if engine.native().size() > 1:
-        _wait([broadcast_async_(p, root_rank, f"parameter.{name}") for name, p in items if isinstance(p, Tensor)])
-
-
-def _wait(handles: list[Handle]) -> None:
-    for handle in handles:
+    if engine.native().size() == 1:
+        return
+    for handle in [broadcast_async_(p, root_rank, f"parameter.{name}") for name, p in items if isinstance(p, Tensor)]:
         handle.wait()
 
 
@@ -149,9 +146,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
                 f"{groups['lengths']}. Build the same optimizer on every rank before broadcast_optimizer_state."
             )
     if is_root:
-        _wait([broadcast_async_(t, root_rank, f"optimizer_state.{i}") for i, t in enumerate(tensors)])
+        handles = [broadcast_async_(t, root_rank, f"optimizer_state.{i}") for i, t in enumerate(tensors)]
     else:
-        _assign(optimizer, params, groups["options"], state, root_rank)
+        handles = _assign(optimizer, params, groups["options"], state, root_rank)
+    for handle in handles:
+        handle.wait()
 
 
 def _describe(optimizer: torch.optim.Optimizer, params: list[Tensor], tensors: list[Tensor]) -> Any:
@@ -177,8 +176,8 @@ def _describe(optimizer: torch.optim.Optimizer, params: list[Tensor], tensors: l
 
 def _assign(
     optimizer: torch.optim.Optimizer, params: list[Tensor], options: list[Any], state: list[Any], root_rank: int
-) -> None:
-    """Receive the root's tensors, and put all values where they belong."""
+) -> list[Handle]:
+    """Put the root's values where they belong; return handles on the tensors among them."""
     handles = []
 
     def receive(value: Any, old: Any, device: torch.device) -> Any:
@@ -206,7 +205,7 @@ def _assign(
         new_state.append((owner, _map(value, functools.partial(receive, device=device), optimizer.state.get(owner))))
     optimizer.state.clear()
     optimizer.state.update(new_state)
-    _wait(handles)
+    return handles
 
 
 def _map(value: Any, leaf: Callable[[Any, Any], Any], old: Any = None) -> Any:

@@ -19,11 +19,10 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import bucket, engine
 from hvdtrain.torch.compression import BF16Compressor
 from hvdtrain.torch.engine import Adasum, Average, Handle
-from hvdtrain.torch.reduce_ops import Reduction, active_ranks_async
+from hvdtrain.torch.reduce_ops import active_ranks_async
 from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
 
-# For each unit and parameter: on how many ranks the gradient is dense, and on how many it is sparse.
-_Counts = list[list[tuple[int, int]]]
+_Counts = list[list[tuple[int, int]]]  # for each unit and parameter: on how many ranks it is dense, and sparse
 
 
 class _GradientFlags(NamedTuple):
@@ -100,10 +99,8 @@ class Reducer:
 
         A resumed run sets it before its first step: on three ranks or more, buckets decide the last bit of sums.
         """
-        if self._dense is None:
-            return None
-        dense = set(self._dense)
-        return np.array([param in dense for param in self.passes], np.uint8)
+        dense = None if self._dense is None else set(self._dense)
+        return None if dense is None else np.array([param in dense for param in self.passes], np.uint8)
 
     @packed.setter
     def packed(self, flags: NDArray[np.uint8]) -> None:
@@ -143,15 +140,13 @@ class Reducer:
         self._hooks.clear()
 
     def _add_hooks(self) -> None:
-        # Also hook parameters that were unfrozen since the last step.
-        if len(self._hooks) == len(self.passes):
+        if len(self._hooks) == len(self.passes):  # else some are frozen: one may not be since the last step
             return
         this = weakref.ref(self)  # parameters outlive optimizers; a deleted optimizer must not reduce
 
-        def hook(param: Tensor) -> None:
-            reducer = this()
-            if reducer is not None:
-                reducer._on_gradient(param)  # type: ignore[arg-type]
+        def hook(param: Any) -> None:
+            if (reducer := this()) is not None:
+                reducer._on_gradient(param)
 
         for param in self.passes:
             if param.requires_grad and param.is_leaf and param not in self._hooks:
@@ -303,7 +298,15 @@ class Reducer:
         What the reduction multiplied them by is undone here.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
-        how, received = self._send_with_gradients([1.0, weight or 0.0, *flags])
+        numbers = [1.0, weight or 0.0, *flags]
+        if self._closing is not None:
+            how, received = self._closing.how, self._closing.exchange(numbers, self._all_active)
+        else:
+            drain(self._abandoned.pop("numbers", None))
+            how = reduction(self.options, self.scale)
+            sent = how.send(torch.tensor(numbers), "gradients.present")
+            self._in_flight["numbers"] = Handle([sent], Tensor.tolist)
+            received = self._in_flight["numbers"].wait()
         size = how.process_set.size()
         factor = how.prescale_factor * how.postscale_factor
         one = factor / size if how.op == Average else factor  # what a rank adds to a received number
@@ -317,15 +320,6 @@ class Reducer:
             return _GradientFlags(active, total, None)
         pairs = zip(ranks[::2], ranks[1::2], strict=True)
         return _GradientFlags(active, total, [list(islice(pairs, len(unit.params))) for unit in self._units])
-
-    def _send_with_gradients(self, numbers: list[float]) -> tuple[Reduction, list[float]]:
-        """Reduce `numbers`, with the last bucket if there is one; return how, and the result."""
-        if self._closing is not None:
-            return self._closing.how, self._closing.exchange(numbers, self._all_active)
-        drain(self._abandoned.pop("numbers", None))
-        how = reduction(self.options, self.scale)
-        self._in_flight["numbers"] = Handle([how.send(torch.tensor(numbers), "gradients.present")], Tensor.tolist)
-        return how, self._in_flight["numbers"].wait()
 
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, if so requested, without any reduction."""
