@@ -108,8 +108,8 @@ DEFECTS = (
     Defect(
         "reducer: what was divided before the sum is not multiplied after it",
         "hvdtrain/torch/reduction_unit.py",
-        "return Reduction(Average, 1.0 / predivide, scale * predivide, options.process_set)",
-        "return Reduction(Average, 1.0 / predivide, scale, options.process_set)",
+        "return Reduction(options.op, 1.0 / predivide, scale * predivide, options.process_set)",
+        "return Reduction(options.op, 1.0 / predivide, scale, options.process_set)",
         TORCH,
     ),
     Defect(

@@ -302,15 +302,13 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether every element is finite; gradients that are None are left out.
-
-    A sum costs a fiftieth of a test of each element, which follows a sum that is not finite: it may have overflowed.
-    """
+    """Return whether every element is finite; gradients that are None are left out."""
     dense = [g._values() if g.is_sparse else g for g in gradients if g is not None]
     if not dense:
         return True
     if all(g.is_cuda and g.numel() for g in dense):  # one launch for many; on CPUs it takes ten times as long
         return bool(torch.stack(torch._foreach_norm([g.detach() for g in dense], float("inf"))).isfinite().all())
+    # A sum costs a fiftieth of a test of each element, which follows where one is not finite: it may have overflowed.
     sums = torch.stack([g.detach().sum(dtype=torch.float32) for g in dense])
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in dense)
 

@@ -17,16 +17,13 @@ from hvdtrain.torch.engine import Handle
 
 
 class Exchange(Handle):
-    """A handle on one reduction of several floating point tensors on one device; gives them in their own types.
-
-    `prescale` multiplies each rank's tensors before they are rounded, `postscale` the sum.
-    """
+    """A handle on a reduction of floats on one device; `prescale` multiplies before rounding, `postscale` the sum."""
 
     def __init__(
         self, tensors: Sequence[Tensor], *, name: str, process_set: Any, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
         self._like = [(t.shape, t.dtype) for t in tensors]
-        self._process_set, self._postscale = process_set, postscale
+        self._name, self._process_set, self._postscale = name, process_set, postscale
         size = process_set.size()
         shard = -(-sum(t.numel() for t in tensors) // size)
         bits = torch.zeros(size * shard, dtype=torch.bfloat16, device=tensors[0].device)
@@ -37,8 +34,8 @@ class Exchange(Handle):
             offset += flat.numel()
         sent = bits.view(torch.float16)
         scatter = engine.native().alltoall_async(sent, name=f"{name}.scatter", process_set=process_set)
-        self.first_half = Handle([scatter], self._start_second_half, name)  # waiting for it starts the second
-        super().__init__([self.first_half], self._split, name)
+        self.first_half = Handle([scatter], self._start_second_half)  # waiting for it starts the second
+        super().__init__([self.first_half], self._split)
 
     def _start_second_half(self, scattered: tuple[Tensor, Tensor]) -> Any:
         # (size, shard): one row per rank, added up in rank order
@@ -46,7 +43,7 @@ class Exchange(Handle):
         if self._postscale != 1.0:
             mine *= self._postscale
         bits = mine.to(torch.bfloat16).view(torch.float16)
-        return engine.native().allgather_async(bits, name=f"{self.name}.gather", process_set=self._process_set)
+        return engine.native().allgather_async(bits, name=f"{self._name}.gather", process_set=self._process_set)
 
     def _split(self, gather: Any) -> list[Tensor]:
         bits = engine.native().synchronize(gather).view(torch.bfloat16)

@@ -53,11 +53,10 @@ def why_not(horovod: ModuleType) -> str:
 
 
 def put_off_loading() -> str:
-    """Let torch's optimizers work without torch.compile's front end until something imports it; return what it is.
+    """Let torch's optimizers work without torch.compile's front end until something imports it; return its name.
 
-    torch's optimizers tell torch._dynamo not to trace some of their methods, and import it for that: 69 MiB and 1.1 s
-    of processor time for every rank, compiled or not (torch 2.13, CPU). While it is not imported, there is nothing to
-    tell. Changes torch.optim's classes, once, unless HVDTRAIN_COMPILER_ON_DEMAND=0 or the compiler is loaded already.
+    torch's optimizers import torch._dynamo to tell it not to trace some of their methods: 69 MiB and 1.1 s of processor
+    time for every rank, compiled or not (torch 2.13, CPU). Does nothing where it is imported already.
     """
     if os.environ.get("HVDTRAIN_COMPILER_ON_DEMAND") == "0" or _DYNAMO in sys.modules:
         return ""

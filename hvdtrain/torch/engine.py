@@ -62,10 +62,8 @@ def start_over() -> None:
 
 
 def auto_name(kind: str, process_set: Any) -> str:
-    """Return the next name for an unnamed operation, from a counter of the process set that `join` starts over.
-
-    By Horovod's one counter a rank that joined early, or is outside a set, counts fewer: the next operation hangs.
-    """
+    """Return the next name for an unnamed operation, from a counter of the process set that `join` starts over."""
+    # By Horovod's one counter a rank that joined early, or is outside a set, counts fewer: the next operation hangs.
     key = process_set.process_set_id
     return f"hvdtrain.{kind}.{key}.{next(_counters[key])}"
 
@@ -88,10 +86,8 @@ def is_global(process_set: Any) -> bool:
 class Handle:
     """One operation in flight, whose result `finish` makes, once, of what its parts give: native or other handles."""
 
-    def __init__(self, parts: Sequence[Any], finish: Callable[..., Any], name: str = "") -> None:
-        self.name = name
-        self._parts = list(parts)
-        self._finish = finish
+    def __init__(self, parts: Sequence[Any], finish: Callable[..., Any]) -> None:
+        self._parts, self._finish = list(parts), finish
         self._generation = generation
         self._done = False
         self._result: Any = None
@@ -138,9 +134,5 @@ def poll(handle: Any) -> bool:
 
 
 def synchronize(handle: Any) -> Any:
-    """Wait for an asynchronous operation and return its result.
-
-    Raises:
-        HorovodInternalError: the operation failed, on this rank or on another.
-    """
+    """Wait for an asynchronous operation and return its result; HorovodInternalError if it failed on any rank."""
     return handle() if callable(handle) else native().synchronize(handle)

@@ -35,10 +35,7 @@ def needs_exchange(loss: Any) -> bool:
 
 
 def denominator(loss: Any, batch: Batch) -> tuple[float, bool]:
-    """Return what the batch's mean loss was divided by, up to a common factor, and whether all targets count.
-
-    Losses over classes divide by the summed class weights of the targets that are not ignored, others by the samples.
-    """
+    """Return the mean loss's divisor up to a common factor (samples, or summed class weights), and if all count."""
     count = float(batch.local_count)
     targets = batch.targets
     if not count or not needs_exchange(loss):

@@ -35,10 +35,9 @@ def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
 
 
 class Accuracy:
-    """Whether each prediction is correct. `Totals` does not count targets that the loss ignores.
+    """Whether each prediction is correct: of scores (batch, classes, ...) for class indices or probabilities.
 
-    outputs: (batch, classes, ...) scores, with targets of class indices (batch, ...) or probabilities; or one binary
-    score per target, of the targets' shape: a logit, or a probability if the loss is BCELoss.
+    Outputs of the targets' shape are binary scores: logits, or probabilities if the loss is BCELoss.
     """
 
     def __init__(self, loss: Any = None) -> None:

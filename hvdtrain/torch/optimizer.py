@@ -37,10 +37,7 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_should_synchronize: bool
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Reduce the gradients and take the user's optimizer's step.
-
-        Each call of a closure (LBFGS) reduces the gradients and its loss: all ranks search along the same line.
-        """
+        """Reduce the gradients, each time that a closure makes them, and take the user's optimizer's step."""
         reducer = self._reducer()
         closure = args[0] if args else kwargs.get("closure")
         if not self._hvd_should_synchronize:
@@ -62,7 +59,7 @@ class DistributedMixin(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return `closure` with its gradients and its loss reduced."""
+        """Return `closure` with its gradients and its loss reduced: all ranks search along the same line (LBFGS)."""
         reducer = self._reducer()
         if reducer.is_in_flight:  # gradients of a backward pass before step()
             reducer.synchronize()
@@ -124,16 +121,6 @@ class DistributedMixin(torch.optim.Optimizer):
     def backward_passes_per_step(self) -> int:
         """Backward passes that make up one step."""
         return self._hvd_reducer.passes_per_step
-
-    @property
-    def op(self) -> int:
-        """How gradients are reduced: Average, Sum or Adasum."""
-        return self._hvd_reducer.options.op
-
-    @property
-    def process_set(self) -> Any:
-        """The ranks over which gradients are reduced."""
-        return self._hvd_reducer.options.process_set
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -258,8 +245,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         plain = optimizer._hvd_plain_class
         optimizer._hvd_reducer.detach()
     described = {name: getattr(plain, name) for name in ("__module__", "__doc__", "__qualname__")}
+    horovods = {"op": op, "process_set": process_set}  # attributes that Horovod's optimizer has
     ours = {"_hvd_plain_class": plain, "_hvd_fuses": fused_update.applies_to(plain)}
-    cls: Any = type(plain.__name__, (mixin, plain), {**described, **ours})
+    cls: Any = type(plain.__name__, (mixin, plain), {**described, **horovods, **ours})
     distributed = object.__new__(cls)
     distributed.__dict__ = optimizer.__dict__
     distributed._hvd_should_synchronize = True
@@ -304,13 +292,11 @@ def _name_parameters(
     if twice:
         raise ValueError(f"named_parameters must have unique names. Received twice: {', '.join(twice)}")
     name_of = {p: name for name, p in given}
-    unnamed = [place for place in places if place[2] not in name_of]
+    unnamed = [tuple(p.shape) for *_, p in places if p not in name_of]
     if unnamed:
-        i, j, param = unnamed[0]
         raise ValueError(
             f"named_parameters lacks {len(unnamed)} of the optimizer's {len(places)} parameters, the first of shape "
-            f"{tuple(param.shape)} (group {i}, number {j}): are they another model's? Pass the named_parameters() of "
-            "the model whose parameters the optimizer has."
+            f"{unnamed[0]}: are they another model's? Pass the named_parameters() of the optimizer's model."
         )
     reduced = {p for *_, p in places}
     return [(name_of[p], p) for *_, p in places] + [(name, p) for name, p in given if p not in reduced]

@@ -12,10 +12,7 @@ from hvdtrain.torch.optimizer import DistributedOptimizer
 
 
 def step_difference(world: World) -> float:
-    """Return the largest difference between a weight after the ranks' step and after one process's on all their data.
-
-    Every rank takes the step of one process too, so that each knows the difference. All ranks call it.
-    """
+    """Return the largest difference between a weight after all ranks' step, and after one process's on their data."""
     shapes = ((8, world.size, 5), (8, world.size, 3), (5, 3))
     generator = torch.Generator().manual_seed(0)
     inputs, targets, start = (torch.randn(shape, generator=generator) for shape in shapes)

@@ -78,7 +78,7 @@ def submit(
             results.append(tensor)
         return results
 
-    return Handle(parts, finish, name)
+    return Handle(parts, finish)
 
 
 def bf16_exchange(tensors: Sequence[Tensor], how: Reduction, name: str) -> bf16.Exchange:
@@ -280,7 +280,7 @@ def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any 
             gathered = gathered / process_set.size()
         return torch.sparse_coo_tensor(all_indices.t(), gathered, tensor.shape, check_invariants=False)
 
-    return Handle(parts, finish, name)
+    return Handle(parts, finish)
 
 
 def join(device: int = -1) -> int:
@@ -288,11 +288,10 @@ def join(device: int = -1) -> int:
 
     Meanwhile the others continue to reduce, and this rank adds zeros; their means are over the active ranks.
 
+    Returns the rank that joined last.
+
     Args:
         device: GPU on which to add zeros to the others' tensors on GPUs; -1 is this rank's.
-
-    Returns:
-        The rank that joined last.
     """
     native = engine.native()
     if device == -1 and torch.cuda.is_initialized() and native.cuda_built():

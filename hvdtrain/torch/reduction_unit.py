@@ -51,10 +51,8 @@ def partition(params: Sequence[Parameter], options: ReducerOptions) -> list[list
 
 def reduction(options: ReducerOptions, scale: float) -> Reduction:
     """Return the operation and factors that reduce a gradient; `scale` multiplies it."""
-    predivide = options.gradient_predivide_factor
-    if options.op != Average:
-        return Reduction(options.op, 1.0, scale, options.process_set)
-    return Reduction(Average, 1.0 / predivide, scale * predivide, options.process_set)
+    predivide = options.gradient_predivide_factor  # 1 unless the operation is Average
+    return Reduction(options.op, 1.0 / predivide, scale * predivide, options.process_set)
 
 
 def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
@@ -135,10 +133,7 @@ class ReductionUnit:
         self._handle = submit(self._sent, self.how, self.names[0], in_place=True, counted=False)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
-        """Wait, and put the results, times `correction`, into the gradients; one that no rank has stays None.
-
-        `present` says for each parameter whether any rank has a gradient; None: all ranks have the same as this one.
-        """
+        """Wait, and put the results, times `correction`, into the gradients `present` on any rank (None: here)."""
         if self._direct is not None:
             engine.native().synchronize(self._direct)
             grad = self.params[0].grad
@@ -163,10 +158,8 @@ class ReductionUnit:
 
     def abandon(self) -> None:
         """Stop using the operation in flight; the next `start` waits for it, because it needs the same name."""
-        if self._direct is not None:
-            self._abandoned = Handle([self._direct], lambda _: None)
-        elif self._handle is not None:
-            self._abandoned = self._handle
+        if self.is_started:
+            self._abandoned = self._handle or Handle([self._direct], lambda _: None)
 
     def _drain(self) -> None:
         """Wait for an abandoned step's operation, which would overwrite the next step's numbers."""

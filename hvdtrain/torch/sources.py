@@ -92,23 +92,18 @@ class _SharedOrder(ShardSampler):
 
 def _shard_sampler(loader: DataLoader[Any], *, world: World, seed: int) -> ShardSampler:
     """Return this rank's sampler: it shuffles by (seed, epoch), or not, as torch's do; any other draws on rank 0."""
-    given = loader.sampler
+    given: Any = loader.sampler
     if hasattr(given, "num_replicas") and not isinstance(given, DistributedSampler):
         raise TypeError(
             f"{type(given).__name__} gives each rank its own part. Received: a DataLoader with this sampler, on "
             f"rank {world.rank}. Use a plain DataLoader, or hvdtrain.Sharded(loader) to use the parts as they are."
         )
-    options: dict[str, Any] = {
-        "shuffle": isinstance(given, RandomSampler)
-        or (isinstance(given, DistributedSampler | ShardSampler) and given.shuffle),
-        "seed": given.seed if isinstance(given, ShardSampler) else seed,
-        "drop_last": loader.drop_last,
-        "batch_size": loader.batch_size,
-        "world": world,
-    }
-    plain = isinstance(given, SequentialSampler | DistributedSampler | ShardSampler) or (
-        isinstance(given, RandomSampler) and not given.replacement and given._num_samples is None
-    )
+    shards, draws = isinstance(given, DistributedSampler | ShardSampler), isinstance(given, RandomSampler)
+    options: dict[str, Any] = {"drop_last": loader.drop_last, "batch_size": loader.batch_size, "world": world}
+    options["shuffle"] = given.shuffle if shards else draws
+    options["seed"] = given.seed if isinstance(given, ShardSampler) else seed
+    once = draws and not given.replacement and given._num_samples is None
+    plain = shards or once or isinstance(given, SequentialSampler)
     return ShardSampler(loader.dataset, **options) if plain else _SharedOrder(given, **options)  # type: ignore[arg-type]
 
 
@@ -165,10 +160,7 @@ class LoaderSource:
             yield Batch(*filler, local_count=local, global_count=held, indices=mine[first : first + local])
 
     def items(self, epoch: int, after: Consumed = NOTHING) -> Iterator[tuple[Any, int, int]]:
-        """Return (what the loader yields, or None without samples left; samples of this rank; of all ranks).
-
-        Counts are arithmetic: the result of a collate_fn need not show how many samples it holds.
-        """
+        """Return (what the loader yields, or None without samples left; samples of this rank; of all ranks)."""
         self._sampler.set_epoch(epoch, start=after.samples)
         if self._seeded is not None:
             rank, size = self._world.rank, self._world.size
@@ -227,10 +219,7 @@ class BatchRequest(NamedTuple):
 
 
 class SeededBatches:
-    """Says for each of a sampler's batches where it stands; a DataLoader takes it for a batch sampler, or a sampler.
-
-    So each batch begins with its own random states, whichever worker makes it, also after a resume within an epoch.
-    """
+    """A DataLoader's (batch) sampler that seeds each batch by its place: a resumed run draws the same numbers."""
 
     def __init__(self, batches: Iterable[Any], dataset: Any) -> None:
         self.dataset: Any = _SeededDataset(dataset)
