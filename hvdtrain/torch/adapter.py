@@ -20,8 +20,7 @@ from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import fused_update, training_state
 from hvdtrain.torch.gpu_clock import GpuClock
-from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
-from hvdtrain.torch.metrics import Totals, named_metrics
+from hvdtrain.torch.losses import Counted, LossWeights, Totals, as_tensor, check_shapes, named_metrics
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()
@@ -121,7 +120,7 @@ class TorchAdapter:
             self._before.take()
         for index, (batch, counted) in enumerate(zip(batches, weights.counted, strict=True)):
             if counted.weight:
-                loss = self._add(batch, counted)
+                loss = self._forward(batch, counted)
                 factor = weights.factor(index)
                 self._scaler.scale(loss if factor == 1.0 else loss * factor).backward()
             elif self._syncs_in_forward:
@@ -134,13 +133,7 @@ class TorchAdapter:
         if counted.weight:
             self._model.eval()
             with torch.inference_mode():
-                self._add(batch, counted)
-
-    def _add(self, batch: Batch, counted: Counted) -> torch.Tensor:
-        """Run a batch through the model and add it to the totals; return its loss."""
-        outputs, targets, loss = self._forward(batch)
-        self._totals.add(outputs, targets, loss, counted)
-        return loss
+                self._forward(batch, counted)
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
@@ -182,8 +175,8 @@ class TorchAdapter:
         """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
         training_state.restore(state, self._model, self._optimizer, self._scaler)
 
-    def _forward(self, batch: Batch) -> tuple[Any, Any, torch.Tensor]:
-        """Return (outputs, targets, loss): the loss a scalar, the mean over the batch unless it is a sum."""
+    def _forward(self, batch: Batch, counted: Counted | None = None) -> torch.Tensor:
+        """Return the loss, a scalar: the mean over the batch unless it is a sum. With `counted`, add to metrics."""
         if batch.sample_weight is not None:
             raise ValueError(
                 "A torch model takes (inputs, targets): weigh samples in your own loss. Received: a third item, "
@@ -196,8 +189,11 @@ class TorchAdapter:
             if not self._checked:
                 check_shapes(self._loss, outputs, targets, rank=self._world.rank)
                 self._checked = True
-            loss = self._loss(outputs, targets)
-        return outputs, targets, loss.mean() if loss.dim() else loss
+            loss: torch.Tensor = self._loss(outputs, targets)
+        loss = loss.mean() if loss.dim() else loss
+        if counted is not None:
+            self._totals.add(outputs, targets, loss, counted)
+        return loss
 
     @contextmanager
     def _normalize_by_running_statistics(self) -> Iterator[None]:
@@ -257,7 +253,7 @@ class TorchAdapter:
         for batch, counted in zip(batches, self._weights.counted, strict=True):
             if counted.weight:
                 # Once more, for this rank alone: hooks that reduce gradients do not see what autograd returns.
-                *_, loss = self._forward(batch)
+                loss = self._forward(batch)
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 own = first_non_finite(zip(trained, gradients, strict=True)) if own is None else own
                 losses.append(float(loss.detach()))
@@ -322,7 +318,7 @@ class BufferSnapshot:
     """What a step changes before its gradient is known: the model's buffers, and what metrics have counted."""
 
     def __init__(self, model: nn.Module, totals: Totals) -> None:
-        self._buffers, self._totals = list(model.buffers()), totals
+        self._buffers, self._totals = [*model.buffers(), totals.sums], totals
         self._saved = [buffer.detach().clone() for buffer in self._buffers]
 
     @torch.no_grad()
@@ -330,14 +326,14 @@ class BufferSnapshot:
         """Save the state before a step."""
         for saved, buffer in zip(self._saved, self._buffers, strict=True):
             saved.copy_(buffer)
-        self._counted = self._totals.copy()
+        self._counts = list(self._totals.counts)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore that state."""
         for saved, buffer in zip(self._saved, self._buffers, strict=True):
             buffer.copy_(saved)
-        self._totals.restore(self._counted)
+        self._totals.counts = list(self._counts)
 
 
 make_adapter = TorchAdapter

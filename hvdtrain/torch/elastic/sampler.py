@@ -29,9 +29,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     _recorded: int  # samples of this rank's share since the last reset
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.set_epoch(0)
 
     @property
@@ -73,8 +71,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Share what is left among the ranks there are now."""
-        self.num_replicas = engine.native().size()
-        self.rank = engine.native().rank()
+        self.num_replicas, self.rank = engine.native().size(), engine.native().rank()
         self.remaining_indices = [i for i in self._order() if i not in self.processed_indices]
         self.num_samples: int = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
