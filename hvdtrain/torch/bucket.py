@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
@@ -97,10 +96,8 @@ class Bucket(ReductionUnit):
     def _check_shapes(self) -> None:
         for name, param, shape in zip(self.names, self.params, self._shapes, strict=True):
             if param.shape != shape:
-                raise HvdTrainError(
-                    f"{name} changed its shape after the first step. Received: {tuple(param.shape)}, was "
-                    f"{tuple(shape)}. Make a new DistributedOptimizer when parameters change."
-                )
+                shapes = f"Received: {tuple(param.shape)}, was {tuple(shape)}. Make a new DistributedOptimizer."
+                raise HvdTrainError(f"{name} changed its shape after the first step. {shapes}")
 
     def exchange(self, numbers: Sequence[float], all_active: Callable[[], bool]) -> list[float]:
         """Send the gradients with `numbers` in front of them, and return those reduced."""
@@ -118,7 +115,8 @@ class Bucket(ReductionUnit):
             self._result.copy_(self._flat)
         if correction != 1.0:
             self._result.mul_(correction)
-        gradients, results = list[Tensor](), list[Tensor]()
+        gradients = []
+        results = []
         for index, (param, result) in enumerate(zip(self.params, self._results, strict=True)):
             grad = param.grad
             if not (grad is not None if present is None else present[index]):

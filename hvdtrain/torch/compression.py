@@ -52,11 +52,7 @@ class FP16Compressor(_CastCompressor):
 
 
 class BF16Compressor(_CastCompressor):
-    """Send floats as bfloat16, but add them up as float32: half the bytes, float32's range.
-
-    Each rank receives one shard of all ranks' bits, adds it up in float32, rounds once, and sends the result back,
-    so that all ranks hold the same bits. Applies to Average and Sum.
-    """
+    """Send floats as bfloat16, but add them up as float32, for Average and Sum: half the bytes, float32's range."""
 
     dtype = torch.bfloat16
 

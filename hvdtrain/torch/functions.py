@@ -26,11 +26,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, `model.parameters()`, or any dict or iterable of
-            tensors or (name, tensor). Names and order must be equal on all ranks.
+            tensors or (name, tensor); else ValueError. Names and order must be equal on all ranks.
         root_rank: rank whose tensors all ranks get.
-
-    Raises:
-        ValueError: `params` is something else.
     """
     if isinstance(params, Mapping):
         items: list[tuple[Any, Any]] = sorted(params.items(), key=lambda item: str(item[0]))
@@ -38,10 +35,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         items = [p if isinstance(p, tuple) and p[0] is not None else (i, p) for i, p in enumerate(params)]
         items = [(name, p[1] if isinstance(p, tuple) else p) for name, p in items]
     else:
-        raise ValueError(
-            "params must be a dict, or an iterable of tensors or of (name, tensor), such as model.state_dict() or "
-            f"model.named_parameters(). Received: {type(params).__name__}"
-        )
+        wanted = "a dict, or an iterable of tensors or of (name, tensor), such as model.state_dict()"
+        raise ValueError(f"params must be {wanted}. Received: {type(params).__name__}")
     skipped = [str(name) for name, p in items if not isinstance(p, Tensor)]
     if skipped:
         words = "left these alone, since they are not tensors: {}. Send them with hvd.broadcast_object."
@@ -53,16 +48,10 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
-    """Return the root's object on every rank.
+    """Return the root's object on every rank; the other ranks' is ignored.
 
-    As in Horovod the root pickles the object and the others unpickle it, which may run code: a rank's of this run,
-    never a file's.
-
-    Args:
-        obj: the root's object; the other ranks' is ignored.
-        root_rank: rank (among all, also with a process set) whose object it is.
-        name: equal on all ranks; unnamed calls are matched by their order.
-        process_set: the ranks that take part; None means all.
+    As in Horovod the root (a rank among all, also with a process set) pickles the object and the others unpickle it,
+    which may run code: a rank's of this run, never a file's. See `allreduce` for `name` and `process_set`.
     """
     native = engine.native()
     process_set = engine.global_set(process_set)

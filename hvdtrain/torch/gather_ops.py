@@ -47,10 +47,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = 
 def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Tensor:
     """Return every rank's `tensor`, concatenated on dimension 0 in rank order; differentiable.
 
-    Args:
-        tensor: type and shape equal on all ranks, but for dimension 0.
-        name: equal on all ranks; unnamed calls are matched by their order.
-        process_set: the ranks that take part; None means all.
+    Types and shapes are equal on all ranks, but for dimension 0. See `allreduce` for `name` and `process_set`.
     """
     return grouped_allgather([tensor], name, process_set)[0]
 
@@ -99,11 +96,8 @@ def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, pro
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Tensor:
     """Return the root's `tensor` on every rank; differentiable.
 
-    Args:
-        tensor: type and shape equal on all ranks; not modified.
-        root_rank: rank (among all, also with a process set) whose tensor it is.
-        name: equal on all ranks; unnamed calls are matched by their order.
-        process_set: the ranks that take part; None means all.
+    Types and shapes are equal on all ranks. `root_rank` is a rank among all, also with a process set. See `allreduce`
+    for `name` and `process_set`.
     """
     process_set = engine.global_set(process_set)
 
@@ -132,13 +126,9 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
 def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
     """Send each rank some rows of `tensor` and return the rows received, in rank order; differentiable.
 
-    With `splits` given, also returns an int tensor: how many rows came from each rank.
-
-    Args:
-        tensor: type and shape equal on all ranks, but for dimension 0.
-        splits: number of rows for each rank; None splits dimension 0 evenly.
-        name: equal on all ranks; unnamed calls are matched by their order.
-        process_set: the ranks that take part; None means all.
+    `splits` has the number of rows for each rank; None splits evenly. With it, an int tensor is returned too: how many
+    rows came from each rank. Types and shapes are equal on all ranks, but for dimension 0. See `allreduce` for `name`
+    and `process_set`.
     """
     handle = alltoall_async(tensor, splits, name, process_set)
 
@@ -190,14 +180,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduce `tensor` over ranks and return this rank's share of its rows; differentiable.
 
-    Args:
-        tensor: type and shape equal on all ranks.
-        name: equal on all ranks; unnamed calls are matched by their order.
-        compression: see `allreduce`; bf16 adds up in float32 and saves no bytes here.
-        op: Average or Sum.
-        process_set: the ranks that take part; None means all.
-        prescale_factor: multiplies before the reduction.
-        postscale_factor: multiplies after it.
+    See `allreduce` for the arguments. `op` is Average or Sum. bf16 adds up in float32 and saves no bytes here.
     """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 

@@ -258,15 +258,9 @@ def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **options: Any) ->
 
 
 def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any = None) -> Handle:
-    """Start the reduction of a sparse tensor: all ranks' entries are gathered; entries at one place add up.
+    """Start the reduction of a sparse COO tensor: all ranks' entries are gathered; entries at one place add up.
 
-    The handle gives a new sparse tensor, not coalesced.
-
-    Args:
-        tensor: sparse COO tensor, its shape equal on all ranks.
-        name: equal on all ranks.
-        op: Average or Sum.
-        process_set: the ranks that take part; None means all.
+    The handle gives a new sparse tensor, not coalesced. `op` is Average or Sum. See `allreduce` for the arguments.
     """
     process_set = engine.global_set(process_set)
     # Ranks differ in their number of entries, which must be the first dimension: indices are (entries, sparse_dim).
@@ -286,12 +280,8 @@ def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any 
 def join(device: int = -1) -> int:
     """Report that this rank has no more data, and wait until every rank reports it.
 
-    Meanwhile the others continue to reduce, and this rank adds zeros; their means are over the active ranks.
-
-    Returns the rank that joined last.
-
-    Args:
-        device: GPU on which to add zeros to the others' tensors on GPUs; -1 is this rank's.
+    Meanwhile the others continue to reduce, and this rank adds zeros, on GPU number `device` to tensors on GPUs (-1 is
+    this rank's); their means are over the active ranks. Returns the rank that joined last.
     """
     native = engine.native()
     if device == -1 and torch.cuda.is_initialized() and native.cuda_built():

@@ -202,8 +202,7 @@ class Reducer:
         if self.passes[param] >= self.passes_per_step:
             raise AssertionError(
                 f"The gradient of {self.names[param]} was computed more than backward_passes_per_step="
-                f"{self.passes_per_step} times before step(). Raise backward_passes_per_step to accumulate, or call "
-                "optimizer.step() after each backward."
+                f"{self.passes_per_step} times before step(). Raise it, or call optimizer.step() after each backward."
             )
         self.is_synchronized = False
         self.passes[param] += 1

@@ -16,14 +16,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """Yield this rank's share of the samples that no rank has processed in this epoch.
 
     All ranks get equally many indices, so that they take equally many steps: where the rest does not divide evenly,
-    some samples are given to two ranks, however few are left.
+    some samples are given to two ranks. `dataset` must keep its length; `seed` must be equal on all ranks.
 
     Put it into a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch.
-
-    Args:
-        dataset: sized; its length must not change.
-        shuffle: whether to shuffle, differently in each epoch.
-        seed: of the shuffle; equal on all ranks.
     """
 
     _recorded: int  # samples of this rank's share since the last reset
@@ -44,13 +39,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that every rank has processed its next `batch_size` samples.
+        """Note that every rank has processed its next `batch_size` samples; `batch_idx` is not needed.
 
         Ranks step together, so each knows the indices of all: none is lost with a rank that dies later.
-
-        Args:
-            batch_idx: not needed: batches are recorded in their order.
-            batch_size: samples of one rank; more than it has left counts as all.
         """
         end = min(self._recorded + batch_size, self.num_samples)
         self.processed_indices.update(self._padded[self._recorded * self.num_replicas : end * self.num_replicas])

@@ -17,13 +17,8 @@ from hvdtrain.torch.functions import broadcast_object, broadcast_optimizer_state
 class TorchState(ObjectState):
     """The state of a training run, to be committed, restored and synchronized.
 
-    Each argument becomes an attribute. What has a state_dict, such as a model, an optimizer, a sampler, a learning-rate
-    scheduler or a GradScaler, is saved by it, and anything else as a Python object.
-
-    Args:
-        model: a torch model, or None.
-        optimizer: a torch optimizer, plain or distributed, or None.
-        kwargs: more of them, or other objects, such as the epoch.
+    Each argument becomes an attribute. What has a state_dict, such as a model, an optimizer (plain or distributed), a
+    sampler, a learning-rate scheduler or a GradScaler, is saved by it, and anything else as a Python object.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -116,8 +111,7 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
     """Replace the handler of each class."""
-    global _registry
-    _registry = registry
+    _registry[:] = registry
 
 
 def _handler(value: Any) -> StateHandler | None:
