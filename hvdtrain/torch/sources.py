@@ -1,4 +1,4 @@
-"""torch DataLoaders and samplers, shared out over ranks; workers are seeded anew for each batch."""
+"""torch DataLoaders and samplers, shared out over ranks, with a seed for each batch."""
 
 from __future__ import annotations
 
