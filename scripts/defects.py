@@ -135,7 +135,7 @@ DEFECTS = (
     ),
     Defect(
         "bf16: the first rank's part is left out of the sum",
-        "hvdtrain/torch/bf16.py",
+        "hvdtrain/torch/reduce_ops.py",
         ".float().sum(0)",
         ".float()[1:].sum(0)",
         TORCH,

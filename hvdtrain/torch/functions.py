@@ -53,13 +53,12 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     As in Horovod the root (a rank among all, also with a process set) pickles the object and the others unpickle it,
     which may run code: a rank's of this run, never a file's. See `allreduce` for `name` and `process_set`.
     """
-    native = engine.native()
     process_set = engine.global_set(process_set)
     if process_set.size() == 1:
         return obj
     # Not named after the object's type, as in Horovod: the others need not know what the root sends.
     name = name or engine.auto_name("broadcast_object", process_set)
-    is_root = native.rank() == root_rank
+    is_root = engine.native().rank() == root_rank
     data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([data.numel()])
     broadcast_async_(length, root_rank, f"{name}.length", process_set).wait()

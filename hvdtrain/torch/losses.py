@@ -38,7 +38,7 @@ def needs_exchange(loss: Any) -> bool:
 
 
 def denominator(loss: Any, batch: Batch) -> tuple[float, bool]:
-    """Return the mean loss's divisor up to a common factor (samples, or summed class weights), and if all count."""
+    """Return what the batch's mean loss was divided by, up to a common factor, and whether all targets count."""
     count = float(batch.local_count)
     targets = batch.targets
     if not count or not needs_exchange(loss):
@@ -47,6 +47,7 @@ def denominator(loss: Any, batch: Batch) -> tuple[float, bool]:
         targets = targets.detach().cpu().numpy()  # where a small operation costs a third of torch's
     if isinstance(targets, torch.Tensor) or (targets := np.asarray(targets)).dtype.kind == "f":
         return count, True  # class probabilities: a mean over samples
+    # Else torch divides by the class weights of the targets that are not ignored, which differ from rank to rank.
     kept = targets != loss.ignore_index
     count = float(np.count_nonzero(kept))
     if loss.weight is None:

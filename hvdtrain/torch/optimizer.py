@@ -266,10 +266,8 @@ def _check_options(op: int, predivide: float, passes: int, groups: Any) -> None:
     if not isinstance(groups, list):
         raise ValueError(f"groups must be a number >= 0 or a list of lists of parameters. Received: {groups!r}")
     members = [p for group in groups for p in group]
-    if any(not isinstance(p, torch.Tensor) for p in members):
-        raise ValueError("groups must hold parameters only; pass model parameters, not names")
-    if len({id(p) for p in members}) < len(members):
-        raise ValueError("a parameter may be in one group only")
+    if any(not isinstance(p, torch.Tensor) for p in members) or len({id(p) for p in members}) < len(members):
+        raise ValueError("groups must hold parameters only, not names, and each parameter in one group only")
 
 
 def _name_parameters(

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hvdtrain.torch import bf16, engine
+from hvdtrain.torch import engine
 from hvdtrain.torch.compression import BF16Compressor, Compression, from_move, same_memory, to_move, to_reduce
 from hvdtrain.torch.engine import Adasum, Average, Handle, Sum
 
@@ -81,11 +81,42 @@ def submit(
     return Handle(parts, finish)
 
 
-def bf16_exchange(tensors: Sequence[Tensor], how: Reduction, name: str) -> bf16.Exchange:
-    """Start a sum or mean of `tensors` as bfloat16 on the wire and float32 in the sum."""
-    divisor = how.process_set.size() if how.op == Average else 1
-    factors = {"prescale": how.prescale_factor, "postscale": how.postscale_factor / divisor}
-    return bf16.Exchange(tensors, name=name, process_set=how.process_set, **factors)
+class BF16Exchange(Handle):
+    """A sum or mean of floats on one device, with float32's accuracy and half its bytes.
+
+    Horovod 0.28.1 can move bfloat16, as float16's bits, but not add it up: each rank gets its shard from all
+    (alltoall), adds it up in float32, rounds once, and sends the result to all (allgather).
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], how: Reduction, name: str) -> None:
+        self._like = [(t.shape, t.dtype) for t in tensors]
+        self._how, self._name, self._size = how, name, how.process_set.size()
+        shard = -(-sum(t.numel() for t in tensors) // self._size)
+        bits = torch.zeros(self._size * shard, dtype=torch.bfloat16, device=tensors[0].device)
+        offset = 0
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            bits[offset : offset + flat.numel()] = flat * how.prescale_factor if how.prescale_factor != 1.0 else flat
+            offset += flat.numel()
+        sent = bits.view(torch.float16)
+        scatter = engine.native().alltoall_async(sent, name=f"{name}.scatter", process_set=how.process_set)
+        self.first_half = Handle([scatter], self._start_second_half)  # waiting for it starts the second
+        super().__init__([self.first_half], self._split)
+
+    def _start_second_half(self, scattered: tuple[Tensor, Tensor]) -> Any:
+        # (size, shard): one row per rank, added up in rank order
+        mine = scattered[0].view(torch.bfloat16).view(self._size, -1).float().sum(0)
+        factor = self._how.postscale_factor / (self._size if self._how.op == Average else 1)
+        if factor != 1.0:
+            mine *= factor
+        bits = mine.to(torch.bfloat16).view(torch.float16)
+        return engine.native().allgather_async(bits, name=f"{self._name}.gather", process_set=self._how.process_set)
+
+    def _split(self, gather: Any) -> list[Tensor]:
+        bits = engine.native().synchronize(gather).view(torch.bfloat16)
+        sizes = [shape.numel() for shape, _ in self._like]
+        parts = bits[: sum(sizes)].split(sizes)
+        return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, self._like, strict=True)]
 
 
 def check_adasum(tensor: Tensor) -> None:
@@ -201,7 +232,7 @@ def grouped_allreduce(
     if compression is BF16Compressor and how.op in (Average, Sum) and how.process_set.size() > 1:
         active = active_ranks_async(name).wait() if engine.is_global(how.process_set) else how.process_set.size()
         if active == how.process_set.size():  # Horovod has no alltoall with ranks that joined
-            return _reduced(bf16_exchange, how, name, tensors)
+            return _reduced(BF16Exchange, how, name, tensors)
     compressed, contexts = zip(*(compression.compress(t) for t in tensors), strict=True)
     return list(map(compression.decompress, _reduced(submit, how, name, compressed), contexts))
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain.torch import bf16, engine
+from hvdtrain.torch import engine
 from hvdtrain.torch.compression import BF16Compressor, Compression, NoneCompressor, is_native, same_memory
 from hvdtrain.torch.engine import Average, Handle, Sum
-from hvdtrain.torch.reduce_ops import Reduction, bf16_exchange, sparse_allreduce_async, submit
+from hvdtrain.torch.reduce_ops import BF16Exchange, Reduction, sparse_allreduce_async, submit
 
 _BUCKET_BYTES = 25 * 2**20  # alltoall is not fused by Horovod, so bf16 fuses here; backward still overlaps
 
@@ -125,7 +125,7 @@ class ReductionUnit:
         tensors = [dense_gradient(p) for p in self.params]
         if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
             self._contexts, self._sent = [], tensors
-            self._handle = bf16_exchange(tensors, self.how, self.names[0])
+            self._handle = BF16Exchange(tensors, self.how, self.names[0])
             return
         # bf16 without all ranks: not compressed, since joined ranks can only take part in an allreduce
         self._compression = NoneCompressor if options.compression is BF16Compressor else options.compression
@@ -133,7 +133,7 @@ class ReductionUnit:
         self._handle = submit(self._sent, self.how, self.names[0], in_place=True, counted=False)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
-        """Wait, and put the results, times `correction`, into the gradients `present` on any rank (None: here)."""
+        """Wait, and store the results times `correction` where any rank has a gradient: `present`, or None for as here."""
         if self._direct is not None:
             engine.native().synchronize(self._direct)
             grad = self.params[0].grad
@@ -153,7 +153,7 @@ class ReductionUnit:
 
     def begin_second_half(self) -> None:
         """Start the second half of a bf16 exchange, so that several are in flight at once."""
-        if isinstance(self._handle, bf16.Exchange):
+        if isinstance(self._handle, BF16Exchange):
             self._handle.first_half.wait()
 
     def abandon(self) -> None:

@@ -124,7 +124,7 @@ def _allreduce(flat: Any, name: str, how: GradientReduction) -> Callable[[], Any
 
 
 def _reduce_bf16(flat: Any, name: str, how: GradientReduction) -> Callable[[], Any]:
-    """Return a function that returns `flat`, summed in float32, as `hvdtrain.torch.bf16` does it."""
+    """Return a function that returns `flat`, summed in float32, as `hvdtrain.torch` does it."""
     size = how.size()
     padded = np.concatenate([flat, np.zeros(-flat.size % size, flat.dtype)])
     options = {"process_set": how.process_set}

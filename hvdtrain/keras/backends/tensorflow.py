@@ -242,7 +242,7 @@ def _reduce_sparse(gradient: Tensor, name: str, how: GradientReduction) -> Tenso
 
 
 def _reduce_bf16(tensors: list[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
-    """Return `tensors` with bfloat16 on the wire and float32 in the sum, as `hvdtrain.torch.bf16` does it."""
+    """Return `tensors` with bfloat16 on the wire and float32 in the sum, as `hvdtrain.torch` does it."""
     common = _common(how)
     size = how.size()
     flat = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], axis=0)

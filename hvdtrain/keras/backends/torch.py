@@ -113,12 +113,11 @@ def reduce_gradients(
     _refuse_compiler()
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
-        from hvdtrain.torch import bf16  # not at the top: a Keras process without ranks needs nothing of hvdtrain.torch
+        from hvdtrain.torch import reduce_ops  # not at the top: a Keras process without ranks needs nothing of it
 
         process_set = how.process_set or hvd.global_process_set
-        reduced: list[Tensor] = bf16.Exchange(
-            gradients, name=names[0], process_set=process_set, postscale=how.sum_factor
-        ).wait()
+        in_all = reduce_ops.Reduction(hvd.Sum, postscale_factor=how.sum_factor, process_set=process_set)
+        reduced: list[Tensor] = reduce_ops.BF16Exchange(gradients, in_all, names[0]).wait()
         return reduced
     wires = [wire.contiguous() for wire in how.to_wires(gradients)]
     common: dict[str, Any] = {"op": how.op, **how.scales, **in_set(how.process_set)}
