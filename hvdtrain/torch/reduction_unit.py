@@ -133,7 +133,7 @@ class ReductionUnit:
         self._handle = submit(self._sent, self.how, self.names[0], in_place=True, counted=False)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
-        """Wait, and store the results times `correction` where any rank has a gradient: `present`, or None for as here."""
+        """Wait, and store the results times `correction` where any rank has a gradient (`present`; None: as here)."""
         if self._direct is not None:
             engine.native().synchronize(self._direct)
             grad = self.params[0].grad
