@@ -101,7 +101,7 @@ DEFECTS = (
     Defect(
         "reducer: ranks that have joined count in the mean",
         "hvdtrain/torch/reducer.py",
-        "correction = size / found.active",
+        "correction = size / active",
         "correction = 1.0",
         TORCH,
     ),

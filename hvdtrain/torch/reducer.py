@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +23,6 @@ from hvdtrain.torch.reduce_ops import active_ranks_async
 from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
 
 _Counts = list[list[tuple[int, int]]]  # for each unit and parameter: on how many ranks it is dense, and sparse
-
-
-class _GradientFlags(NamedTuple):
-    """What ranks exchange at the end of a step, equal on all of them."""
-
-    active: int  # ranks that have not joined
-    weight: float | None  # the sum of the ranks' weights; None where none were given
-    counts: _Counts | None  # None if every rank has exactly the gradients of this one
 
 
 class Reducer:
@@ -256,27 +248,27 @@ class Reducer:
         for unit in self._units:
             if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
                 unit.start(self._all_active)
-        found = self._exchange_flags(weight)
-        if found.counts is not None:
-            self._start_what_others_have(found.counts)
+        active, total, counts = self._exchange_flags(weight)
+        if counts is not None:
+            self._start_what_others_have(counts)
         for unit in self._units:
             unit.begin_second_half()
         correction = 1.0
         if weight is None and self.options.op == Average:
-            correction = size / found.active
-        elif found.weight and abs(found.weight - expected) > 1e-5 * expected:
+            correction = size / active
+        elif total and abs(total - expected) > 1e-5 * expected:
             # With a tolerance: float32 and the mean's factor have rounded the sum.
-            correction = expected / found.weight
+            correction = expected / total
         for index, unit in enumerate(self._units):
             if unit.is_started:
-                present = None if found.counts is None else [any(ranks) for ranks in found.counts[index]]
+                present = None if counts is None else [any(ranks) for ranks in counts[index]]
                 unit.finish(present, correction)
         # Only if all ranks took part, so that all of them pack in the same step.
-        if self._packs and self._dense is None and found.active == size:
-            counts = found.counts or [[(size * unit.flags()[0], 0)] for unit in self._units]
+        if self._packs and self._dense is None and active == size:
+            counts = counts or [[(size * unit.flags()[0], 0)] for unit in self._units]
             alone = [unit for unit, ranks in zip(self._units, counts, strict=True) if ranks[0][0] == size]
             self._pack([unit.params[0] for unit in alone if len(unit.params) == 1])
-        return found.weight
+        return total
 
     def _start_what_others_have(self, counts: _Counts) -> None:
         """Take part in the reductions of gradients that this rank lacks."""
@@ -291,10 +283,11 @@ class Reducer:
             if not unit.is_started and any(map(any, ranks)):
                 unit.start(self._all_active, sparse=bool(ranks[0][1]))
 
-    def _exchange_flags(self, weight: float | None) -> _GradientFlags:
-        """Exchange which gradients ranks have, how many ranks are active, and their weights, reduced as gradients are.
+    def _exchange_flags(self, weight: float | None) -> tuple[int, float | None, _Counts | None]:
+        """Return how many ranks have not joined, the sum of their weights, and the counts, equal on all ranks.
 
-        What the reduction multiplied them by is undone here.
+        There are no counts where every rank has exactly the gradients of this one. What is exchanged is reduced as
+        gradients are; what the reduction multiplied it by is undone here.
         """
         flags = [flag for unit in self._units for flag in unit.flags()]
         numbers = [1.0, weight or 0.0, *flags]
@@ -312,13 +305,13 @@ class Reducer:
         total = None if weight is None else received[1] / one
         # In nearly all steps, all ranks have the same flags, so that their mean equals this rank's.
         if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
-            return _GradientFlags(size, total, None)
+            return size, total, None
         active = round(received[0] / one) if engine.is_global(how.process_set) else size
         ranks = [round(number / one) for number in received[2:]]
         if active == size and ranks == [size * flag for flag in flags]:
-            return _GradientFlags(active, total, None)
+            return active, total, None
         pairs = zip(ranks[::2], ranks[1::2], strict=True)
-        return _GradientFlags(active, total, [list(islice(pairs, len(unit.params))) for unit in self._units])
+        return active, total, [list(islice(pairs, len(unit.params))) for unit in self._units]
 
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, if so requested, without any reduction."""
