@@ -10,35 +10,10 @@ import importlib
 import os
 from typing import Any
 
-from hvdtrain.keras import basics, callbacks
-from hvdtrain.keras.basics import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    cross_rank,
-    cross_size,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from hvdtrain.keras import basics, callbacks, ops
+from hvdtrain.keras.basics import *
 from hvdtrain.keras.compression import Compression
-from hvdtrain.keras.ops import (
-    allgather,
-    allgather_object,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_object,
-    reducescatter,
-)
+from hvdtrain.keras.ops import *
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.saving import distribute_model, load_model
 from hvdtrain.keras.variables import broadcast_global_variables, broadcast_model, broadcast_variables
@@ -52,12 +27,11 @@ _OF_HOROVOD = (
 )  # fmt: skip
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "Max", "Min", "PartialDistributedOptimizer", "Product",
-    "Sum", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
-    "broadcast_global_variables", "broadcast_model", "broadcast_object", "broadcast_variables", "callbacks",
-    "cross_rank", "cross_size", "distribute_model", "distributed_part", "init", "is_initialized", "load_model",
-    "local_rank", "local_size", "rank", "reducescatter", "shutdown", "size",
+    "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "broadcast_global_variables",
+    "broadcast_model", "broadcast_variables", "callbacks", "distribute_model", "distributed_part", "load_model",
 ]  # fmt: skip
+__all__ += basics.__all__
+__all__ += ops.__all__
 __all__ += [*_OF_PROCESS_SETS, *_OF_HOROVOD, "elastic"]
 
 

@@ -9,6 +9,11 @@ from typing import Any
 from hvdtrain.distributed import launch_environment, solo_process_sets, world
 from hvdtrain.errors import HvdTrainError
 
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "cross_rank", "cross_size", "init", "is_initialized",
+    "local_rank", "local_size", "rank", "shutdown", "size",
+]  # fmt: skip
+
 # Horovod's own values, so that scripts may pass either kind, with Horovod installed or not.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 

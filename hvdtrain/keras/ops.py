@@ -11,6 +11,11 @@ import numpy as np
 from hvdtrain.keras import basics, host_collectives
 from hvdtrain.keras.compression import Compression, resolve
 
+__all__ = [
+    "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object",
+    "reducescatter",
+]  # fmt: skip
+
 # Horovod matches tensors by name. Every rank makes the same calls in the same order, so counting names them.
 _calls = itertools.count()
 
