@@ -28,13 +28,7 @@ from hvdtrain.keras.variables import broadcast_model
 
 
 def make_adapter(
-    model: keras.Model,
-    *,
-    optimizer: Any,
-    loss: Any,
-    metrics: Sequence[Any],
-    options: Options,
-    world: World,
+    model: keras.Model, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
 ) -> KerasAdapter:
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
     _check(model, optimizer, loss, metrics)

@@ -19,10 +19,7 @@ CHUNK_BYTES = 64 * 2**20
 
 
 def broadcast_variables(
-    variables: Iterable[Any],
-    root_rank: int = 0,
-    process_set: Any | None = None,
-    inplace: bool = True,
+    variables: Iterable[Any], root_rank: int = 0, process_set: Any | None = None, inplace: bool = True
 ) -> None:
     """Assign the root's values to `variables` on every rank, bit for bit, whatever their dtypes.
 
