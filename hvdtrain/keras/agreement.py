@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.distributed import world
 from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
-from hvdtrain.keras import host_collectives
+from hvdtrain.keras import ops
 
 Described = list[Any]  # [path, shape, dtype]
 
@@ -40,7 +40,7 @@ def agree(variables: Sequence[Any], *, what: str, offer: int = 0, process_set: A
     """
 
     def gather(array: Any, name: str) -> Any:
-        return host_collectives.call("allgather", array, name=f"hvdtrain.{name}", process_set=process_set)
+        return ops.call("allgather", array, name=f"hvdtrain.{name}", process_set=process_set)
 
     mine = [[path(v), [int(n) for n in v.shape], str(keras.backend.standardize_dtype(v.dtype))] for v in variables]
     digest = hashlib.sha256(json.dumps([_normal(each) for each in mine]).encode()).digest()

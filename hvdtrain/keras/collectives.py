@@ -8,7 +8,7 @@ from types import ModuleType
 import tensorflow as tf
 
 from hvdtrain.distributed import devices
-from hvdtrain.keras.host_collectives import run as run
+from hvdtrain.keras.ops import run as run
 
 
 def has_gpu() -> bool:

@@ -1,15 +1,23 @@
-"""Collectives on single values, under Horovod's names: eagerly on every backend, in TensorFlow's graphs natively."""
+"""Collectives on single values, under Horovod's names: eagerly on every backend, in TensorFlow's graphs natively.
+
+Below them are those on host (numpy) arrays. Unlike World's, they take Horovod's names, process sets and scale factors.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
-from hvdtrain.keras import basics, host_collectives
+from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compression, resolve
+
+Array = NDArray[Any]
 
 __all__ = [
     "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object",
@@ -98,7 +106,7 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, process_se
 
 def barrier(process_set: Any | None = None) -> None:
     """Return once every rank has called it."""
-    host_collectives.call("allgather", np.zeros(1, np.uint8), name="hvdtrain.barrier", process_set=process_set)
+    call("allgather", np.zeros(1, np.uint8), name="hvdtrain.barrier", process_set=process_set)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any | None = None) -> Any:
@@ -106,16 +114,14 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
 
     Pickled bytes come from this run's own ranks, which run this program; nothing is read from disk.
     """
-    module = basics.running()
-    options = host_collectives.in_set(process_set)
-    return obj if module is None else module.broadcast_object(obj, root_rank=root_rank, name=name, **options)
+    module, options = basics.running(), {"name": name, **in_set(process_set)}
+    return obj if module is None else module.broadcast_object(obj, root_rank=root_rank, **options)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any | None = None) -> list[Any]:
     """Return every rank's `obj`, in rank order."""
-    module = basics.running()
-    options = host_collectives.in_set(process_set)
-    return [obj] if module is None else list(module.allgather_object(obj, name=name, **options))
+    module, options = basics.running(), {"name": name, **in_set(process_set)}
+    return [obj] if module is None else list(module.allgather_object(obj, **options))
 
 
 def _run(kind: str, tensor: Any, *args: Any, name: str | None, process_set: Any | None, **options: Any) -> Any:
@@ -123,11 +129,10 @@ def _run(kind: str, tensor: Any, *args: Any, name: str | None, process_set: Any 
     if module is None:
         return tensor
     name = f"{name or f'hvdtrain.{next(_calls)}'}.{kind}"
-    backend = keras.backend.backend()
-    if backend == "tensorflow" and not hasattr(tensor, "numpy"):  # in a graph
-        options |= host_collectives.in_set(process_set)
+    if keras.backend.backend() == "tensorflow" and not hasattr(tensor, "numpy"):  # in a graph
+        options |= in_set(process_set)
         return getattr(module, kind)(tensor, *args, name=name.replace(".", "_"), **options)
-    if backend == "jax":
+    if keras.backend.backend() == "jax":
         import jax
 
         if isinstance(tensor, jax.core.Tracer):
@@ -136,5 +141,51 @@ def _run(kind: str, tensor: Any, *args: Any, name: str | None, process_set: Any 
                 "DistributedOptimizer reduce the gradients."
             )
     array = keras.ops.convert_to_numpy(tensor)
-    result = host_collectives.call(kind, array, *args, name=name, process_set=process_set, **options)
+    result = call(kind, array, *args, name=name, process_set=process_set, **options)
     return keras.tree.map_structure(keras.ops.convert_to_tensor, result)
+
+
+def call(kind: str, array: Array, *args: Any, process_set: Any | None = None, **options: Any) -> Any:
+    """Return what `run` does with this process's Horovod; without Horovod, a copy of `array`."""
+    module, options = basics.running(), {**in_set(process_set), **options}
+    return np.array(array) if module is None else run(module, kind, array, *args, **options)
+
+
+def run(module: ModuleType, kind: str, array: Array, *args: Any, **options: Any) -> Any:
+    """Return what Horovod's collective `kind` makes of `array`: a host array, or two where it returns two tensors."""
+    function = getattr(module, kind)
+    if module.__name__ == "horovod.torch":
+        result = function(_torch_tensor(array), *args, **options)
+    else:
+        import tensorflow as tf
+
+        # Outside of any graph that TensorFlow is tracing: the answer is needed now, and once.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            result = function(tf.constant(array), *args, **options)
+    return tuple(np.array(r.numpy()) for r in result) if isinstance(result, tuple) else np.array(result.numpy())
+
+
+def in_set(process_set: Any | None) -> dict[str, Any]:
+    """Return the `process_set` argument of Horovod's functions, left out where it is all ranks."""
+    return {} if process_set is None else {"process_set": process_set}
+
+
+def allreduce_in_place(array: Array, *, process_set: Any | None = None, **options: Any) -> Callable[[], Array]:
+    """Start to reduce `array`, which must be writeable and not change; return a function that waits for the result."""
+    module: Any = basics.running()
+    if module is None or module.__name__ != "horovod.torch":
+        result = call("allreduce", array, process_set=process_set, **options)
+        return lambda: result
+    handle = module.allreduce_async_(_torch_tensor(array), **in_set(process_set), **options)
+
+    def wait() -> Array:
+        module.synchronize(handle)
+        return array
+
+    return wait
+
+
+def _torch_tensor(array: Array) -> Any:
+    import torch
+
+    return torch.from_numpy(np.require(array, requirements=("C", "W")))

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from hvdtrain.distributed import world
-from hvdtrain.keras import basics, host_collectives
+from hvdtrain.keras import basics, ops
 from hvdtrain.keras.agreement import agree
 from hvdtrain.keras.reduction import identity, small_together
 
@@ -93,7 +93,7 @@ def _broadcast(variables: list[Any], root_rank: int, process_set: Any | None) ->
     # As bytes, so that integers, booleans, bfloat16 and NaNs all arrive as they were.
     data = np.concatenate([v.reshape(-1).view(np.uint8) for v in values])
     name = "hvdtrain.broadcast_variables"
-    received = host_collectives.call("broadcast", data, root_rank, name=name, process_set=process_set)
+    received = ops.call("broadcast", data, root_rank, name=name, process_set=process_set)
     if world.current().rank == root_rank:
         return
     parts = np.split(received, np.cumsum([v.nbytes for v in values])[:-1])

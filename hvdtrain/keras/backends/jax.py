@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from hvdtrain.distributed.recorder import recorder
-from hvdtrain.keras import basics, host_collectives
+from hvdtrain.keras import basics, ops
 from hvdtrain.keras.backends import HostWeight, fused_update, untraced  # noqa: F401 - part of each backend
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 
@@ -81,7 +81,7 @@ def true_on_all_ranks(flag: Tensor, name: str, how: GradientReduction) -> Tensor
 
     def on_host(mine: Any) -> Any:
         mine = np.asarray(mine).astype(np.int32).reshape(1)
-        least = host_collectives.call("allreduce", mine, name=name, op=basics.Min, process_set=how.process_set)
+        least = ops.call("allreduce", mine, name=name, op=basics.Min, process_set=how.process_set)
         return np.bool_(least[0])
 
     return io_callback(on_host, jax.ShapeDtypeStruct((), jnp.bool_), flag, ordered=True)
@@ -120,7 +120,7 @@ def _reduce_on_host(names: list[str], buckets: list[list[int]], how: GradientRed
 
 def _allreduce(flat: Any, name: str, how: GradientReduction) -> Callable[[], Any]:
     """Start to reduce `flat`, which must not be used again; return a function that waits for the result."""
-    return host_collectives.allreduce_in_place(flat, name=name, op=how.op, process_set=how.process_set, **how.scales)
+    return ops.allreduce_in_place(flat, name=name, op=how.op, process_set=how.process_set, **how.scales)
 
 
 def _reduce_bf16(flat: Any, name: str, how: GradientReduction) -> Callable[[], Any]:
@@ -128,8 +128,8 @@ def _reduce_bf16(flat: Any, name: str, how: GradientReduction) -> Callable[[], A
     size = how.size()
     padded = np.concatenate([flat, np.zeros(-flat.size % size, flat.dtype)])
     options = {"process_set": how.process_set}
-    received = host_collectives.call("alltoall", padded.view(np.uint8), name=f"{name}.shards", **options)
+    received = ops.call("alltoall", padded.view(np.uint8), name=f"{name}.shards", **options)
     shards = received.view(flat.dtype).astype(np.float32).reshape(size, -1)  # (ranks, shard)
     bits = (shards.sum(axis=0) * np.float32(how.sum_factor)).astype(flat.dtype).view(np.uint8)
-    gathered = host_collectives.call("allgather", bits, name=f"{name}.sums", **options)
+    gathered = ops.call("allgather", bits, name=f"{name}.sums", **options)
     return lambda: gathered.view(flat.dtype)[: flat.size]

@@ -13,7 +13,7 @@ from hvdtrain.distributed import tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics
 from hvdtrain.keras.backends import HostWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
-from hvdtrain.keras.host_collectives import in_set
+from hvdtrain.keras.ops import in_set
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 
 Tensor = torch.Tensor
