@@ -15,9 +15,9 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.keras.agreement import agree, path, without_counters
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.reduction import GradientReduction, identity
+from hvdtrain.keras.variables import agree, path, without_counters
 
 _backend = backend_module()
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
-from hvdtrain.keras.agreement import path
+from hvdtrain.keras.variables import path
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -10,8 +10,8 @@ import numpy as np  # noqa: E402
 
 import hvdtrain.keras as hvd  # noqa: E402
 from hvdtrain.distributed import world  # noqa: E402
-from hvdtrain.keras.agreement import without_counters  # noqa: E402
 from hvdtrain.keras.reduction import GradientReduction  # noqa: E402
+from hvdtrain.keras.variables import without_counters  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
