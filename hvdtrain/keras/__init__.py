@@ -15,9 +15,8 @@ from hvdtrain.keras.basics import *
 from hvdtrain.keras.compression import Compression
 from hvdtrain.keras.ops import *
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.saving import distribute_model, load_model
 from hvdtrain.keras.variables import broadcast_global_variables, broadcast_model, broadcast_variables
-from hvdtrain.keras.wrapping import DistributedOptimizer, PartialDistributedOptimizer
+from hvdtrain.keras.wrapping import DistributedOptimizer, PartialDistributedOptimizer, distribute_model, load_model
 
 # Horovod's own classes and functions where it is installed. Asking for them loads it.
 _OF_PROCESS_SETS = ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")

@@ -21,10 +21,10 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import losses, training_state
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.saving import adopt_optimizer
 from hvdtrain.keras.skipped_updates import StepSnapshot
 from hvdtrain.keras.training_state import assign, build_optimizer, copies, metric_variables
 from hvdtrain.keras.variables import broadcast_model
+from hvdtrain.keras.wrapping import adopt_optimizer
 
 
 def make_adapter(

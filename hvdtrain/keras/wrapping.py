@@ -1,9 +1,8 @@
-"""Make the user's optimizer distributed; Keras still saves and loads it as the user's class."""
+"""Make the user's optimizer, or a compiled or saved model's, distributed; Keras still saves it as the user's class."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from hvdtrain.keras import basics
 from hvdtrain.keras.compression import Compression, resolve
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
 from hvdtrain.keras.reduction import GradientReduction
+from hvdtrain.keras.training_state import assign
 
 log = logging.getLogger("hvdtrain")
 
@@ -74,11 +74,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     in_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if not (groups is None or in_lists or (isinstance(groups, int) and groups > 0)):
         raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
-    if (device_dense or device_sparse) and keras.backend.backend() != "tensorflow":
-        raise ValueError(
-            "device_dense and device_sparse name TensorFlow devices; Keras runs on "
-            f"{keras.backend.backend()}. Received: device_dense={device_dense!r}, device_sparse={device_sparse!r}"
-        )
+    devices = {"device_dense": device_dense, "device_sparse": device_sparse}
+    if any(devices.values()) and keras.backend.backend() != "tensorflow":
+        raise ValueError(f"Devices are TensorFlow's; Keras runs on {keras.backend.backend()}. Received: {devices}")
     how = GradientReduction(
         op=op,
         compression=resolve(compression),
@@ -87,8 +85,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         groups=groups,
         process_set=process_set,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
+        **devices,
         scale_local_gradients=scale_local_gradients,
         name=name or "",
     )
@@ -118,43 +115,83 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a `DistributedOptimizer` that does not reduce the gradients of `local_layers`.
+    """Return a `DistributedOptimizer` that does not reduce the gradients of `local_layers`: a Keras layer or several.
 
     Each rank trains the variables of these layers on its own. The other arguments are those of `DistributedOptimizer`.
-
-    Raises:
-        ValueError: `local_layers` is neither a keras layer nor a list of them; or see `DistributedOptimizer`.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
     if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
         raise ValueError(f"local_layers must be keras layers. Received: {local_layers!r}")
+    how = (name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op)
     distributed = DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
+        optimizer, *how, groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients
     )
     part: Any = distributed_part(distributed)
-    for variable in itertools.chain.from_iterable(layer.trainable_weights for layer in layers):
+    for variable in (v for layer in layers for v in layer.trainable_weights):
         part.register_local_var(variable)
     return distributed
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: list[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Return a saved model whose optimizer, with its state, is distributed.
+
+    Args:
+        filepath: a .keras or .h5 file, as keras.models.load_model takes it.
+        custom_optimizers: optimizer classes of your own that the file names.
+        custom_objects: further objects that the file names.
+        compression: what travels: Compression.none, .fp16 or .bf16.
+        legacy_opts: must be False, or ValueError: Keras 3 has no legacy optimizers.
+    """
+    if legacy_opts:
+        raise ValueError("Keras 3 has no legacy optimizers. Received: legacy_opts=True")
+    objects = {**{cls.__name__: cls for cls in custom_optimizers or []}, **(custom_objects or {})}
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is not None:
+        _mend_optimizer(model, filepath)
+        distribute_model(model, compression=compression)
+    return model
+
+
+def distribute_model(model: Any, **options: Any) -> None:
+    """Make the optimizer of a compiled model distributed, keeping its state; options as for `DistributedOptimizer`."""
+    adopt_optimizer(model, DistributedOptimizer(model.optimizer, **options))
+
+
+def adopt_optimizer(model: Any, distributed: Any) -> None:
+    """Give a compiled model a distributed optimizer, for training and for saving."""
+    model.optimizer = distributed
+    compiled = model._compile_config.config  # what the next save writes
+    wrapped = isinstance(compiled.get("optimizer"), keras.optimizers.LossScaleOptimizer)
+    compiled["optimizer"] = model.optimizer if wrapped else distributed_part(model.optimizer)
+    model.train_function = None  # it may hold the plain optimizer
+    without_xla(model)
+
+
+def _mend_optimizer(model: Any, filepath: Any) -> None:
+    """Give a model from an HDF5 file an optimizer that can continue: Keras 3.15 builds it over no variables at all."""
+    optimizer = model.optimizer
+    if not optimizer.built or optimizer._trainable_variables or not model.trainable_variables:
+        return
+    import h5py
+    from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
+
+    model.optimizer = type(optimizer).from_config(optimizer.get_config())
+    model.optimizer.build(model.trainable_variables)
+    with h5py.File(filepath) as file:
+        assign(model.optimizer.variables, load_optimizer_weights_from_hdf5_group(file))
 
 
 def _plain(optimizer: Any) -> Any:
     """Return `optimizer`, or the optimizer of this name, if it can be distributed."""
     optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str | dict) else optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"DistributedOptimizer takes a Keras 3 optimizer. Received: {optimizer!r} of {type(optimizer)}. "
-            "For a torch.optim optimizer use hvdtrain.torch."
-        )
+        raise TypeError(f"Give a Keras 3 optimizer; for torch.optim's use hvdtrain.torch. Received: {optimizer!r}")
     if distributed_part(optimizer) is not None:
         raise ValueError(f"{type(optimizer).__name__} is already distributed: its gradients would be reduced twice.")
     return optimizer
@@ -219,10 +256,10 @@ def _accumulate(optimizer: Any, passes: int) -> None:
         optimizer.add_variable_from_reference(v, name="gradient_accumulator") for v in optimizer._trainable_variables
     ]
     # Files store an optimizer's variables by number. Keras makes accumulators directly after the base variables.
-    variables, added = list(optimizer._variables[:known]), list(optimizer._variables[known:])
+    variables = list(optimizer._variables)
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
     base = 1 + isinstance(optimizer._learning_rate, keras.Variable) + sum(a is not None for a in averages)
-    _track(optimizer, variables[:base] + added + variables[base:])
+    _track(optimizer, variables[:base] + variables[known:] + variables[base:known])
 
 
 @functools.cache  # once a process
