@@ -273,9 +273,9 @@ DEFECTS = (
     # Keras
     Defect(
         "Keras on TensorFlow: NaN of a rank without samples is sent",
-        "hvdtrain/keras/backends/tensorflow.py",
-        "return tf.where(tf.equal(weight, 0), tf.zeros_like(value), value * weight)",
-        "return value * weight",
+        "hvdtrain/keras/backends/__init__.py",
+        "ops.where(weight == 0, ops.zeros_like(g), g * ops.cast(weight, g.dtype))",
+        "g * ops.cast(weight, g.dtype)",
         KERAS,
     ),
     Defect(
