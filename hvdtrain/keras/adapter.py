@@ -12,7 +12,6 @@ from typing import Any
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
 import hvdtrain.keras as hvd
 from hvdtrain.adapter import Fault, Options, Reduce, State
@@ -20,8 +19,8 @@ from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import losses, training_state
+from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.skipped_updates import StepSnapshot
 from hvdtrain.keras.training_state import assign, build_optimizer, copies, metric_variables
 from hvdtrain.keras.variables import broadcast_model
 from hvdtrain.keras.wrapping import adopt_optimizer
@@ -38,7 +37,7 @@ def make_adapter(
             layer.dtype_policy = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}[options.precision]
         model.train_function = model.test_function = model.predict_function = None
     plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
-    _check_plain(plain, model, given=optimizer is not None)
+    _check_plain(plain, model)
     in_half = any(layer.dtype_policy.name.endswith("mixed_float16") for layer in layers)
     if in_half and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
         plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
@@ -55,28 +54,22 @@ def make_adapter(
 
 
 def _check(model: keras.Model, optimizer: Any, loss: Any, metrics: Any) -> None:
-    name = model.name
     if optimizer is None and not model.compiled:
-        raise ValueError(
-            f"optimizer must be a keras.optimizers.Optimizer or a name. Received: None, and {name} is not compiled"
-        )
+        raise ValueError(f"optimizer must be a Keras optimizer or a name. Received: None; {model.name} is not compiled")
     if model.built and not model.trainable_variables:
-        raise ValueError(
-            f"model has no trainable parameters. Received: {name} with {len(model.weights)} weights, none trainable"
-        )
+        raise ValueError(f"model has no trainable parameters. Received: {model.name} with {len(model.weights)} weights")
     if optimizer is None and (loss is not None or metrics):
         raise ValueError(
-            f"Without an optimizer, {name} trains with the loss and metrics of its compile(). "
+            f"Without an optimizer, {model.name} trains with the loss and metrics of its compile(). "
             f"Received: loss={loss!r}, metrics={metrics!r}. Give all of them, or none."
         )
 
 
-def _check_plain(optimizer: Any, model: keras.Model, *, given: bool) -> None:
+def _check_plain(optimizer: Any, model: keras.Model) -> None:
     """Raise ValueError if the optimizer is distributed already, or was built over variables of another model."""
     if distributed_part(optimizer) is not None:
-        which = "the optimizer" if given else f"the optimizer that {model.name} is compiled with"
         raise ValueError(
-            f"Give the Trainer the plain optimizer: it distributes it itself. Received: {which}, a "
+            "Give the Trainer, or compile the model with, the plain optimizer: it distributes it itself. Received: a "
             f"{type(optimizer).__name__} that is distributed already"
         )
     own = {id(v) for v in model.trainable_variables}
@@ -99,11 +92,11 @@ class KerasAdapter:
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = losses.is_sum(model, split=self._weighted)
         self.fault: Fault | None = None
-        self._snapshot = _snapshot_for(model, options)
+        self._snapshot = None if options.nan_policy is None else _StepSnapshot(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read
         self._training = False  # the metrics are those of an unfinished epoch
-        self._resumed: dict[str, NDArray[Any]] = {}  # its metrics are loaded with the first batch
+        self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         if self._weighted:
             self._part.set_batch_weight(1.0)  # before anything is compiled
             losses.warn_of_masks(model, world=world)
@@ -116,7 +109,7 @@ class KerasAdapter:
     @property
     def learning_rates(self) -> list[float]:
         """One value; the present one where the optimizer follows a schedule."""
-        return [float(keras.ops.convert_to_numpy(self._part.learning_rate))]
+        return [_number(self._part.learning_rate)]
 
     @learning_rates.setter
     def learning_rates(self, rates: list[float]) -> None:
@@ -128,12 +121,12 @@ class KerasAdapter:
         (self._part.learning_rate,) = rates
 
     @property
-    def rank_state(self) -> dict[str, NDArray[Any]]:
+    def rank_state(self) -> training_state.Arrays:
         """Seeds, what is not trained, and the epoch's running metrics."""
         return training_state.rank_state(self._model, metrics=self._training)
 
     @rank_state.setter
-    def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
+    def rank_state(self, held: training_state.Arrays) -> None:
         training_state.set_rank_state(held, self._model)
         self._resumed = held
 
@@ -265,27 +258,69 @@ class KerasAdapter:
                 del vars(self._model)[name]
 
 
-def _snapshot_for(model: keras.Model, options: Options) -> StepSnapshot | None:
-    """Return what `nan_policy` needs, if it is given, and let the model's optimizer skip non-finite updates.
+class _StepSnapshot:
+    """What a step changes before its gradient is known: running statistics, seeds, metrics, the loss scale.
 
-    Raises:
-        ValueError: the optimizer changes something that a skipped step cannot leave as it was.
+    The model's optimizer skips updates that are not finite. Such a step leaves nothing behind, unless the policy is
+    "raise": then only its loss is reported.
     """
-    if options.nan_policy is None:
-        return None
-    part: Any = distributed_part(model.optimizer)
-    received = f"Received: nan_policy={options.nan_policy!r} with {type(part).__name__}"
-    if part.use_ema:
-        raise ValueError(
-            "nan_policy and an optimizer's moving averages do not go together. "
-            f"{received}(use_ema=True). Leave one out."
-        )
-    if part is not model.optimizer and options.accumulate > 1:
-        raise ValueError(
-            f"nan_policy, loss scaling and accumulate do not go together. {received} in a LossScaleOptimizer and "
-            f'accumulate={options.accumulate}. Use precision="bf16", or leave one out.'
-        )
-    return StepSnapshot(model, everything=options.nan_policy != "raise")
+
+    def __init__(self, model: keras.Model, options: Options) -> None:
+        self._model = model
+        self._everything = options.nan_policy != "raise"
+        self._before: list[tuple[Any, Any]] = []
+        self._skipped: tuple[str, str | None, bool] | None = None  # first bad path: reduced, own; by loss scaling
+        part: Any = distributed_part(model.optimizer)
+        received = f"leave one out. Received: {options} with {type(part).__name__}"
+        if part.use_ema:
+            raise ValueError(f"nan_policy and an optimizer's moving averages do not go together: {received}")
+        if part is not model.optimizer and options.accumulate > 1:  # precision="bf16" needs no loss scaling
+            raise ValueError(f"nan_policy, loss scaling and accumulate do not go together: {received}")
+        part.skip_non_finite(self._note)
+
+    def _note(self, paths: Sequence[str], own: Any, reduced: Any = None) -> None:
+        """Note a skipped update; see `DistributedMixin.skip_non_finite`."""
+
+        def first(flags: Any) -> str | None:
+            return next((path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag), None)
+
+        by_scaling = reduced is None
+        self._skipped = (first(own if by_scaling else reduced) or "none", first(own), by_scaling)
+
+    def save(self) -> None:
+        """Copy the values from before the step."""
+        model, optimizer = self._model, self._model.optimizer
+        saved = list(model._loss_tracker.variables)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            saved += [optimizer.step_counter, optimizer.dynamic_scale]
+        if self._everything:
+            saved += [*metric_variables(model), *model.non_trainable_variables]
+        # On their device, and in arrays of their own: JAX's steps reuse those of the variables.
+        self._before = [(v, keras.ops.copy(v)) for v in {id(v): v for v in saved}.values()]
+
+    def fault(self, *, counted: bool) -> Fault | None:
+        """Return why the step was skipped, after restoring the values from before it; None if it was not.
+
+        `counted` says whether this rank had samples in it.
+        """
+        backend_module().wait_for_reports()
+        skipped, self._skipped = self._skipped, None
+        if skipped is None:
+            return None
+        reduced, own, by_scaling = skipped
+        before = {id(v): value for v, value in self._before}
+        # Loss scaling lowers its scale after such a step, which cannot help once the scale is 1.
+        if by_scaling and _number(before[id(self._model.optimizer.dynamic_scale)]) > 1.0:
+            return None
+        tracker = self._model._loss_tracker  # counts the epoch; the difference to before is the step's
+        total, count = (_number(v) - _number(before[id(v)]) for v in (tracker.total, tracker.count))
+        for variable, value in self._before:
+            variable.assign(value)
+        return Fault(reduced, own if counted else None, total / count if count else float("nan"))
+
+
+def _number(value: Any) -> float:
+    return float(keras.ops.convert_to_numpy(value))
 
 
 def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
@@ -306,17 +341,14 @@ def _scalars(results: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _data(batch: Batch, world: World) -> tuple[Any, Any, Any]:
+def _data(batch: Batch, world: World) -> Any:
     if batch.inputs is None:
-        raise ValueError(
-            f"rank {world.rank} never had any data, so its Keras step has nothing to run on. Give every rank at least "
-            "one sample, or use fewer ranks."
-        )
+        raise ValueError(f"rank {world.rank} never had any data. Give each rank a sample or more, or use fewer ranks.")
 
     def readable(leaf: Any) -> Any:
         return as_array(leaf) if hasattr(leaf, "detach") and keras.backend.backend() != "torch" else leaf
 
-    return tree_map(readable, batch.inputs), tree_map(readable, batch.targets), tree_map(readable, batch.sample_weight)
+    return tree_map(readable, (batch.inputs, batch.targets, batch.sample_weight))
 
 
 def _set_clip_norm(distributed: Any, clip_norm: float | None) -> None:

@@ -39,47 +39,33 @@ def _refuse_compiler() -> None:
         )
     if Version(keras.__version__) < Version("3.16.0.dev0"):  # from which on Keras averages through DDP by itself
         return
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-        if ranks > 1:
-            raise RuntimeError(
-                "torch.distributed is initialised, so Keras's torch trainer averages gradients with "
-                "DistributedDataParallel, and Horovod would reduce them a second time. Use one of the two: do not call "
-                f"torch.distributed.init_process_group. Received: {ranks} ranks in it"
-            )
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+        raise RuntimeError(
+            "torch.distributed is initialised, so Keras's torch trainer averages gradients with "
+            "DistributedDataParallel, and Horovod would reduce them a second time. Use one of the two: do not call "
+            f"torch.distributed.init_process_group. Received: {group.get_world_size()} ranks in it"
+        )
 
 
 @torch.no_grad()
 def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
     """Return a function that returns, for each gradient, whether something in it is not finite.
 
-    Gradients are looked at now, since they are reduced in place. Extremes are NaN if anything is.
+    Gradients are looked at now, since they are reduced in place. Norms and extremes are NaN if anything is.
     """
-    norms = _largest_on_gpu(gradients)
-    if norms is not None:
+    if all(g.is_cuda and g.numel() for g in gradients):  # by one launch; slow on CPUs
+        norms = torch.stack(torch._foreach_norm(list(gradients), float("inf")))
         return lambda: norms.isfinite().logical_not().cpu()
     extremes = [torch.stack(torch.aminmax(g)).float() if g.numel() else torch.zeros(2) for g in gradients]
     return lambda: torch.stack([e.isfinite().all().logical_not().cpu() for e in extremes])
 
 
-def _largest_on_gpu(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return the largest absolute value of each, NaN if there is one, by one launch; None on CPUs, where it is slow."""
-    on_gpu = all(g.is_cuda and g.numel() for g in gradients)
-    return torch.stack(torch._foreach_norm(list(gradients), float("inf"))) if on_gpu else None
-
-
-@torch.no_grad()
 def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
-    """Return whether all gradients are finite.
+    """Return whether all gradients are finite."""
+    from hvdtrain.torch.finite import all_finite  # not at the top: see `reduce_gradients`
 
-    A sum over a tensor holds whatever in it is not finite, and costs less than looking at each element. Where it
-    overflowed without that, each element is looked at.
-    """
-    norms = _largest_on_gpu(gradients)
-    if norms is not None:
-        return bool(norms.isfinite().all())
-    sums = torch.stack([g.sum(dtype=torch.float32) for g in gradients])
-    return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in gradients)
+    return all_finite(gradients)
 
 
 def report_unless(finite: Any, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
