@@ -40,13 +40,8 @@ def __getattr__(name: str) -> Any:
     if name in _OF_PROCESS_SETS:
         return getattr(basics.process_sets(), name)
     if name in _OF_HOROVOD:
-        return getattr(basics.engine(), name, _no)
+        return getattr(basics.engine(), name, lambda *_, **__: False)  # one process has nothing built or enabled
     raise AttributeError(f"module 'hvdtrain.keras' has no attribute {name!r}")
-
-
-def _no(*_: Any, **__: Any) -> bool:
-    """Answer for a process without Horovod: nothing is built, enabled or written."""
-    return False
 
 
 if "HVDTRAIN_STEP_TIMES" in os.environ:  # `hvdtrain bench --script`

@@ -24,11 +24,7 @@ def engine() -> ModuleType | None:
 
 
 def running() -> ModuleType | None:
-    """Return the initialised Horovod module; None in one process without Horovod.
-
-    Raises:
-        HvdTrainError: `init` was not called yet.
-    """
+    """Return the initialised Horovod module; None in one process without Horovod."""
     module = engine()
     if module is not None and not module.is_initialized():
         raise HvdTrainError("Horovod is not initialised on this process. Call hvd.init() before training starts.")
@@ -38,9 +34,7 @@ def running() -> ModuleType | None:
 def init(*args: Any, **kwargs: Any) -> None:
     """Join the ranks that the launcher started. Call it before the model is made.
 
-    Args:
-        args: as `horovod.init` takes them: `comm` and `process_sets`.
-        kwargs: likewise.
+    Arguments are those of `horovod.init`: `comm` and `process_sets`.
     """
     if args or kwargs:
         framework, on_jax = launch_environment.engine_for("keras"), launch_environment.runs_on_jax("keras")
@@ -60,13 +54,7 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """True between `init` and `shutdown`."""
     module = engine()
-    if module is not None:
-        return bool(module.is_initialized())
-    try:
-        world.current()
-    except HvdTrainError:
-        return False
-    return True
+    return world._world is not None if module is None else bool(module.is_initialized())
 
 
 def rank() -> int:

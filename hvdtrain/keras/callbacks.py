@@ -116,12 +116,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if initial_lr is None:
             raise ValueError("initial_lr must be the learning rate at the start. Received: None")
         self.initial_lr = initial_lr
-        self.multiplier: Callable[[float], float]
-        if callable(multiplier):
-            self.multiplier = multiplier
-        else:
-            constant = multiplier
-            self.multiplier = lambda epoch: float(constant ** (epoch - start_epoch))
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
@@ -134,10 +129,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             return
         steps = (self.params or {}).get("steps")
         if not steps:
-            raise ValueError(
-                f"Keras does not know the number of steps per epoch. Pass steps_per_epoch to {type(self).__name__}. "
-                f"Received: steps={steps}"
-            )
+            raise ValueError(f"Keras does not know an epoch's steps: pass steps_per_epoch. Received: steps={steps}")
         self.steps_per_epoch = int(steps)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -199,14 +191,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             size = world.current().size
             return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
 
-        super().__init__(
-            initial_lr,
-            multiplier,
-            end_epoch=warmup_epochs,
-            staircase=False,
-            momentum_correction=momentum_correction,
-            steps_per_epoch=steps_per_epoch,
-        )
+        options: dict[str, Any] = {"momentum_correction": momentum_correction, "steps_per_epoch": steps_per_epoch}
+        super().__init__(initial_lr, multiplier, end_epoch=warmup_epochs, staircase=False, **options)
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:

@@ -50,11 +50,7 @@ def set_threads(threads: int) -> int | None:
 
 
 def pick_device(local_rank: int) -> str:
-    """Show TensorFlow only the GPU of `local_rank`; "cpu" without a GPU.
-
-    Raises:
-        RuntimeError: there are GPUs, but fewer than local ranks; or TensorFlow already took them all.
-    """
+    """Show TensorFlow, which must not have started, only the GPU of `local_rank`; "cpu" without a GPU."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return "cpu"

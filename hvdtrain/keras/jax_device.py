@@ -13,12 +13,7 @@ from hvdtrain.errors import HvdTrainError
 
 
 def pick_device(local_rank: int) -> str:
-    """Show JAX only the GPU of `local_rank`, or all to a process alone; return its name, or "cpu".
-
-    Raises:
-        HvdTrainError: JAX already started on several GPUs.
-        RuntimeError: there are GPUs, but fewer than local ranks.
-    """
+    """Show JAX only the GPU of `local_rank`, or all to a process alone; return its name, or "cpu"."""
     if launch_environment.is_alone():
         return "cuda:0" if _count_gpus() else "cpu"
     if _started():

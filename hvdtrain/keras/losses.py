@@ -20,21 +20,29 @@ log = logging.getLogger("hvdtrain")
 def is_sum(model: keras.Model, *, split: bool) -> bool:
     """Return whether a compiled model's loss, or losses, are sums over samples (True) or means (False).
 
-    Raises:
-        ValueError: sums and means mixed, or a loss that is neither, where a step's samples are `split` over ranks or
-            batches, so that the divisor matters.
+    The divisor matters where a step's samples are `split` over ranks or batches: then other losses are a ValueError.
     """
     leaves = [leaf for leaf in keras.tree.flatten(model.loss) if leaf is not None]
     sums = [getattr(leaf, "reduction", "mean") == "sum" for leaf in leaves]
     if not split:
         return bool(sums) and all(sums)
     for leaf in leaves:
-        _check(leaf)
+        reduction, name = getattr(leaf, "reduction", "mean"), getattr(leaf, "name", leaf)
+        if reduction != "sum" and getattr(leaf, "ignore_class", None) is not None:
+            raise ValueError(
+                "A loss with ignore_class divides by the number of targets that are left, which differs from rank to "
+                f"rank. Received: ignore_class={leaf.ignore_class} in {name}. Leave it out and give those samples a "
+                'sample_weight of 0, or use reduction="sum".'
+            )
+        if reduction not in ("sum_over_batch_size", "mean", "sum"):
+            raise ValueError(
+                f'A loss must have reduction="sum_over_batch_size" or "sum" when a step is split over ranks or '
+                f"batches. Received: reduction={reduction!r} in {name}"
+            )
     if any(sums) and not all(sums):
         raise ValueError(
-            "Losses must be all means or all sums: no one weight of a batch is right for both. Received: "
-            f'reduction="sum" in {sum(sums)} of {len(sums)} losses. Give all the same reduction, and '
-            "loss_weights to balance them."
+            "Losses must be all means or all sums: no one weight of a batch is right for both. Use loss_weights to "
+            f'balance them. Received: reduction="sum" in {sum(sums)} of {len(sums)} losses'
         )
     if any(sums) and any(getattr(v, "regularizer", None) is not None for v in model.trainable_variables):
         raise ValueError(
@@ -42,22 +50,6 @@ def is_sum(model: keras.Model, *, split: bool) -> bool:
             'with regularizers. Use reduction="sum_over_batch_size", or the optimizer\'s weight_decay.'
         )
     return any(sums)
-
-
-def _check(loss: Any) -> None:
-    reduction = getattr(loss, "reduction", "mean")
-    name = getattr(loss, "name", loss)
-    if reduction != "sum" and getattr(loss, "ignore_class", None) is not None:
-        raise ValueError(
-            "A loss with ignore_class divides by the number of targets that are left, which differs from rank to rank. "
-            f"Received: ignore_class={loss.ignore_class} in {name}. Leave it out and give those samples a "
-            'sample_weight of 0, or use reduction="sum".'
-        )
-    if reduction not in ("sum_over_batch_size", "mean", "sum"):
-        raise ValueError(
-            f'A loss must have reduction="sum_over_batch_size" or "sum" when a step is split over ranks or batches. '
-            f"Received: reduction={reduction!r} in {name}"
-        )
 
 
 def warn_of_masks(model: keras.Model, *, world: World) -> None:

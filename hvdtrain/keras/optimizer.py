@@ -48,14 +48,6 @@ class DistributedMixin(keras.optimizers.Optimizer):
         # Not through Keras's and TensorFlow's __setattr__, which would track it.
         return self.__dict__.setdefault("_hvdtrain_state", _StepState())  # type: ignore[no-any-return]
 
-    # ---- weights of uneven batches
-
-    @property
-    def batch_weight(self) -> float:
-        """The factor of every local gradient; see `set_batch_weight`."""
-        weight = self._hvd_state.weight
-        return 1.0 if weight is None else weight.value
-
     def set_batch_weight(self, value: float) -> None:
         """From the next step on, multiply local gradients by `value`, before accumulation and reduction.
 
@@ -78,8 +70,6 @@ class DistributedMixin(keras.optimizers.Optimizer):
                 )
             state.weight = _backend.BatchWeight()
         state.weight.set(float(value))
-
-    # ---- Keras's hooks
 
     @_backend.untraced
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
@@ -183,14 +173,11 @@ class DistributedMixin(keras.optimizers.Optimizer):
         if not (self._hvd_how.active() and _backend.fused_update(self, step, gradient, variable, learning_rate)):
             step(gradient, variable, learning_rate)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: Any = None) -> Any:
         # Keras copies an optimizer through its file format, which has its settings but not the reduction.
         return type(self).from_config(self.get_config())
 
-    def __copy__(self) -> Any:
-        return self.__deepcopy__({})
-
-    # ---- non-finite gradients
+    __copy__ = __deepcopy__
 
     def skip_non_finite(self, report: Callable[..., None]) -> None:
         """Skip updates whose reduced gradients are not finite.
@@ -219,8 +206,6 @@ class DistributedMixin(keras.optimizers.Optimizer):
             report = functools.partial(state.report, [name for _, name in given])
             _backend.report_unless(finite, report, _backend.non_finite_flags([g for g, _ in given]))
         return finite
-
-    # ---- ranks
 
     def agree_on_model(self) -> None:
         """Check that all ranks hold the same variables, and agree on the names of the reductions.

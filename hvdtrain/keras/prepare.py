@@ -18,14 +18,9 @@ from hvdtrain.keras.variables import broadcast_model
 def prepare(
     model: keras.Model, optimizer: Any, data: tuple[Any, ...], *, batch_size: int, world: World
 ) -> tuple[Any, ...]:
-    """See `hvdtrain.prepare`; use the result in `model.compile` and `model.fit`, or in a custom loop.
-
-    The model must be built, so that its weights can be made equal.
-    """
+    """See `hvdtrain.prepare`; use the result in `model.compile` and `model.fit`, or in a custom loop."""
     if not model.built:
-        raise ValueError(
-            f"prepare needs a built model. Received: {model.name}. Give it a keras.Input, or call it once."
-        )
+        raise ValueError(f"prepare needs a built model: give it a keras.Input, or call it once. Received: {model.name}")
     if not model.trainable_variables:
         raise ValueError(f"model has no trainable parameters. Received: {model.name}")
     distributed = hvd.DistributedOptimizer(optimizer)

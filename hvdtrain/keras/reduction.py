@@ -50,10 +50,6 @@ class GradientReduction:
         """Horovod's `prescale_factor` and `postscale_factor`."""
         return {"prescale_factor": 1.0 / self.predivide, "postscale_factor": self.predivide * self.factor}
 
-    def to_wires(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return `gradients` as they are sent."""
-        return [self.compression.compress(gradient)[0] for gradient in gradients]
-
     def buckets(self, variables: Sequence[Any]) -> list[list[int]] | None:
         """Return groups of positions in `variables` to reduce together; None if Horovod may fuse as it likes."""
         count = len(variables)

@@ -74,7 +74,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     in_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if not (groups is None or in_lists or (isinstance(groups, int) and groups > 0)):
         raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
-    devices = {"device_dense": device_dense, "device_sparse": device_sparse}
+    devices: dict[str, Any] = {"device_dense": device_dense, "device_sparse": device_sparse}
     if any(devices.values()) and keras.backend.backend() != "tensorflow":
         raise ValueError(f"Devices are TensorFlow's; Keras runs on {keras.backend.backend()}. Received: {devices}")
     how = GradientReduction(

@@ -91,7 +91,7 @@ def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
     """Return `gradients` reduced over ranks."""
-    wires = how.to_wires(gradients)
+    wires = [how.compression.compress(g)[0] for g in gradients]
     shapes = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in wires]
     buckets = how.buckets(variables) or small_together([w.nbytes for w in wires])
     buckets = by_dtype(buckets, [w.dtype.name for w in wires])

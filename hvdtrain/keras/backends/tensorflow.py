@@ -211,7 +211,7 @@ def _reduce(
 def _reduce_dense(
     tensors: list[Tensor], names: list[str], variables: list[Any], how: GradientReduction
 ) -> list[Tensor]:
-    wires = how.to_wires(tensors)
+    wires = [how.compression.compress(t)[0] for t in tensors]
     groups = how.buckets(variables)
     if groups is None and tf.executing_eagerly():  # each call would wait for its answer alone
         groups = [list(range(len(wires)))]

@@ -105,7 +105,7 @@ def reduce_gradients(
         in_all = reduce_ops.Reduction(hvd.Sum, postscale_factor=how.sum_factor, process_set=process_set)
         reduced: list[Tensor] = reduce_ops.BF16Exchange(gradients, in_all, names[0]).wait()
         return reduced
-    wires = [wire.contiguous() for wire in how.to_wires(gradients)]
+    wires = [how.compression.compress(g)[0].contiguous() for g in gradients]
     common: dict[str, Any] = {"op": how.op, **how.scales, **in_set(how.process_set)}
     groups = how.buckets(variables)
     buckets = by_dtype(groups or small_together([w.nbytes for w in wires]), [str(w.dtype) for w in wires])

@@ -70,7 +70,7 @@ def test_a_weight_after_compiled_steps_is_refused(kit):
     model = kit.together(kit.model(), hvd.DistributedOptimizer(_optimizer()))
     if kit.backend == "torch":
         model.optimizer.set_batch_weight(0.5)
-        assert model.optimizer.batch_weight == 0.5
+        assert model.optimizer._hvd_state.weight.value == 0.5
         return
     with pytest.raises(RuntimeError, match="before the first step"):
         model.optimizer.set_batch_weight(0.5)
