@@ -31,8 +31,7 @@ class _StepState:
 
     number: int | None = None  # of this optimizer; None until ranks have agreed on it
     weight: Any = None  # a BatchWeight; None before `set_batch_weight`
-    stepped: bool = False  # whether there was a step
-    variables: list[Any] = field(default_factory=list)  # those of the current step
+    variables: list[Any] = field(default_factory=list)  # those of the current or last step; none before the first
     reached: int = 0  # how far the current step has come: 1 at accumulation, 2 at clipping
     report: Callable[..., None] | None = None  # of skipped updates; None if gradients are not checked
     finite: Any = None  # with `report`: whether the current step may change weights
@@ -54,19 +53,14 @@ class DistributedMixin(keras.optimizers.Optimizer):
         With value = local samples * size / samples of all ranks, every sample has the same weight. At 0.0 this rank
         sends exact zeros, even if its gradients are NaN. Call it once before the first step: a compiled step
         reads the weight each time it runs, but only if it was compiled with one.
-
-        Raises:
-            ValueError: `value` is negative or not finite.
-            RuntimeError: steps were already compiled without a weight.
         """
         if not 0.0 <= value < float("inf"):
             raise ValueError(f"A batch weight must be finite and >= 0. Received: {value}")
         state = self._hvd_state
         if state.weight is None:
-            if state.stepped and keras.backend.backend() != "torch":
+            if state.variables and keras.backend.backend() != "torch":
                 raise RuntimeError(
-                    "This optimizer's steps were compiled without a batch weight. "
-                    "Call set_batch_weight(1.0) once before the first step."
+                    "Steps are compiled without a weight: call set_batch_weight(1.0) before the first step"
                 )
             state.weight = _backend.BatchWeight()
         state.weight.set(float(value))
@@ -90,7 +84,6 @@ class DistributedMixin(keras.optimizers.Optimizer):
         state = self._hvd_state
         if state.number is None and self._hvd_how.active():
             self.agree_on_model()
-        state.stepped = True
         state.reached = 1
         state.variables = list(trainable_variables)
         if state.weight is not None:
@@ -180,10 +173,9 @@ class DistributedMixin(keras.optimizers.Optimizer):
     __copy__ = __deepcopy__
 
     def skip_non_finite(self, report: Callable[..., None]) -> None:
-        """Skip updates whose reduced gradients are not finite.
+        """From the first step on, skip updates whose reduced gradients are not finite, on all ranks the same.
 
-        Call it before the first step. All ranks skip the same updates. A skipped update does not count in `iterations`
-        and leaves no accumulated gradient.
+        A skipped update does not count in `iterations` and leaves no accumulated gradient.
         `report` is called on the host for each, with the variables' paths and, for each variable, whether its gradient
         on this rank is not finite, and whether the reduced one is not. The last is left out if loss scaling skips.
         """

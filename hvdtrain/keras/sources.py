@@ -58,9 +58,7 @@ def _tf_dataset(data: Any, world: World) -> Source:
     if cardinality == 0:
         raise ValueError(f"data holds no samples. Received: an empty tf.data.Dataset on rank {world.rank}")
     if cardinality == -1:
-        raise ValueError(
-            "data never ends. Received: an infinite tf.data.Dataset. Bound it with .take(batches an epoch)."
-        )
+        raise ValueError("data never ends. Received: an infinite tf.data.Dataset. Bound it: .take(batches an epoch)")
     orders = itertools.count()  # counts what the data's shuffle has drawn
 
     def for_backend(item: Any) -> Any:
@@ -96,21 +94,21 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
     Raises ValueError where the order differs from rank to rank: samples would be seen twice or never.
     """
     found: list[list[int]] = []
-    several = world.size > 1
-    if several and data.options().deterministic is False:
-        raise _unordered("options with deterministic=False", world)
+    problem = "deterministic=False" if data.options().deterministic is False else ""
     for dataset in _upstream(data, {}).values():
         seeds = [int(seed) for name in ("_seed", "_seed2") if (seed := getattr(dataset, name, None)) is not None]
         if seeds:
             found.append(seeds)
-        if several and type(dataset).__name__ == "_ShuffleDataset" and seeds and not any(seeds):
-            raise ValueError(
-                "tf.data's shuffle() needs a seed: without one each rank has an order of its own, and samples would be "
-                f"seen twice or never. Received: an unseeded shuffle on rank {world.rank}. Use shuffle(n, seed=0), or "
-                "hvdtrain.Sharded(dataset) if every rank already has its own share."
-            )
-        if several and _says_unordered(dataset):
-            raise _unordered(f"deterministic=False in a {type(dataset).__name__.strip('_')}", world)
+        if type(dataset).__name__ == "_ShuffleDataset" and seeds and not any(seeds):
+            problem = "a shuffle() that needs a seed,"
+        elif world.size > 1 and _is_unordered(dataset):
+            problem = "deterministic=False"
+    if problem and world.size > 1:
+        raise ValueError(
+            "tf.data must yield the same order on every rank: otherwise samples would be seen twice or never. "
+            f"Received: {problem} on rank {world.rank}. Use shuffle(n, seed=0) and no deterministic=False, or "
+            "hvdtrain.Sharded(dataset) if every rank already has its own share."
+        )
     return found
 
 
@@ -123,22 +121,12 @@ def _upstream(dataset: Any, found: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def _says_unordered(dataset: Any) -> bool:
+def _is_unordered(dataset: Any) -> bool:
     """Return whether this transformation was given deterministic=False."""
-    if getattr(dataset, "_deterministic", None) == "false":
-        return True
     if type(dataset).__name__ != "_ParallelInterleaveDataset":
-        return False
+        return bool(getattr(dataset, "_deterministic", None) == "false")
     import tensorflow as tf
 
     # interleave does not store the option; the graph does. Its input is usually a list of files, so the graph is small.
     graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())
     return any(node.attr["deterministic"].s == b"false" for node in graph.node)
-
-
-def _unordered(what: str, world: World) -> ValueError:
-    return ValueError(
-        "tf.data must yield the same order on every rank: otherwise samples would be seen twice or never. Received: "
-        f"{what} on rank {world.rank}. Leave it out, or use hvdtrain.Sharded(dataset) if every rank already has its "
-        "own share."
-    )

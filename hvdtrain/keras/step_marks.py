@@ -2,10 +2,8 @@
 
 A step is as many calls of the compiled train function as update the weights: several under accumulation. A call of
 several batches (steps_per_execution) may update more than once; samples and gradients are then those of all updates.
-Data wait is the time from the end of a call to the next one's batch.
-On TensorFlow the reduction is inside the graph, and so is fetching a batch under fit. There the graph itself notes when
-the batch is there, and `backends.tensorflow` how long it waited. What it computes in between, in an order of its own,
-cannot be distinguished from waiting.
+Data wait is the time from the end of a call to the next one's batch. On TensorFlow the graph itself notes when the
+batch is there, and `backends.tensorflow` how long it waited for ranks; what it computes meanwhile counts as waiting.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ class _KerasMarks:
     """Reports the ends of steps and the waits for batches; the backends report the waits for other ranks themselves."""
 
     def __init__(self, times: StepTimes) -> None:
-        self._facts = times.facts
-        self._recorder = times.recorder
+        self._facts, self._recorder = times.facts, times.recorder
         self._batches = 0  # since the last update
         self._samples = 0  # of the step in progress
 
@@ -112,15 +109,12 @@ class _KerasMarks:
             return batches
 
         def each() -> Iterator[Any]:
-            while True:
-                self._recorder.ended("compute")
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
+            self._recorder.ended("compute")
+            for batch in batches:
                 self._recorder.ended("data")
                 self._see(batch)
                 yield batch
+                self._recorder.ended("compute")
 
         return each()
 

@@ -46,11 +46,7 @@ def capture(model: keras.Model) -> State:
 
 
 def restore(state: State, model: keras.Model) -> None:
-    """Load what `capture` returned.
-
-    Raises:
-        ValueError: the model is not built, or a tensor is missing, left over or of another shape; nothing has changed.
-    """
+    """Load what `capture` returned; ValueError, and nothing changes, if a tensor is missing, left over or misshaped."""
     if not model.built:
         raise ValueError(f"{model.name} is not built: call it on a batch, or give it an Input, before loading weights")
     build_optimizer(model)
@@ -73,9 +69,8 @@ def build_optimizer(model: keras.Model, optimizer: Any = None) -> None:
 def _variables(model: keras.Model) -> dict[str, Any]:
     """Return every variable under a name that does not depend on how many layers this process has made before.
 
-    Sorted names are in the order of `model.weights`, so that plain Keras loads them by `model.set_weights`.
-
-    Gradient accumulators are left out: they hold this rank's gradients, and between steps nothing but zeros.
+    Sorted names are in the order of `model.weights`, so that plain Keras loads them by `model.set_weights`. Gradient
+    accumulators are left out: they hold this rank's gradients, and between steps nothing but zeros.
     """
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     local = {id(v) for v in getattr(inner, "_accumulated_gradients", None) or ()}
