@@ -86,9 +86,7 @@ class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
-        self._model = model
-        self._options = options
-        self._world = world
+        self._model, self._options, self._world = model, options, world
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = losses.is_sum(model, split=self._weighted)
         self.fault: Fault | None = None
@@ -135,10 +133,7 @@ class KerasAdapter:
         self._started = False
         if launch_environment.is_elastic():  # ranks may have changed
             if not self._model.built:
-                raise ValueError(
-                    f"In an elastic job a model must be built before fit. Received: {self._model.name}, which is not. "
-                    "Start it with keras.Input, or call model.build(input_shape)."
-                )
+                raise ValueError(f"In an elastic job, give {self._model.name} a keras.Input, or build it before fit")
             build_optimizer(self._model)
             if self._world.size > 1:
                 self._part.agree_on_model()
@@ -195,9 +190,8 @@ class KerasAdapter:
     def settle(self) -> None:
         """Average what is not trained over ranks: running statistics of normalisation layers."""
         variables = [v for v in self._model.non_trainable_weights if "float" in str(v.dtype)]
-        if self._world.size == 1 or not variables:
-            return
-        assign(variables, _reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle")))
+        if self._world.size > 1 and variables:
+            assign(variables, _reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle")))
 
     def state(self) -> State:
         """Return weights and optimizer state, as arrays that the next step may change."""
@@ -266,8 +260,7 @@ class _StepSnapshot:
     """
 
     def __init__(self, model: keras.Model, options: Options) -> None:
-        self._model = model
-        self._everything = options.nan_policy != "raise"
+        self._model, self._everything = model, options.nan_policy != "raise"
         self._before: list[tuple[Any, Any]] = []
         self._skipped: tuple[str, str | None, bool] | None = None  # first bad path: reduced, own; by loss scaling
         part: Any = distributed_part(model.optimizer)
