@@ -12,9 +12,9 @@ from typing import Any
 
 from hvdtrain.keras import basics, callbacks, ops
 from hvdtrain.keras.basics import *
-from hvdtrain.keras.compression import Compression
 from hvdtrain.keras.ops import *
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.reduction import Compression
 from hvdtrain.keras.variables import broadcast_global_variables, broadcast_model, broadcast_variables
 from hvdtrain.keras.wrapping import DistributedOptimizer, PartialDistributedOptimizer, distribute_model, load_model
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.distributed import world
 from hvdtrain.keras.training_state import build_optimizer
@@ -77,7 +78,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if world.current().size == 1:
             return
         logs = {} if logs is None else logs
-        mine = {name: float(value) for name, value in sorted(logs.items()) if _is_number(value)}
+        numbers = (name for name in sorted(logs) if hasattr(logs[name], "__float__") and np.ndim(logs[name]) == 0)
+        mine = {name: float(logs[name]) for name in numbers}
         # Names and values in one message: ranks with different names would otherwise wait for each other forever.
         logs_of_ranks = world.current().allgather_object(mine, name="logs")
         for name in sorted({name for values in logs_of_ranks for name in values}):
@@ -235,14 +237,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 def _refuse(device: str) -> None:
     if device:
         raise ValueError(f"Values travel through the host; leave device out. Received: device={device!r}")
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:

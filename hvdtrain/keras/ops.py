@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.keras import basics
-from hvdtrain.keras.compression import Compression, resolve
+from hvdtrain.keras.reduction import Compression, resolve
 
 Array = NDArray[Any]
 

@@ -71,18 +71,13 @@ def broadcast_model(model: Any, optimizer: Any | None = None, root_rank: int = 0
 
 
 def broadcast_global_variables(root_rank: int, model: Any | None = None) -> None:
-    """Give every rank the root's weights and optimizer state of `model`.
+    """Give every rank the root's weights and optimizer state of `model`; without one, a ValueError.
 
-    Horovod's function of this name takes all variables of a TensorFlow 1 session. Keras 3 has none, so the model
-    must be named.
-
-    Raises:
-        ValueError: no model is given.
+    Horovod's function of this name takes all variables of a TensorFlow 1 session. Keras 3 has none.
     """
     if model is None:
         raise ValueError(
-            "Keras 3 has no global variables. Pass the model: hvd.broadcast_global_variables(root_rank, model), or "
-            "use hvd.callbacks.BroadcastGlobalVariablesCallback."
+            "Keras 3 has no global variables. Pass the model: broadcast_global_variables(root_rank, model)"
         )
     broadcast_model(model, root_rank=root_rank)
 

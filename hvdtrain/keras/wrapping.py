@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import replace
 from typing import Any
 
 import keras
 
 from hvdtrain.keras import basics
-from hvdtrain.keras.compression import Compression, resolve
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
-from hvdtrain.keras.reduction import GradientReduction
+from hvdtrain.keras.reduction import Compression, GradientReduction, resolve
 from hvdtrain.keras.training_state import assign
 
 log = logging.getLogger("hvdtrain")
@@ -202,7 +200,7 @@ def _distributed_class(base: type, how: GradientReduction) -> type:
     from keras.src import api_export
     from keras.src.saving import object_registration
 
-    namespace = {"_hvd_how": replace(how, local_variables=[]), "__module__": base.__module__, "__doc__": base.__doc__}
+    namespace = {"_hvd_how": how, "__module__": base.__module__, "__doc__": base.__doc__}
     cls = type(base.__name__, (DistributedMixin, base), namespace)
     cls.__qualname__ = base.__qualname__
     # Keras writes this name to files, and plain Keras finds the user's class by it.

@@ -14,8 +14,7 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.watchdog import waits
 from hvdtrain.keras import basics
 from hvdtrain.keras.backends import HostWeight, on_update_step, wait_for_reports  # noqa: F401 - part of each backend
-from hvdtrain.keras.compression import NoneCompressor
-from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
+from hvdtrain.keras.reduction import GradientReduction, NoneCompressor, by_dtype, small_together
 
 Tensor = Any
 
