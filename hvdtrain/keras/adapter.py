@@ -6,6 +6,8 @@ reduced over ranks in `hvdtrain.keras.DistributedOptimizer`.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +20,13 @@ from hvdtrain.adapter import Fault, Options, Reduce, State
 from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
-from hvdtrain.keras import losses, training_state
-from hvdtrain.keras.backends import backend_module
+from hvdtrain.keras import training_state
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.training_state import assign, build_optimizer, copies, metric_variables
+from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
 from hvdtrain.keras.variables import broadcast_model
 from hvdtrain.keras.wrapping import adopt_optimizer
+
+log = logging.getLogger("hvdtrain")
 
 
 def make_adapter(
@@ -88,16 +91,16 @@ class KerasAdapter:
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
         self._model, self._options, self._world = model, options, world
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
-        self._sums = losses.is_sum(model, split=self._weighted)
+        self._sums = _losses_are_sums(model, split=self._weighted)
         self.fault: Fault | None = None
-        self._snapshot = None if options.nan_policy is None else _StepSnapshot(model, options)
+        self._snapshot = None if options.nan_policy is None else StepSnapshot(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read
         self._training = False  # the metrics are those of an unfinished epoch
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         if self._weighted:
             self._part.set_batch_weight(1.0)  # before anything is compiled
-            losses.warn_of_masks(model, world=world)
+            _warn_of_masks(model, world)
 
     @property
     def _part(self) -> Any:
@@ -107,7 +110,7 @@ class KerasAdapter:
     @property
     def learning_rates(self) -> list[float]:
         """One value; the present one where the optimizer follows a schedule."""
-        return [_number(self._part.learning_rate)]
+        return [number(self._part.learning_rate)]
 
     @learning_rates.setter
     def learning_rates(self, rates: list[float]) -> None:
@@ -252,68 +255,66 @@ class KerasAdapter:
                 del vars(self._model)[name]
 
 
-class _StepSnapshot:
-    """What a step changes before its gradient is known: running statistics, seeds, metrics, the loss scale.
+def _losses_are_sums(model: keras.Model, *, split: bool) -> bool:
+    """Return whether a compiled model's loss, or losses, are sums over samples (True) or means (False).
 
-    The model's optimizer skips updates that are not finite. Such a step leaves nothing behind, unless the policy is
-    "raise": then only its loss is reported.
+    A batch is weighed by its samples, which is right for these. Others have a divisor that Keras does not report: where
+    a step's samples are `split` over ranks or batches, so that it matters, they are a ValueError.
     """
-
-    def __init__(self, model: keras.Model, options: Options) -> None:
-        self._model, self._everything = model, options.nan_policy != "raise"
-        self._before: list[tuple[Any, Any]] = []
-        self._skipped: tuple[str, str | None, bool] | None = None  # first bad path: reduced, own; by loss scaling
-        part: Any = distributed_part(model.optimizer)
-        received = f"leave one out. Received: {options} with {type(part).__name__}"
-        if part.use_ema:
-            raise ValueError(f"nan_policy and an optimizer's moving averages do not go together: {received}")
-        if part is not model.optimizer and options.accumulate > 1:  # precision="bf16" needs no loss scaling
-            raise ValueError(f"nan_policy, loss scaling and accumulate do not go together: {received}")
-        part.skip_non_finite(self._note)
-
-    def _note(self, paths: Sequence[str], own: Any, reduced: Any = None) -> None:
-        """Note a skipped update; see `DistributedMixin.skip_non_finite`."""
-
-        def first(flags: Any) -> str | None:
-            return next((path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag), None)
-
-        by_scaling = reduced is None
-        self._skipped = (first(own if by_scaling else reduced) or "none", first(own), by_scaling)
-
-    def save(self) -> None:
-        """Copy the values from before the step."""
-        model, optimizer = self._model, self._model.optimizer
-        saved = list(model._loss_tracker.variables)
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            saved += [optimizer.step_counter, optimizer.dynamic_scale]
-        if self._everything:
-            saved += [*metric_variables(model), *model.non_trainable_variables]
-        # On their device, and in arrays of their own: JAX's steps reuse those of the variables.
-        self._before = [(v, keras.ops.copy(v)) for v in {id(v): v for v in saved}.values()]
-
-    def fault(self, *, counted: bool) -> Fault | None:
-        """Return why the step was skipped, after restoring the values from before it; None if it was not.
-
-        `counted` says whether this rank had samples in it.
-        """
-        backend_module().wait_for_reports()
-        skipped, self._skipped = self._skipped, None
-        if skipped is None:
-            return None
-        reduced, own, by_scaling = skipped
-        before = {id(v): value for v, value in self._before}
-        # Loss scaling lowers its scale after such a step, which cannot help once the scale is 1.
-        if by_scaling and _number(before[id(self._model.optimizer.dynamic_scale)]) > 1.0:
-            return None
-        tracker = self._model._loss_tracker  # counts the epoch; the difference to before is the step's
-        total, count = (_number(v) - _number(before[id(v)]) for v in (tracker.total, tracker.count))
-        for variable, value in self._before:
-            variable.assign(value)
-        return Fault(reduced, own if counted else None, total / count if count else float("nan"))
+    leaves = [leaf for leaf in keras.tree.flatten(model.loss) if leaf is not None]
+    sums = [getattr(leaf, "reduction", "mean") == "sum" for leaf in leaves]
+    if not split:
+        return bool(sums) and all(sums)
+    for leaf in leaves:
+        reduction, name = getattr(leaf, "reduction", "mean"), getattr(leaf, "name", leaf)
+        if reduction != "sum" and getattr(leaf, "ignore_class", None) is not None:
+            raise ValueError(
+                "A loss with ignore_class divides by the number of targets that are left, which differs from rank to "
+                f"rank. Received: ignore_class={leaf.ignore_class} in {name}. Leave it out and give those samples a "
+                'sample_weight of 0, or use reduction="sum".'
+            )
+        if reduction not in ("sum_over_batch_size", "mean", "sum"):
+            raise ValueError(
+                'A loss must have reduction="sum_over_batch_size" or "sum" when a step is split over ranks or batches. '
+                f"Received: reduction={reduction!r} in {name}"
+            )
+    if any(sums) and not all(sums):
+        raise ValueError(
+            "Losses must be all means or all sums: no one weight of a batch is right for both. Use loss_weights to "
+            f'balance them. Received: reduction="sum" in {sum(sums)} of {len(sums)} losses'
+        )
+    if any(sums) and any(getattr(v, "regularizer", None) is not None for v in model.trainable_variables):
+        raise ValueError(
+            'A loss with reduction="sum" adds up over ranks and batches, and a regularizer must not. Received: a model '
+            'with regularizers. Use reduction="sum_over_batch_size", or the optimizer\'s weight_decay.'
+        )
+    return any(sums)
 
 
-def _number(value: Any) -> float:
-    return float(keras.ops.convert_to_numpy(value))
+def _warn_of_masks(model: keras.Model, world: World) -> None:
+    """Make a compiled model log, once and on the root, that a mask reaches its loss.
+
+    A masked loss divides by the number of time steps that are not masked, while batches are weighed by samples.
+    """
+    from keras.src.backend import get_keras_mask  # JAX's tensors do not carry their masks
+
+    compiled = model._compile_loss
+    if compiled is None or not world.is_root:
+        return
+    original = compiled.call
+
+    @functools.wraps(original)
+    def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(y_pred)):
+            compiled.call = original
+            log.warning(
+                "A mask reaches the loss of %s, which divides by the time steps that are not masked. Batches are "
+                "weighed by their samples, so results depend on which rank gets which sequences.",
+                model.name,
+            )
+        return original(y_true, y_pred, sample_weight)
+
+    compiled.call = call
 
 
 def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from hvdtrain.distributed import world
-from hvdtrain.keras.training_state import build_optimizer
+from hvdtrain.keras.training_state import build_optimizer, number
 from hvdtrain.keras.variables import broadcast_model, sync_from_jax
 from hvdtrain.system import scratch
 
@@ -150,7 +150,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = self._learning_rate()
 
     def _learning_rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return number(self.model.optimizer.learning_rate)
 
     def _adjust(self, epoch: float) -> None:
         sync_from_jax(self.model)

@@ -61,11 +61,7 @@ class Compression:
 
 
 def resolve(compression: Any) -> type[Compressor]:
-    """Return the compressor meant by `compression`: ours, or Horovod's or hvdtrain.torch's of the same name.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Return the compressor meant by `compression`: ours, or Horovod's or hvdtrain.torch's of the same name."""
     if isinstance(compression, type) and issubclass(compression, Compressor):
         return compression
     for ours in (NoneCompressor, FP16Compressor, BF16Compressor):

@@ -10,7 +10,9 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import State
+from hvdtrain.adapter import Fault, Options, State
+from hvdtrain.keras.backends import backend_module
+from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.variables import path
 
 Arrays = dict[str, NDArray[Any]]
@@ -137,3 +139,68 @@ def _metrics(model: keras.Model) -> dict[str, Any]:
 def _load(variables: dict[str, Any], arrays: Arrays) -> None:
     for name in variables.keys() & arrays.keys():
         variables[name].assign(arrays[name])
+
+
+class StepSnapshot:
+    """What a step changes before its gradient is known: running statistics, seeds, metrics, the loss scale.
+
+    The model's optimizer skips updates that are not finite. Such a step leaves nothing behind, unless the policy is
+    "raise": then only its loss is reported.
+    """
+
+    def __init__(self, model: keras.Model, options: Options) -> None:
+        self._model, self._everything = model, options.nan_policy != "raise"
+        self._before: list[tuple[Any, Any]] = []
+        self._skipped: tuple[str, str | None, bool] | None = None  # first bad path: reduced, own; by loss scaling
+        part: Any = distributed_part(model.optimizer)
+        received = f"leave one out. Received: {options} with {type(part).__name__}"
+        if part.use_ema:
+            raise ValueError(f"nan_policy and an optimizer's moving averages do not go together: {received}")
+        if part is not model.optimizer and options.accumulate > 1:  # precision="bf16" needs no loss scaling
+            raise ValueError(f"nan_policy, loss scaling and accumulate do not go together: {received}")
+        part.skip_non_finite(self._note)
+
+    def _note(self, paths: Sequence[str], own: Any, reduced: Any = None) -> None:
+        """Note a skipped update; see `DistributedMixin.skip_non_finite`."""
+
+        def first(flags: Any) -> str | None:
+            return next((path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag), None)
+
+        by_scaling = reduced is None
+        self._skipped = (first(own if by_scaling else reduced) or "none", first(own), by_scaling)
+
+    def save(self) -> None:
+        """Copy the values from before the step."""
+        model, optimizer = self._model, self._model.optimizer
+        saved = list(model._loss_tracker.variables)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            saved += [optimizer.step_counter, optimizer.dynamic_scale]
+        if self._everything:
+            saved += [*metric_variables(model), *model.non_trainable_variables]
+        # On their device, and in arrays of their own: JAX's steps reuse those of the variables.
+        self._before = [(v, keras.ops.copy(v)) for v in {id(v): v for v in saved}.values()]
+
+    def fault(self, *, counted: bool) -> Fault | None:
+        """Return why the step was skipped, after restoring the values from before it; None if it was not.
+
+        `counted` says whether this rank had samples in it.
+        """
+        backend_module().wait_for_reports()
+        skipped, self._skipped = self._skipped, None
+        if skipped is None:
+            return None
+        reduced, own, by_scaling = skipped
+        before = {id(v): value for v, value in self._before}
+        # Loss scaling lowers its scale after such a step, which cannot help once the scale is 1.
+        if by_scaling and number(before[id(self._model.optimizer.dynamic_scale)]) > 1.0:
+            return None
+        tracker = self._model._loss_tracker  # counts the epoch; the difference to before is the step's
+        total, count = (number(v) - number(before[id(v)]) for v in (tracker.total, tracker.count))
+        for variable, value in self._before:
+            variable.assign(value)
+        return Fault(reduced, own if counted else None, total / count if count else float("nan"))
+
+
+def number(value: Any) -> float:
+    """Return a scalar on the host."""
+    return float(keras.ops.convert_to_numpy(value))
