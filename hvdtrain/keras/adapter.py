@@ -62,27 +62,20 @@ def _check(model: keras.Model, optimizer: Any, loss: Any, metrics: Any) -> None:
     if model.built and not model.trainable_variables:
         raise ValueError(f"model has no trainable parameters. Received: {model.name} with {len(model.weights)} weights")
     if optimizer is None and (loss is not None or metrics):
-        raise ValueError(
-            f"Without an optimizer, {model.name} trains with the loss and metrics of its compile(). "
-            f"Received: loss={loss!r}, metrics={metrics!r}. Give all of them, or none."
-        )
+        raise ValueError(f"Without an optimizer, compile()'s loss and metrics are used. Received: {loss=}, {metrics=}")
 
 
 def _check_plain(optimizer: Any, model: keras.Model) -> None:
     """Raise ValueError if the optimizer is distributed already, or was built over variables of another model."""
     if distributed_part(optimizer) is not None:
         raise ValueError(
-            "Give the Trainer, or compile the model with, the plain optimizer: it distributes it itself. Received: a "
-            f"{type(optimizer).__name__} that is distributed already"
+            f"Give the Trainer the plain optimizer: it distributes it itself. Received: a distributed {optimizer.name}"
         )
     own = {id(v) for v in model.trainable_variables}
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     foreign = [v.path for v in inner._trainable_variables if id(v) not in own]  # none if it is not built yet
     if foreign and model.built:
-        raise ValueError(
-            f"optimizer must be over the model's own variables. Received: one built over {len(foreign)} others, the "
-            f"first {foreign[0]}. Make a new optimizer for this model."
-        )
+        raise ValueError(f"optimizer must be over the model's own variables. Received: one built over {foreign[0]}")
 
 
 class KerasAdapter:
@@ -114,11 +107,9 @@ class KerasAdapter:
 
     @learning_rates.setter
     def learning_rates(self, rates: list[float]) -> None:
-        if isinstance(self._part._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-            raise ValueError(
-                "lr_scaling and warmup_epochs need a learning rate that is a number. Received: "
-                f"{type(self._part._learning_rate).__name__}. Put scaling and warmup into the schedule."
-            )
+        schedule = self._part._learning_rate
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(f"Put lr_scaling and warmup_epochs into the schedule. Received: {type(schedule).__name__}")
         (self._part.learning_rate,) = rates
 
     @property
@@ -279,10 +270,7 @@ def _losses_are_sums(model: keras.Model, *, split: bool) -> bool:
                 f"Received: reduction={reduction!r} in {name}"
             )
     if any(sums) and not all(sums):
-        raise ValueError(
-            "Losses must be all means or all sums: no one weight of a batch is right for both. Use loss_weights to "
-            f'balance them. Received: reduction="sum" in {sum(sums)} of {len(sums)} losses'
-        )
+        raise ValueError(f"Losses must be all means or all sums. Received: {sum(sums)} of {len(sums)} are sums")
     if any(sums) and any(getattr(v, "regularizer", None) is not None for v in model.trainable_variables):
         raise ValueError(
             'A loss with reduction="sum" adds up over ranks and batches, and a regularizer must not. Received: a model '

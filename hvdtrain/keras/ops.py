@@ -136,10 +136,7 @@ def _run(kind: str, tensor: Any, *args: Any, name: str | None, process_set: Any 
         import jax
 
         if isinstance(tensor, jax.core.Tracer):
-            raise TypeError(
-                f"hvd.{kind} needs a concrete array and was called while JAX traces. Call it outside of jit, or let "
-                "DistributedOptimizer reduce the gradients."
-            )
+            raise TypeError(f"hvd.{kind} needs a concrete array, and JAX is tracing. Call it outside of jit.")
     array = keras.ops.convert_to_numpy(tensor)
     result = call(kind, array, *args, name=name, process_set=process_set, **options)
     return keras.tree.map_structure(keras.ops.convert_to_tensor, result)

@@ -182,10 +182,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         self._hvd_state.report = report
 
     def finite_everywhere(self, finite: Any, grads: Sequence[Any]) -> Any:
-        """Return whether the gradients of all ranks are finite, for loss scaling; report a step that it skips.
-
-        Gradients with weight 0 count as finite.
-        """
+        """Return whether all ranks' gradients of a weight above 0 are finite, for loss scaling; report if not."""
         state, how = self._hvd_state, self._hvd_how
         if state.weight is not None:
             finite = keras.ops.logical_or(finite, state.weight.read() == 0.0)
@@ -200,10 +197,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         return finite
 
     def agree_on_model(self) -> None:
-        """Check that all ranks hold the same variables, and agree on the names of the reductions.
-
-        A collective; see `agree`. The first step calls it; elastic runs call it again when ranks have changed.
-        """
+        """Let ranks agree on variables and names, at the first step and after ranks have changed; see `agree`."""
         global _next_number
         state = self._hvd_state
         mine = _next_number if state.number is None else state.number
@@ -236,9 +230,6 @@ class DistributedMixin(keras.optimizers.Optimizer):
 
 
 def distributed_part(optimizer: Any) -> Any | None:
-    """Return the optimizer that reduces gradients: `optimizer`, or the one inside its LossScaleOptimizer; else None.
-
-    `model.compile` wraps the optimizer in a LossScaleOptimizer under mixed_float16.
-    """
+    """Return the optimizer that reduces, if one does: `optimizer` or, under mixed_float16, its LossScaleOptimizer's."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return inner if isinstance(inner, DistributedMixin) else None

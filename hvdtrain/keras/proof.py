@@ -11,10 +11,7 @@ from hvdtrain.keras.wrapping import DistributedOptimizer
 
 
 def step_difference(world: World) -> float:
-    """Return the largest difference between a weight after the ranks' step and after one process's on all their data.
-
-    Every rank also takes the step of one process, and compares. All ranks must call it.
-    """
+    """Return the largest difference of a weight between the ranks' step and one process's; all ranks call it."""
     numbers = np.random.default_rng(0)
     inputs = numbers.standard_normal((8, world.size, 5)).astype(np.float32)
     targets = numbers.standard_normal((8, world.size, 3)).astype(np.float32)

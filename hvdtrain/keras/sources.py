@@ -89,10 +89,7 @@ def _zeros(data: Any, rows: int) -> Any:
 
 
 def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
-    """Return the seeds that determine the data's order, tf.random.set_seed's among them; for the ranks to compare.
-
-    Raises ValueError where the order differs from rank to rank: samples would be seen twice or never.
-    """
+    """Return the seeds of the data's order, for the ranks to compare; ValueError if the order differs between them."""
     found: list[list[int]] = []
     problem = "deterministic=False" if data.options().deterministic is False else ""
     for dataset in _upstream(data, {}).values():

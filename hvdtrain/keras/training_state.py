@@ -85,10 +85,7 @@ def _variables(model: keras.Model) -> dict[str, Any]:
 
 
 def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
-    """Return what only this rank holds, under the names that `hvdtrain.distributed.rank_state` explains.
-
-    With `metrics`, the running metrics are in it, those of an unfinished epoch.
-    """
+    """Return what only this rank holds, named as in `distributed.rank_state`; `metrics` adds an unfinished epoch's."""
     variables = {**_seeds_and_statistics(model), **(_metrics(model) if metrics else {})}
     held = dict(zip(variables, copies(list(variables.values())), strict=True))
     for name, value in held.items():
@@ -181,10 +178,7 @@ class StepSnapshot:
         self._before = [(v, keras.ops.copy(v)) for v in {id(v): v for v in saved}.values()]
 
     def fault(self, *, counted: bool) -> Fault | None:
-        """Return why the step was skipped, after restoring the values from before it; None if it was not.
-
-        `counted` says whether this rank had samples in it.
-        """
+        """Return why the step was skipped, if it was, and restore the values before; `counted`: samples were in it."""
         backend_module().wait_for_reports()
         skipped, self._skipped = self._skipped, None
         if skipped is None:

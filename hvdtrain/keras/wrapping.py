@@ -64,10 +64,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if op not in (basics.Average, basics.Sum):
         raise ValueError(f"op must be hvd.Average or hvd.Sum. Received: op={op!r}")
     if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1.0 and op != basics.Average):
-        raise ValueError(
-            "gradient_predivide_factor must be positive and needs op=Average. "
-            f"Received: gradient_predivide_factor={gradient_predivide_factor}, op={op}"
-        )
+        received = f"gradient_predivide_factor={gradient_predivide_factor}, op={op}"
+        raise ValueError(f"gradient_predivide_factor must be positive and needs op=Average. Received: {received}")
     groups = groups if groups is not None else (num_groups or None)
     in_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if not (groups is None or in_lists or (isinstance(groups, int) and groups > 0)):

@@ -14,8 +14,6 @@ Every module here has the same functions, on lists of that backend's tensors:
     run_if(finite, update, skip)                         update() or skip(), which change variables
     fused_update(optimizer, step, gradient, ...)         updates a variable in one pass; false if it cannot
     untraced(function)                                   function, left alone by the backend's compiler
-
-Code that several backends share is here.
 """
 
 from __future__ import annotations

@@ -30,11 +30,7 @@ class BatchWeight(HostWeight):
 
 
 def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tensor]], gradients: list[Tensor]) -> Any:
-    """Return `function(gradients)` on steps that update weights, else `gradients`.
-
-    Keras's JAX optimizers compute every step's update and discard those between updates; nothing needs to travel
-    for them.
-    """
+    """Return `function(gradients)` on steps that update weights: Keras computes the others too, and discards them."""
     steps = optimizer.gradient_accumulation_steps
     if not steps:
         return function(gradients)

@@ -59,10 +59,7 @@ def _refuse_compiler() -> None:
     from tensorflow.python.ops import control_flow_util
 
     if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise RuntimeError(
-            "Horovod's operations do not compile under XLA, and this step is traced with jit_compile=True. "
-            "Pass jit_compile=False to your tf.function."
-        )
+        raise RuntimeError("Horovod's operations do not compile under XLA. Pass jit_compile=False to your tf.function.")
 
 
 def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:

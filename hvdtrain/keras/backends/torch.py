@@ -33,10 +33,7 @@ class BatchWeight(HostWeight):
 def _refuse_compiler() -> None:
     """Raise RuntimeError where torch.compile traces, or where Keras averages gradients too."""
     if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "Horovod's operations do not compile under torch.compile, and this step is being compiled. "
-            "Compile the model's forward pass instead of the whole step."
-        )
+        raise RuntimeError("Horovod's operations do not compile under torch.compile. Compile the forward pass alone.")
     if Version(keras.__version__) < Version("3.16.0.dev0"):  # from which on Keras averages through DDP by itself
         return
     group = torch.distributed
@@ -50,10 +47,8 @@ def _refuse_compiler() -> None:
 
 @torch.no_grad()
 def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Return a function that returns, for each gradient, whether something in it is not finite.
-
-    Gradients are looked at now, since they are reduced in place. Norms and extremes are NaN if anything is.
-    """
+    """Return a function that returns, for each gradient, whether something in it is not finite now."""
+    # They are reduced in place. Norms and extremes are NaN if anything is.
     if all(g.is_cuda and g.numel() for g in gradients):  # by one launch; slow on CPUs
         norms = torch.stack(torch._foreach_norm(list(gradients), float("inf")))
         return lambda: norms.isfinite().logical_not().cpu()
