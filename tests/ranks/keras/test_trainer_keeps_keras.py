@@ -133,7 +133,7 @@ def test_a_learning_rate_schedule_is_not_scaled_behind_its_back(kit):
     x, y = kit.data()
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     trainer = hvdtrain.Trainer(kit.model(), optimizer=keras.optimizers.SGD(schedule), loss="mse", lr_scaling="linear")
-    with pytest.raises(ValueError, match=r"Received: ExponentialDecay.*into the schedule"):
+    with pytest.raises(ValueError, match=r"into the schedule\. Received: ExponentialDecay"):
         trainer.fit((x, y), epochs=1, batch_size=4, progress=False)
 
 
@@ -143,7 +143,7 @@ def test_bad_input_is_shown(kit):
         hvdtrain.Trainer(kit.model())
     compiled = kit.model()
     compiled.compile("sgd", "mse", jit_compile=False)
-    with pytest.raises(ValueError, match=r"its compile\(\)\. Received: loss='mae'"):
+    with pytest.raises(ValueError, match=r"compile\(\)'s loss and metrics are used\. Received: loss='mae'"):
         hvdtrain.Trainer(compiled, loss="mae")
     frozen = kit.model()
     frozen.trainable = False
