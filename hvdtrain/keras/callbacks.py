@@ -32,8 +32,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         _refuse(device)
-        self.root_rank = root_rank
-        self.broadcast_done = False
+        self.root_rank, self.broadcast_done = root_rank, False
         several = isinstance(local_variables, Iterable) and not hasattr(local_variables, "assign")
         self._local_variables = [v for v in (local_variables if several else [local_variables]) if v is not None]
 
@@ -98,10 +97,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         staircase: adjust at the first batch of every epoch; False: at every batch, with a fractional epoch.
         momentum_correction: when the rate changes, multiply momentum buffers, which contain the rate, by new / old rate
             (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
-        steps_per_epoch: batches an epoch; read from Keras if left out.
-
-    Raises:
-        ValueError: `initial_lr` is None; or steps_per_epoch is needed and Keras does not know it.
+        steps_per_epoch: batches an epoch; read from Keras if left out, or a ValueError if Keras does not know it.
     """
 
     def __init__(
@@ -120,8 +116,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.initial_lr = initial_lr
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
-        self.staircase = staircase
-        self.momentum_correction = momentum_correction
+        self.staircase, self.momentum_correction = staircase, momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
 
@@ -154,11 +149,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _adjust(self, epoch: float) -> None:
         sync_from_jax(self.model)
-        old = self._learning_rate()
-        new = self.initial_lr * self.multiplier(epoch)
+        optimizer, old, new = self.model.optimizer, self._learning_rate(), self.initial_lr * self.multiplier(epoch)
         if new == old:
             return
-        optimizer = self.model.optimizer
         optimizer.learning_rate = new
         if self.momentum_correction and old > 0:
             # Keras compiles `momentum` into the step; to scale the buffers once has the same effect.

@@ -24,12 +24,9 @@ class KerasState(ObjectState):
     """A model, its optimizer and further values, which an elastic run saves, restores and synchronizes.
 
     Args:
-        model: built keras.Model.
+        model: built keras.Model; one that is not is a ValueError.
         optimizer: None means the one it was compiled with. Built here if it is not yet.
         attributes: values to synchronize, such as epoch=0 and batch=0; they become attributes.
-
-    Raises:
-        ValueError: the model is not built.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **attributes: Any) -> None:
@@ -82,17 +79,11 @@ def reset() -> None:
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commit the state every `batches_per_commit` batches, and after every epoch.
-
-    Args:
-        state: a KerasState.
-        batches_per_commit: batches between two commits.
-    """
+    """Commit `state`, a KerasState, every `batches_per_commit` batches, and after every epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
-        self.state = state
-        self.batches_per_commit = batches_per_commit
+        self.state, self.batches_per_commit = state, batches_per_commit
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Start counting: ranks that just joined start here."""
@@ -113,9 +104,8 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Count the epoch's finished batches in `state.batch`, across resets; 0 again when the epoch ends.
 
-    Args:
-        state: a KerasState made with batch=0. After a reset, pass steps_per_epoch less `state.batch` to fit: Keras 3
-            fixes the number of steps before a callback can change it.
+    `state` is a KerasState made with batch=0. After a reset, pass steps_per_epoch less `state.batch` to fit: Keras 3
+    fixes the number of steps before a callback can change it.
     """
 
     def __init__(self, state: Any) -> None:
@@ -136,11 +126,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Count finished epochs in `state.epoch`, across resets.
-
-    Args:
-        state: a KerasState made with epoch=0.
-    """
+    """Count finished epochs in `state.epoch`, across resets; `state` is a KerasState made with epoch=0."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ def allreduce(
     Args:
         value: anything that becomes a tensor; shape and dtype equal on all ranks.
         name: equal on all ranks; counted if left out.
-        average: Horovod's older way to say op=Average (True) or op=Sum (False).
+        average: Horovod's older way to say op=Average (True) or op=Sum (False); with `op`, a ValueError.
         prescale_factor: multiplies before the reduction.
         postscale_factor: multiplies after it.
         op: Average (default), Sum, Adasum, Min, Max or Product.
@@ -52,9 +52,6 @@ def allreduce(
 
     Returns:
         A tensor of Keras's backend, of the shape and dtype of `value`.
-
-    Raises:
-        ValueError: both `average` and `op` are given.
     """
     if average is not None and op is not None:
         raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")

@@ -57,24 +57,19 @@ class PreparedData(keras.utils.PyDataset):
     Sample weights make a short tail weigh by its samples; a rank without samples left gets a filler of weight 0.
 
     Args:
-        data: arrays `(x, y)` or `(x, y, sample_weight)`, or a map-style dataset of such samples.
+        data: arrays `(x, y)` or `(x, y, sample_weight)`, or a map-style dataset of such samples. Data that can only be
+            iterated is a TypeError; the Trainer takes it.
         batch_size: samples per rank and step.
         world: the ranks that share the data.
-
-    Raises:
-        TypeError: data that can only be iterated; the Trainer takes such data.
     """
 
     def __init__(self, data: Any, batch_size: int, world: World) -> None:
         super().__init__()
         source = as_source(data, batch_size=batch_size, world=world, seed=world.seed or 0)
         if not isinstance(source, IndexedSource):
-            raise TypeError(
-                f"prepare needs arrays or a map-style dataset. Received: {type(data).__name__} on rank {world.rank}. "
-                "Use hvdtrain.Trainer, which takes such data."
-            )
-        self._source = source
-        self._world = world
+            kind = type(data).__name__
+            raise TypeError(f"prepare needs arrays or a map-style dataset; Trainer takes others too. Received: {kind}")
+        self._source, self._world = source, world
         self._epoch = self._next = 0
 
     def set_epoch(self, epoch: int) -> None:

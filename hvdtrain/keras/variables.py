@@ -27,17 +27,14 @@ def broadcast_variables(
 ) -> None:
     """Assign the root's values to `variables` on every rank, bit for bit, whatever their dtypes.
 
-    Call it outside of compiled functions, on every rank, with the same variables in the same order.
+    Call it outside of compiled functions, on every rank, with the same variables in the same order, or all ranks raise
+    DesyncError.
 
     Args:
         variables: Keras variables, or the backend's own with `assign`.
         root_rank: rank whose values all ranks get.
         process_set: ranks that take part; None means all.
         inplace: must be True; Horovod has the argument, and this is the only way there is here.
-
-    Raises:
-        DesyncError: ranks hold different variables.
-        ValueError: `root_rank` is not a rank, or `inplace` is False.
     """
     if not inplace:
         raise ValueError("Variables are always assigned in place. Received: inplace=False")

@@ -151,11 +151,7 @@ def true_on_all_ranks(flag: Tensor, name: str, how: GradientReduction) -> Tensor
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> Any:
-    """Return `gradients` reduced over ranks, tensors as tensors, IndexedSlices as IndexedSlices; record the wait.
-
-    In a graph, `hvdtrain.distributed.watchdog` sees a rank wait by two counters, and the recorder reads for how long
-    from a sum of seconds.
-    """
+    """Return `gradients` reduced over ranks, tensors as tensors, IndexedSlices as IndexedSlices; record the wait."""
     _refuse_compiler()
     if tf.executing_eagerly():  # a thread that waits there can be seen from outside
         with recorder.waiting():
@@ -175,7 +171,7 @@ def reduce_gradients(
 
 @functools.cache
 def _marks(names: tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """Return the variables of the reduction of these names, the same for every trace of it."""
+    """Return the variables of the reduction of these names: two counters for the watchdog, seconds for the recorder."""
     with tf.init_scope(), tf.device("/CPU:0"):
         began, ended = (tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2))
         seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
