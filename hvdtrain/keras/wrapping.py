@@ -53,10 +53,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups: number of groups, or lists of variables; each group is reduced in one operation.
         process_set: ranks that take part; None for all.
         scale_local_gradients: divide the gradients of variables registered as local by the number of ranks.
-
-    Raises:
-        TypeError: `optimizer` is not a Keras 3 optimizer.
-        ValueError: an argument out of range; the message names it.
     """
     optimizer = _plain(optimizer)
     if backward_passes_per_step < 1:
