@@ -33,14 +33,12 @@ def make_adapter(
     model: keras.Model, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
 ) -> KerasAdapter:
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
-    _check(model, optimizer, loss, metrics)
+    plain = _plain_optimizer(model, optimizer, loss, metrics)
     layers = model._flatten_layers(include_self=True)
     if options.precision != "fp32":  # variables stay float32
         for layer in layers:
             layer.dtype_policy = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}[options.precision]
         model.train_function = model.test_function = model.predict_function = None
-    plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
-    _check_plain(plain, model)
     in_half = any(layer.dtype_policy.name.endswith("mixed_float16") for layer in layers)
     if in_half and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
         plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
@@ -56,26 +54,24 @@ def make_adapter(
     return KerasAdapter(model, options, world)
 
 
-def _check(model: keras.Model, optimizer: Any, loss: Any, metrics: Any) -> None:
+def _plain_optimizer(model: keras.Model, optimizer: Any, loss: Any, metrics: Any) -> Any:
+    """Return the given optimizer, or the one that `model` is compiled with; ValueError if they cannot be trained."""
     if optimizer is None and not model.compiled:
         raise ValueError(f"optimizer must be a Keras optimizer or a name. Received: None; {model.name} is not compiled")
     if model.built and not model.trainable_variables:
         raise ValueError(f"model has no trainable parameters. Received: {model.name} with {len(model.weights)} weights")
     if optimizer is None and (loss is not None or metrics):
         raise ValueError(f"Without an optimizer, compile()'s loss and metrics are used. Received: {loss=}, {metrics=}")
-
-
-def _check_plain(optimizer: Any, model: keras.Model) -> None:
-    """Raise ValueError if the optimizer is distributed already, or was built over variables of another model."""
-    if distributed_part(optimizer) is not None:
-        raise ValueError(
-            f"Give the Trainer the plain optimizer: it distributes it itself. Received: a distributed {optimizer.name}"
-        )
+    plain = keras.optimizers.get(optimizer if optimizer is not None else model.optimizer)
+    if distributed_part(plain) is not None:
+        kind = f"distributed {type(plain).__name__}"
+        raise ValueError(f"Give the Trainer the plain optimizer: it distributes it itself. Received: a {kind}")
     own = {id(v) for v in model.trainable_variables}
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = getattr(plain, "inner_optimizer", plain)
     foreign = [v.path for v in inner._trainable_variables if id(v) not in own]  # none if it is not built yet
     if foreign and model.built:
         raise ValueError(f"optimizer must be over the model's own variables. Received: one built over {foreign[0]}")
+    return plain
 
 
 class KerasAdapter:

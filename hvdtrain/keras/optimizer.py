@@ -182,7 +182,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         self._hvd_state.report = report
 
     def finite_everywhere(self, finite: Any, grads: Sequence[Any]) -> Any:
-        """Return whether all ranks' gradients of a weight above 0 are finite, for loss scaling; report if not."""
+        """Return whether gradients are finite on all ranks, for loss scaling; report if not. At weight 0 they are."""
         state, how = self._hvd_state, self._hvd_how
         if state.weight is not None:
             finite = keras.ops.logical_or(finite, state.weight.read() == 0.0)
@@ -230,6 +230,6 @@ class DistributedMixin(keras.optimizers.Optimizer):
 
 
 def distributed_part(optimizer: Any) -> Any | None:
-    """Return the optimizer that reduces, if one does: `optimizer` or, under mixed_float16, its LossScaleOptimizer's."""
+    """Return the optimizer that reduces gradients: `optimizer`, or the one in a LossScaleOptimizer; None if neither."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return inner if isinstance(inner, DistributedMixin) else None

@@ -85,7 +85,7 @@ def _variables(model: keras.Model) -> dict[str, Any]:
 
 
 def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
-    """Return what only this rank holds, named as in `distributed.rank_state`; `metrics` adds an unfinished epoch's."""
+    """Return what only this rank holds, named as in `distributed.rank_state`; with `metrics`, the running ones too."""
     variables = {**_seeds_and_statistics(model), **(_metrics(model) if metrics else {})}
     held = dict(zip(variables, copies(list(variables.values())), strict=True))
     for name, value in held.items():
@@ -178,7 +178,7 @@ class StepSnapshot:
         self._before = [(v, keras.ops.copy(v)) for v in {id(v): v for v in saved}.values()]
 
     def fault(self, *, counted: bool) -> Fault | None:
-        """Return why the step was skipped, if it was, and restore the values before; `counted`: samples were in it."""
+        """Return why the step was skipped, and restore the values before it; None if not. `counted`: it had samples."""
         backend_module().wait_for_reports()
         skipped, self._skipped = self._skipped, None
         if skipped is None:
