@@ -142,14 +142,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Add the learning rate to the logs, as "lr"."""
         if logs is not None:
-            logs["lr"] = self._learning_rate()
-
-    def _learning_rate(self) -> float:
-        return number(self.model.optimizer.learning_rate)
+            logs["lr"] = number(self.model.optimizer.learning_rate)
 
     def _adjust(self, epoch: float) -> None:
         sync_from_jax(self.model)
-        optimizer, old, new = self.model.optimizer, self._learning_rate(), self.initial_lr * self.multiplier(epoch)
+        optimizer = self.model.optimizer
+        old, new = number(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         if new == old:
             return
         optimizer.learning_rate = new
@@ -194,7 +192,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Add the learning rate to the logs, and print a line when the warmup ends."""
         super().on_epoch_end(epoch, logs)
         if epoch == (self.end_epoch or 0) - 1 and self.verbose > 0 and world.current().is_root:
-            print(f"\nEpoch {epoch + 1}: learning rate warmup ended at {self._learning_rate():g}.")
+            print(f"\nEpoch {epoch + 1}: learning rate warmup ended at {number(self.model.optimizer.learning_rate):g}.")
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

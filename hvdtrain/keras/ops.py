@@ -171,12 +171,7 @@ def allreduce_in_place(array: Array, *, process_set: Any | None = None, **option
         result = call("allreduce", array, process_set=process_set, **options)
         return lambda: result
     handle = module.allreduce_async_(_torch_tensor(array), **in_set(process_set), **options)
-
-    def wait() -> Array:
-        module.synchronize(handle)
-        return array
-
-    return wait
+    return lambda: module.synchronize(handle).numpy()
 
 
 def _torch_tensor(array: Array) -> Any:

@@ -15,9 +15,7 @@ from hvdtrain.distributed.world import World
 from hvdtrain.keras.variables import broadcast_model
 
 
-def prepare(
-    model: keras.Model, optimizer: Any, data: tuple[Any, ...], *, batch_size: int, world: World
-) -> tuple[Any, ...]:
+def prepare(model: keras.Model, optimizer: Any, data: tuple[Any, ...], *, batch_size: int, world: World) -> Any:
     """See `hvdtrain.prepare`; use the result in `model.compile` and `model.fit`, or in a custom loop."""
     if not model.built:
         raise ValueError(f"prepare needs a built model: give it a keras.Input, or call it once. Received: {model.name}")

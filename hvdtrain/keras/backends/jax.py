@@ -55,11 +55,8 @@ def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
 
 def report_unless(finite: Tensor, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
     """Call `function` with the values of `flags` on the host, unless `finite`."""
-
-    def report() -> None:
-        io_callback(function, None, *(each() for each in flags), ordered=True)
-
-    jax.lax.cond(finite, lambda: None, report)
+    report = functools.partial(io_callback, function, None, ordered=True)
+    jax.lax.cond(finite, lambda: None, lambda: report(*(each() for each in flags)))
 
 
 def wait_for_reports() -> None:

@@ -92,13 +92,9 @@ def run_if(finite: Tensor, update: Callable[[], None], skip: Callable[[], None])
     tf.cond(finite, update, skip)
 
 
-def fused_update(
-    optimizer: Any, step: Callable[..., None], gradient: Tensor, variable: Any, learning_rate: Any
-) -> bool:
-    """Update `variable` and its slots in one pass, if TensorFlow has an operation for the rule of `step`.
+def fused_update(optimizer: Any, step: Any, gradient: Tensor, variable: Any, learning_rate: Any) -> bool:
+    """Update `variable` and its slots in one pass, if TensorFlow has an operation for the rule of `step`; else False.
 
-    That is the optimizer's `update_step`, if it is that of Keras's SGD or Adam. Return whether there was one; if not,
-    nothing has changed.
     Keras writes an update as arithmetic operations, which XLA fuses. But XLA does not compile a step with Horovod's
     operations, and without it each reads and writes whole variables: 17 of an MLP's 53 ms with SGD, 46 ms with Adam.
     """
@@ -200,9 +196,7 @@ def _reduce(
     return reduced
 
 
-def _reduce_dense(
-    tensors: list[Tensor], names: list[str], variables: list[Any], how: GradientReduction
-) -> list[Tensor]:
+def _reduce_dense(tensors: list[Tensor], names: list[str], variables: list[Any], how: GradientReduction) -> Any:
     wires = [how.compression.compress(t)[0] for t in tensors]
     groups = how.buckets(variables)
     if groups is None and tf.executing_eagerly():  # each call would wait for its answer alone
