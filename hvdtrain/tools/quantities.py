@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from functools import partial
 
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?)\s*(\S*)")
 
@@ -15,19 +16,14 @@ _BIT_RATES = {
 _RATES = _BIT_RATES | {f"{unit}/s": scale for unit, scale in _SIZES.items()}
 
 
-def parse_time(text: str) -> float:
-    """Return seconds for text such as "200ms", "5us" or "1.5h"; ValueError for anything else."""
-    return _parse(text, _TIMES, "time", "200ms")
-
-
-def parse_size(text: str) -> float:
-    """Return bytes for text such as "80MB" (10^6) or "64MiB" (2^20); ValueError for anything else."""
-    return _parse(text, _SIZES, "size", "80MB")
-
-
-def parse_rate(text: str) -> float:
-    """Return bytes per second for text such as "25Gb/s" (bits) or "3.9GB/s" (bytes); ValueError for anything else."""
-    return _parse(text, _RATES, "data rate", "25Gb/s or 3.9GB/s; b is bits, B is bytes")
+_SHOWN_SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_SHOWN_TIMES = (
+    ("us", 1e-6, 1e-3),
+    ("ms", 1e-3, 1.0),
+    ("s", 1.0, 120.0),
+    ("min", 60.0, 7200.0),
+    ("h", 3600.0, 259200.0),
+)
 
 
 def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float:
@@ -43,19 +39,27 @@ def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float
     return value
 
 
+# Each reads a text, such as "1.5h", "64MiB" (2^20) or "3.9GB/s", in seconds, bytes or bytes a second; or a ValueError.
+parse_time = partial(_parse, units=_TIMES, kind="time", example="200ms")
+parse_size = partial(_parse, units=_SIZES, kind="size", example="80MB")
+parse_rate = partial(_parse, units=_RATES, kind="data rate", example="25Gb/s or 3.9GB/s; b is bits, B is bytes")
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit that suits a time, and its seconds: ("ms", 0.001)."""
+    found = (each for each in _SHOWN_TIMES if seconds < each[2])
+    return ("s", 1.0) if seconds == 0 else next(found, ("d", 86400.0))[:2]
+
+
 def format_time(seconds: float) -> str:
     """Return seconds with three digits in the unit that suits them: "416 ms", "2.31 h", "12.5 d"."""
-    if seconds == 0:
-        return "0 s"
-    for unit, scale, limit in (("us", 1e-6, 1e-3), ("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 7200.0)):
-        if seconds < limit:
-            return f"{three_digits(seconds / scale)} {unit}"
-    return f"{three_digits(seconds / 3600)} h" if seconds < 72 * 3600 else f"{three_digits(seconds / 86400)} d"
+    unit, scale = time_unit(seconds)
+    return f"{three_digits(seconds / scale)} {unit}"
 
 
 def format_size(size_bytes: float) -> str:
     """Return bytes with three digits: "553 MB"."""
-    unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size_bytes >= s), ("B", 1.0))
+    unit, scale = next((each for each in _SHOWN_SIZES if size_bytes >= each[1]), ("B", 1.0))
     return f"{three_digits(size_bytes / scale)} {unit}"
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from hvdtrain.telemetry.step_times import WARMUP_STEPS, Spread
 from hvdtrain.tools.bench.steps import Steps
 from hvdtrain.tools.bench.sweep import Fit, Point
-from hvdtrain.tools.quantities import three_digits
+from hvdtrain.tools.quantities import format_time, three_digits, time_unit
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def _show_sweep(result: Result, console: Console) -> None:
         floor, share = point.floor_s, point.floor_share
         table.add_row(
             size_of(point.num_bytes),
-            "-" if floor is None else time_of(floor) if floor >= 1e-6 else "< 1 us",
-            time_of(point.time_s.median),
+            "-" if floor is None else format_time(floor) if floor >= 1e-6 else "< 1 us",
+            format_time(point.time_s.median),
             quartiles_of(point.time_s),
             f"{point.bus_bytes_per_s(size) / 1e9:.3f}",
             "-" if share is None else f"{share:.1%}",
@@ -96,16 +96,16 @@ def _show_steps(result: Result, console: Console) -> None:
         shares = (summary.compute_s, summary.communication_s, summary.data_s)
         table.add_row(
             str(each.rank),
-            time_of(whole),
+            format_time(whole),
             quartiles_of(summary.step_s),
-            *(f"{time_of(part)} {part / whole:4.0%}" for part in shares),
+            *(f"{format_time(part)} {part / whole:4.0%}" for part in shares),
         )
     console.print(table)
     slowest, fastest = result.steps.slowest, result.steps.fastest
     if len(result.steps.ranks) > 1:
         console.print(
-            f"Slowest: rank {slowest.rank}, {time_of(slowest.own_s)} a step without the wait; the fastest takes "
-            f"{time_of(fastest.own_s)}. The wait of the others includes that for it."
+            f"Slowest: rank {slowest.rank}, {format_time(slowest.own_s)} a step without the wait; the fastest takes "
+            f"{format_time(fastest.own_s)}. The wait of the others includes that for it."
         )
     console.print(
         f"{slowest.summary.steps} steps, after {WARMUP_STEPS} of warm-up. Reduction wait is exposed communication: "
@@ -121,25 +121,13 @@ def _table(title: str, first: str, *others: str) -> Table:
     return table
 
 
-def _unit(seconds: float) -> tuple[float, str]:
-    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-
-
-def time_of(seconds: float) -> str:
-    """Return a time with three digits and its unit."""
-    factor, unit = _unit(seconds)
-    return f"{three_digits(seconds * factor)} {unit}"
-
-
 def quartiles_of(spread: Spread) -> str:
     """Return the quartiles, in the median's unit."""
-    factor, unit = _unit(spread.median)
-    return f"{three_digits(spread.low * factor)} - {three_digits(spread.high * factor)} {unit}"
+    unit, scale = time_unit(spread.median)
+    return f"{three_digits(spread.low / scale)} - {three_digits(spread.high / scale)} {unit}"
 
 
 def size_of(num_bytes: int) -> str:
     """Return a size in the largest binary unit that leaves at least 1."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 1 << power:
-            return f"{num_bytes / (1 << power):.4g} {unit}"
-    return f"{num_bytes} B"
+    power = min((num_bytes.bit_length() - 1) // 10, 3)
+    return f"{num_bytes / (1 << 10 * power):.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -25,7 +25,7 @@ from hvdtrain.telemetry.step_times import RankReport
 from hvdtrain.tools.bench import advice, report, sweep, worker
 from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, LaunchOutcome, parse_hosts, run_ranks
 from hvdtrain.tools.bench.steps import Steps, collect, from_script
-from hvdtrain.tools.quantities import parse_rate
+from hvdtrain.tools.quantities import format_time, parse_rate
 
 __all__ = ["BenchError", "BenchOptions", "run"]
 
@@ -227,10 +227,10 @@ def floor_notes(points: Sequence[sweep.Point], link: float | None, spec: LaunchS
         )
     found = sweep.fit(points)
     line = [] if found is None else [
-        f"Fit: {report.time_of(found.alpha_s)} + bytes / {1e-9 / found.beta_s_per_byte:.3g} GB/s, least squares of the "
+        f"Fit: {format_time(found.alpha_s)} + bytes / {1e-9 / found.beta_s_per_byte:.3g} GB/s, least squares of the "
         f"relative errors, the worst {found.worst:.0%}."
         if found.beta_s_per_byte
-        else f"Fit: {report.time_of(found.alpha_s)} at any of these sizes."
+        else f"Fit: {format_time(found.alpha_s)} at any of these sizes."
     ]  # fmt: skip
     return [f"{floor} Times are the slowest rank's.", *line]
 

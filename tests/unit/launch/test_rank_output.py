@@ -4,7 +4,6 @@ import pytest
 
 from hvdtrain.launch.rank_output import MarkedLines, OutputLines, without_mark
 from hvdtrain.system import open_mpi
-from hvdtrain.tools.bench.launch import split_by_rank
 
 OVER_MPI = b"[1,0]<stdout>:one\n[1,1]<stderr>:two\nmpirun: words\n[1,1]<stdout>:[0] not mine\n"
 OVER_GLOO = b"[0]<stdout>:one\n[1]<stderr>:two\nmpirun: words\n[1]<stdout>:[0] not mine\n"
@@ -109,4 +108,3 @@ def test_the_space_that_open_mpi_5_puts_behind_a_mark_is_not_the_ranks(monkeypat
         assert OutputLines().feed(printed) == [(0, f"{indent}  File x"), (1, indent), (0, " by Gloo")]
         assert MarkedLines().feed(printed, now=0)[0] == f"[1,0]<stdout>:{indent}  File x".encode()
         assert OutputLines().feed(timed) == [(0, f"{indent}at once")]
-        assert split_by_rank("[1,0]<stdout>: a\n[1,1]<stdout>: b\n")[0] == {0: f"{indent}a\n", 1: f"{indent}b\n"}

@@ -56,6 +56,14 @@ def test_a_size_is_no_time() -> None:
         parse_time("80MB")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 s"), (1.5e-6, "1.5 us"), (9.99e-4, "999 us"), (9.997e-4, "1,000 us"), (0.0123, "12.3 ms"), (2.0, "2 s")],
+)
+def test_times_have_their_unit(seconds: float, text: str) -> None:
+    assert format_time(seconds) == text
+
+
 @given(st.floats(1e-9, 1e9))
 def test_a_printed_time_reads_back_within_its_digits(seconds: float) -> None:
     number, unit = format_time(seconds).split()

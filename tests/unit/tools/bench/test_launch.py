@@ -12,8 +12,9 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.arguments import LaunchSpec
+from hvdtrain.launch.rank_output import OutputLines
 from hvdtrain.tools.bench import launch
-from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome, parse_hosts, run_ranks, split_by_rank
+from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome, parse_hosts, run_ranks
 
 # What Open MPI's mpirun printed of two ranks, the line of rank 0 in two pieces.
 TAGGED = (
@@ -65,20 +66,15 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_is_started(
         run_ranks(LaunchSpec(ranks=1, hosts={"198.51.100.1": 1}), [], environment={}, timeout_s=50, mark="M", answers=1)
 
 
-def test_lines_cut_in_two_by_the_launcher_are_put_together_by_rank() -> None:
-    stdout, streams = split_by_rank(TAGGED)
-    assert stdout == {0: 'MARK:{"a": [1, 2]}\n', 1: "MARK:{}\n"}
-    assert streams[-1] == "--- a banner\n"
-    assert "warning" in streams[0]
+def ended(status: int, output: str) -> LaunchOutcome:
+    lines = OutputLines()
+    return LaunchOutcome(status, [*lines.feed(output.encode()), *lines.end()])
 
 
-def test_gloos_tags_are_read_too() -> None:
-    assert split_by_rank("[0]<stdout>:a\n[1]<stderr>:b\n") == ({0: "a\n"}, {-1: "", 0: "a\n", 1: "b\n"})
-
-
-def test_marked_lines_are_found_by_rank() -> None:
-    outcome = LaunchOutcome(0, *split_by_rank(TAGGED))
+def test_marked_lines_are_found_by_rank_though_the_launcher_cut_them_in_two() -> None:
+    outcome = ended(0, TAGGED)
     assert outcome.marked("MARK:") == {0: '{"a": [1, 2]}', 1: "{}"}
+    assert (None, "--- a banner") in outcome.lines
 
 
 def test_the_last_words_name_the_rank_and_its_first_error() -> None:
@@ -86,13 +82,13 @@ def test_the_last_words_name_the_rank_and_its_first_error() -> None:
         "[1,0]<stderr>:fine\n[1,1]<stderr>:Traceback (most recent call last):\n[1,1]<stderr>:  File x\n"
         "[1,1]<stderr>:ValueError: boom.\n[1,1]<stdout>:HVDTRAIN_STEP_TIMES:{}\nmpirun: status 1\n"
     )
-    words = LaunchOutcome(1, *split_by_rank(output)).last_words()
+    words = ended(1, output).last_words()
     assert words.splitlines()[0] == "rank 1 raised ValueError: boom. The end of what it printed:"
     assert "HVDTRAIN_STEP_TIMES" not in words
 
 
 def test_the_last_words_without_an_error_are_the_launchers() -> None:
-    assert LaunchOutcome(1, {}, {-1: "no such host"}).last_words() == (
+    assert ended(1, "no such host").last_words() == (
         "the last words are those of the launcher. The end of what it printed:\n  no such host"
     )
 
@@ -160,7 +156,7 @@ def test_ranks_do_not_inherit_another_launchs_marks(monkeypatch: pytest.MonkeyPa
     outcome = run_ranks(
         LaunchSpec(ranks=1, hosts={}), ["-c", code], environment={"A": "b"}, timeout_s=50, mark="M", answers=1
     )
-    assert outcome.stdout[0].split() == ["False", "2"]
+    assert outcome.marked("") == {0: " False 2"}
     assert outcome.status == 0
 
 

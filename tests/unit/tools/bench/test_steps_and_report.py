@@ -37,8 +37,8 @@ def times(rank: int, *, taken: int = 23, told: StepSummary | None = None, **fact
 
 
 def outcome(status: int | None, *reports: RankReport, output: str = "") -> LaunchOutcome:
-    stdout = {each.rank: f"{MARK}{each.to_json()}\n" for each in reports}
-    return LaunchOutcome(status, stdout, {-1: output})
+    lines = [(each.rank, f"{MARK}{each.to_json()}") for each in reports]
+    return LaunchOutcome(status, [*lines, *((None, line) for line in output.splitlines())])
 
 
 def test_the_slowest_rank_is_the_one_the_others_wait_for() -> None:
@@ -100,12 +100,12 @@ def test_a_script_that_cannot_be_measured_gets_a_clear_word(ended: LaunchOutcome
 
 def test_a_report_that_was_cut_off_is_an_error() -> None:
     with pytest.raises(BenchError, match="a rank's report cannot be read"):
-        steps.from_script(LaunchOutcome(0, {0: f"{MARK}{{\n"}, {}), name="a", ranks=1, timeout_s=9)
+        steps.from_script(LaunchOutcome(0, [(0, f"{MARK}{{")]), name="a", ranks=1, timeout_s=9)
 
 
 def test_a_report_of_the_standard_model_that_was_cut_off_is_an_error() -> None:
     with pytest.raises(BenchError, match="the ranks' report cannot be read"):
-        run._report_of(LaunchOutcome(0, {0: f"{worker.MARK}{{\n"}, {}), 9)
+        run._report_of(LaunchOutcome(0, [(0, f"{worker.MARK}{{")]), 9)
 
 
 def test_ranks_that_had_reported_their_steps_may_end_badly() -> None:
@@ -188,14 +188,6 @@ def test_without_a_speed_there_is_no_floor() -> None:
 )
 def test_the_floor_over_a_link_says_whose_it_is(hosts: LaunchSpec, said: str) -> None:
     assert said in run.floor_notes(result().points, 25e9 / 8, hosts)[0]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 us"), (1.5e-6, "1.5 us"), (9.99e-4, "999 us"), (9.997e-4, "1,000 us"), (0.0123, "12.3 ms"), (2.0, "2 s")],
-)
-def test_times_have_their_unit(seconds: float, text: str) -> None:
-    assert report.time_of(seconds) == text
 
 
 def test_quartiles_have_the_medians_unit() -> None:
