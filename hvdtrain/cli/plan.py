@@ -11,8 +11,7 @@ import typer
 
 from hvdtrain.cli.shared import FILE, NUMBER, Debug, one_of, quantity, whole_number
 from hvdtrain.errors import UsageError
-from hvdtrain.tools.plan.measured import read_measured
-from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast
+from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast, read_measured
 from hvdtrain.tools.quantities import format_time, parse_rate, parse_size, parse_time
 
 _TIME, _SIZE, _RATE = quantity(parse_time, "TIME"), quantity(parse_size, "SIZE"), quantity(parse_rate, "RATE")

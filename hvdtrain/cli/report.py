@@ -11,7 +11,7 @@ import typer
 from hvdtrain.cli.shared import FILE, Debug, check_page
 from hvdtrain.errors import UsageError
 from hvdtrain.system import private_files
-from hvdtrain.tools.plan.measured import read_measured
+from hvdtrain.tools.plan.model import read_measured
 from hvdtrain.tools.quantities import parse_rate
 
 if TYPE_CHECKING:

@@ -25,13 +25,21 @@ Statistical Estimates and Transformed Beta-Variables, 1958: the approximation of
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import Literal
+
+# The keys of "plan_input" in a measured file, and the fields of Step and Cluster that they fill; all are in SI units.
+# step_s is without communication, waiting for data included; spread_s the distance of its quartiles / 1.349;
+# intra_bytes_per_s is the bus bandwidth of a large allreduce within a host, overhead_s the time of a tiny one.
+_SAME = ("gradient_bytes", "backward_share", "spread_s", "intra_bytes_per_s", "overhead_s")
+_FIELDS = {"step_s": "compute_s", "samples_per_step": "samples", **dict(zip(_SAME, _SAME, strict=True))}
 
 Bounds = Literal["above 0 and finite", "0 or above, and finite", "above 0 and at most 1", "from 0 to 1"]
 
@@ -88,10 +96,10 @@ class Cluster:
     algorithm: Algorithm = Algorithm.auto  # how an allreduce travels
 
     def __post_init__(self) -> None:
-        if self.link_bytes_per_s is not None:
-            require("the link's speed (bytes per second)", self.link_bytes_per_s, "above 0 and finite")
-        if self.intra_bytes_per_s is not None:
-            require("the speed within a host (bytes per second)", self.intra_bytes_per_s, "above 0 and finite")
+        speeds = {"the link's speed": self.link_bytes_per_s, "the speed within a host": self.intra_bytes_per_s}
+        for name, speed in speeds.items():
+            if speed is not None:
+                require(f"{name} (bytes per second)", speed, "above 0 and finite")
         require("ranks per host", self.ranks_per_host, "above 0 and finite")
         require("the link's efficiency", self.link_efficiency, "above 0 and at most 1")
         require("the bucket's size (bytes)", self.bucket_bytes, "above 0 and finite")
@@ -142,43 +150,35 @@ class Forecast:
         return self.ranks * self.run_s(samples) / 3600
 
 
-class _Cost(NamedTuple):
-    """One allreduce: seconds that depend on its bytes, and seconds that do not."""
-
-    bandwidth_s: float
-    fixed_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.bandwidth_s + self.fixed_s
-
-
 def forecast(step: Step, cluster: Cluster, ranks: int) -> Forecast:
     """Return the forecast for so many ranks; ValueError if the cluster lacks the speed of a connection they need."""
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1. Received: {ranks}")
-    if ranks == 1:
-        cost, buckets, exposed_s = _Cost(0.0, 0.0), 1, 0.0
-    else:
-        buckets = math.ceil(step.gradient_bytes / cluster.bucket_bytes)
-        cost = _allreduce(cluster, step.gradient_bytes / buckets, ranks)
-        pipelined_s = _exposed(cost.total_s, buckets, backward_s=step.backward_share * step.compute_s)
-        exposed_s = cluster.overlap * pipelined_s + (1 - cluster.overlap) * buckets * cost.total_s
+    buckets = math.ceil(step.gradient_bytes / cluster.bucket_bytes)
+    bandwidth_s, fixed_s = allreduce(cluster, step.gradient_bytes / buckets, ranks)
+    sync_s, backward_s = buckets * (bandwidth_s + fixed_s), step.backward_share * step.compute_s
+    # Equal buckets are ready at equal distances: either each is reduced before the next is ready, and the last one is
+    # left when backward ends, or they queue up from the first one on.
+    pipelined_s = max(bandwidth_s + fixed_s, sync_s - backward_s * (buckets - 1) / buckets)
     return Forecast(
         ranks=ranks,
         hosts=cluster.hosts(ranks),
         compute_s=step.compute_s,
-        sync_s=buckets * cost.total_s,
-        bandwidth_s=buckets * cost.bandwidth_s,
-        exposed_s=exposed_s,
+        sync_s=sync_s,
+        bandwidth_s=buckets * bandwidth_s,
+        exposed_s=cluster.overlap * pipelined_s + (1 - cluster.overlap) * sync_s,
         waiting_s=step.spread_s * expected_maximum(ranks),
         samples=step.samples,
     )
 
 
-def allreduce_s(cluster: Cluster, size_bytes: float, ranks: int) -> float:
-    """Return the seconds of one allreduce of so many bytes, over so many ranks; 0 for one rank."""
-    return _allreduce(cluster, size_bytes, ranks).total_s if ranks > 1 else 0.0
+def allreduce(cluster: Cluster, size_bytes: float, ranks: int) -> tuple[float, float]:
+    """Return the seconds of one allreduce that depend on its bytes, and those that do not; 0 and 0 for one rank."""
+    if ranks == 1:
+        return 0.0, 0.0
+    auto = cluster.algorithm is Algorithm.auto
+    ways = (Algorithm.ring, Algorithm.tree) if auto else (cluster.algorithm,)
+    return min((_travel(cluster, size_bytes, ranks, way) for way in ways), key=sum)
 
 
 def expected_maximum(ranks: int) -> float:
@@ -206,25 +206,15 @@ def pays_up_to(forecasts: Sequence[Forecast], *, worth: float = 0.5) -> Forecast
     return best
 
 
-def _exposed(allreduce_s: float, buckets: int, *, backward_s: float) -> float:
-    """Return how long after backward the last of equal buckets is reduced, one at a time, as each becomes ready.
-
-    Buckets are ready at equal distances: either each is reduced before the next is ready, and the last one is left, or
-    they queue up from the first one on.
-    """
-    return max(allreduce_s, buckets * allreduce_s - backward_s * (buckets - 1) / buckets)
-
-
-def _allreduce(cluster: Cluster, size_bytes: float, ranks: int) -> _Cost:
-    """Return the cost of one allreduce over at least two ranks."""
-    auto = cluster.algorithm is Algorithm.auto
-    ways = (Algorithm.ring, Algorithm.tree) if auto else (cluster.algorithm,)
-    return min((_travel(cluster, size_bytes, ranks, way) for way in ways), key=lambda cost: cost.total_s)
-
-
-def _travel(cluster: Cluster, size_bytes: float, ranks: int, algorithm: Algorithm) -> _Cost:
+def _travel(cluster: Cluster, size_bytes: float, ranks: int, algorithm: Algorithm) -> tuple[float, float]:
     hosts, local = cluster.hosts(ranks), min(ranks, cluster.ranks_per_host)
-    within, between = _seconds_per_byte(cluster, hosts=hosts, local=local)
+    inner, outer = cluster.intra_bytes_per_s or 0.0, (cluster.link_bytes_per_s or 0.0) * cluster.link_efficiency
+    if local > 1 and not inner:
+        raise ValueError("several ranks share a host: the speed between them is needed")
+    if hosts > 1 and not outer:
+        raise ValueError("there are several hosts: the speed of the link between them is needed")
+    # Seconds per byte of a hop within a host and of one between hosts, 0 where there is no such hop.
+    within, between = 1 / inner if local > 1 else 0.0, 1 / outer if hosts > 1 else 0.0
     # One ring or tree through all ranks runs at the pace of its slowest connection.
     slowest = max(within, between)
     if algorithm is Algorithm.ring:
@@ -238,21 +228,7 @@ def _travel(cluster: Cluster, size_bytes: float, ranks: int, algorithm: Algorith
         hops_within, hops_between = 2 * (local - 1), 2 * (hosts - 1)
         sent_s = 2 * size_bytes * ((local - 1) / local * within + (hosts - 1) / hosts * between)
     latency_s = hops_within * cluster.intra_latency_s + hops_between * cluster.latency_s
-    return _Cost(bandwidth_s=sent_s, fixed_s=latency_s + cluster.overhead_s)
-
-
-def _seconds_per_byte(cluster: Cluster, *, hosts: int, local: int) -> tuple[float, float]:
-    """Return those of a hop within a host and of one between hosts, 0 where there is no such hop."""
-    within = between = 0.0
-    if local > 1:
-        if cluster.intra_bytes_per_s is None:
-            raise ValueError("several ranks share a host: the speed between them is needed")
-        within = 1 / cluster.intra_bytes_per_s
-    if hosts > 1:
-        if cluster.link_bytes_per_s is None:
-            raise ValueError("there are several hosts: the speed of the link between them is needed")
-        between = 1 / (cluster.link_bytes_per_s * cluster.link_efficiency)
-    return within, between
+    return sent_s, latency_s + cluster.overhead_s
 
 
 def require(name: str, value: float, bounds: Bounds) -> None:
@@ -266,3 +242,27 @@ def require(name: str, value: float, bounds: Bounds) -> None:
     }
     if not within[bounds]:
         raise ValueError(f"{name} must be {bounds}. Received: {value}")
+
+
+def read_measured(path: Path) -> dict[str, float]:
+    """Return what a file of `hvdtrain bench --script train.py --json` says, by the fields of Step and Cluster.
+
+    What was not measured is null or left out; ValueError if it is not JSON, has no object "plan_input", or has
+    something in that which is not a number.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not JSON, or not text
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    values = document.get("plan_input") if isinstance(document, dict) else None
+    if not isinstance(values, dict):
+        raise ValueError(f'{path} has no object "plan_input": write it with hvdtrain bench --script train.py --json')
+    measured = {}
+    for key, name in _FIELDS.items():
+        value = values.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{path}: plan_input.{key} must be a number. Received: {value!r}")
+        measured[name] = value
+    return measured

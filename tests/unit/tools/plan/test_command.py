@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.cli import program
 from hvdtrain.cli.plan import rank_counts
-from hvdtrain.tools.plan.measured import read_measured
+from hvdtrain.tools.plan.model import read_measured
 
 VGG = ["--step", "416ms", "--gradients", "553MB", "--batch-size", "64"]
 LINK = ["--link", "25Gb/s", "--ranks-per-host", "4", "--intra", "10GB/s"]

@@ -11,12 +11,17 @@ from hvdtrain.tools.plan.model import (
     Algorithm,
     Cluster,
     Step,
-    allreduce_s,
+    allreduce,
     expected_maximum,
     forecast,
     marginal_efficiency,
     pays_up_to,
 )
+
+
+def allreduce_s(cluster: Cluster, size_bytes: float, ranks: int) -> float:
+    return sum(allreduce(cluster, size_bytes, ranks))
+
 
 RANKS = [2**power for power in range(13)]
 STEP = Step(compute_s=0.4, gradient_bytes=400e6, samples=64)
