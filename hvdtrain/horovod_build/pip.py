@@ -9,8 +9,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.horovod_build import owners
@@ -47,36 +47,30 @@ def _run(command: list[str], *, cache: Path) -> None:
 def pip_command(cache: Path) -> list[str]:
     """Return the command that runs pip for this environment.
 
-    If the environment has no pip, use the one that Python has for new environments, else one that uv fetches. Both are
-    stored in `cache`; the environment does not change.
+    If the environment has no pip, use the wheel that Python has for new environments, else one that uv fetches into
+    `cache`; the environment does not change.
     """
     own = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
     if own.returncode == 0:
         return [sys.executable, "-m", "pip", *_OPTIONS]
-    folder = cache / "build-tools" / f"cp{sys.version_info[0]}{sys.version_info[1]}-pip"
-    if not (folder / "pip").is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with owners.alone(), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
-            target = Path(partial) / "pip"
-            why = _bring(target)
-            if why:
-                raise BuildError(
-                    f"{sys.executable} has no pip, which fetches Horovod's source and installs the wheel, and none can "
-                    f"be had: {why}. Run: {sys.executable} -m ensurepip --upgrade (or: uv pip install pip)"
-                )
-            move_into_place(target, folder)
-    return [sys.executable, str(folder / "pip"), *_OPTIONS]
-
-
-def _bring(target: Path) -> str:
-    """Put pip's package into `target`; return "" or why not."""
     # Debian has the wheels of python3-venv in another folder.
     folders = [Path(sysconfig.get_path("stdlib")) / "ensurepip" / "_bundled", sysconfig.get_config_var("WHEEL_PKG_DIR")]
     wheels = [wheel for folder in folders if folder for wheel in sorted(Path(folder).glob("pip-*.whl"))]
     if wheels:
-        with zipfile.ZipFile(wheels[-1]) as archive:
-            archive.extractall(target)
-        return ""
+        return [sys.executable, str(wheels[-1] / "pip"), *_OPTIONS]
+    folder = cache / "build-tools" / f"cp{sys.version_info[0]}{sys.version_info[1]}-pip"
+    if not (folder / "pip").is_dir():
+        with owners.alone(), filled(folder) as target:
+            if why := _fetch_by_uv(target):
+                raise BuildError(
+                    f"{sys.executable} has no pip, which fetches Horovod's source and installs the wheel, and none can "
+                    f"be had: {why}. Run: {sys.executable} -m ensurepip --upgrade (or: uv pip install pip)"
+                )
+    return [sys.executable, str(folder / "pip"), *_OPTIONS]
+
+
+def _fetch_by_uv(target: Path) -> str:
+    """Put pip's package into `target`; return "" or why not."""
     uv = os.environ.get("UV") or shutil.which("uv")  # `uv run` names itself
     if not uv:
         return "this Python comes without ensurepip, and uv is not on PATH"
@@ -88,14 +82,18 @@ def _bring(target: Path) -> str:
     return f"uv could not fetch it: {last_lines(done.stderr)}" if done.returncode else ""
 
 
-def move_into_place(made: Path, target: Path) -> None:
-    """Rename a finished folder to its place; another process that was faster has made the same."""
-    try:
-        os.rename(made, target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        shutil.rmtree(made)
+@contextmanager
+def filled(final: Path) -> Iterator[Path]:
+    """Yield the path of a folder or file to make, which then becomes `final`, unless another process was faster."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".partial-") as partial:
+        target = Path(partial) / final.name
+        yield target
+        try:
+            os.rename(target, final)
+        except OSError:
+            if not final.is_dir():
+                raise
 
 
 def requirement(pin: str, hashes: Iterable[str]) -> str:

@@ -7,11 +7,10 @@ import os
 import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
 from hvdtrain.horovod_build.errors import BuildError
-from hvdtrain.horovod_build.pip import last_lines, move_into_place, pip_command, requirement
+from hvdtrain.horovod_build.pip import filled, last_lines, pip_command, requirement
 
 VERSION = "0.28.1"
 FILE_NAME = f"horovod-{VERSION}.tar.gz"
@@ -66,20 +65,9 @@ def fetch_tools(cache: Path) -> Path:
     folder = tools_folder(cache)
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
-        target = Path(partial) / folder.name
+    with filled(folder) as target:
         options = ["install", "--only-binary", ":all:", "--target", str(target)]
-        done = _run_pip(options, tool_requirements(), Path(partial), cache=cache)
-        if "DO NOT MATCH THE HASHES" in done.stderr:
-            raise BuildError(
-                f"pip fetched build tools whose sha256 is not that of {' '.join(BUILD_TOOLS)} as hvdtrain knows them: "
-                f"{last_lines(done.stderr)}. If the index is the usual one, its files were tampered with, or this "
-                "machine is neither x86_64 nor aarch64 with glibc"
-            )
-        if done.returncode != 0:
-            raise BuildError(f"pip could not fetch the build tools {' '.join(BUILD_TOOLS)}: {last_lines(done.stderr)}")
-        move_into_place(target, folder)
+        _run_pip(options, f"the build tools {' '.join(BUILD_TOOLS)}", tool_requirements(), target.parent, cache=cache)
     return folder
 
 
@@ -88,36 +76,33 @@ def fetch(cache: Path, *, tools: Path) -> Path:
 
     pip checks the hash before it runs anything of the sdist, and we check it again before we use it.
     """
-    folder = cache / "sdists"
-    cached = folder / FILE_NAME
+    cached = cache / "sdists" / FILE_NAME
     if cached.is_file():
         return check(cached)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
-        options = ["download", "--no-binary", "horovod", "--no-build-isolation", "--dest", partial]
-        # pip runs setup.py for the metadata, which needs setuptools: ours, because there is no build isolation.
+    with filled(cached) as target:
+        options = ["download", "--no-binary", "horovod", "--no-build-isolation", "--dest", str(target.parent)]
         pin = requirement(f"horovod=={VERSION}", [SHA256])
-        done = _run_pip(options, pin, Path(partial), cache=cache, PYTHONPATH=str(tools))
-        fetched = Path(partial) / FILE_NAME
-        if "DO NOT MATCH THE HASHES" in done.stderr:
-            raise BuildError(f"pip fetched a Horovod {VERSION} whose sha256 is not {SHA256}: {last_lines(done.stderr)}")
-        if done.returncode != 0 or not fetched.is_file():
-            raise BuildError(
-                f"pip could not download Horovod {VERSION}'s source: {last_lines(done.stderr)}. Without a network, "
-                f"bring {FILE_NAME} from elsewhere and pass it with --sdist."
-            )
-        os.replace(check(fetched), cached)
+        _run_pip(options, f"Horovod {VERSION}'s source", pin, target.parent, cache=cache, tools=tools)
+        check(target)
     return cached
 
 
-def _run_pip(
-    options: list[str], requirements: str, folder: Path, *, cache: Path, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run pip on requirements, which it checks by their hashes."""
+def _run_pip(options: list[str], what: str, pins: str, folder: Path, *, cache: Path, tools: Path | None = None) -> None:
+    """Fetch `what` by pinned requirements, which pip checks by their hashes; the sdist with `tools`."""
     file = folder / "requirements.txt"
-    file.write_text(requirements, encoding="utf-8")
+    file.write_text(pins, encoding="utf-8")
     command = [*pip_command(cache), *options, "--quiet", "--no-deps", "--require-hashes", "--requirement", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    # pip runs setup.py for the metadata, which needs setuptools: ours, because there is no build isolation.
+    environment = {**os.environ, **({"PYTHONPATH": str(tools)} if tools else {})}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        raise BuildError(
+            f"pip fetched files whose sha256 is not that of {what}: {last_lines(done.stderr)}. If the index is the "
+            "usual one, they were tampered with, or this machine is neither x86_64 nor aarch64 with glibc"
+        )
+    if done.returncode != 0:
+        offline = f". Without a network, bring {FILE_NAME} from elsewhere and pass it with --sdist" if tools else ""
+        raise BuildError(f"pip could not fetch {what}: {last_lines(done.stderr)}{offline}")
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
