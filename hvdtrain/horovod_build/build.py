@@ -15,7 +15,7 @@ from hvdtrain.horovod_build import cache, changes, frameworks, installed, native
 from hvdtrain.horovod_build.errors import BuildError, CompileError, ProofError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.installed import Plane
-from hvdtrain.horovod_build.progress import BuildProgress
+from hvdtrain.horovod_build.native import BuildProgress
 
 _STEPS = 4
 _PROOF_TIMEOUT_S = 180

@@ -28,11 +28,10 @@ _CARRIED = "2"  # version of the record in a wheel, `build.record`
 
 @dataclass(frozen=True)
 class Entry:
-    """A wheel in the cache, and what it was built from."""
+    """A wheel in the cache."""
 
     wheel: Path
-    parts: dict[str, str]
-    seconds: float
+    seconds: float  # that it took
 
 
 def cache_folder() -> tuple[Path, str]:
@@ -59,7 +58,8 @@ def cache_folder() -> tuple[Path, str]:
 
 def check_owners(folder: Path) -> None:
     """Check that only this user and the system can change the cache: `folder`, what it holds, and the folders above."""
-    for path in owners.up_to_home(folder):
+    home, above = Path(os.path.expanduser("~")), [folder, *folder.parents]
+    for path in above[: above.index(home) + 1] if home in above else above:
         if path.exists():
             _refuse(owners.who_can_change(path, sticky=path != folder), folder, f"chmod go-w {shlex.quote(str(path))}")
     for used in (folder / name for name in _USED):
@@ -128,7 +128,7 @@ def load(folder: Path, key: str) -> Entry | None:
         wheel = folder / key / Path(record["wheel"]).name
         if sdist.sha256_of(wheel) == record["sha256"]:
             library_paths.check(wheel)
-            return Entry(wheel, record["parts"], float(record["seconds"]))
+            return Entry(wheel, float(record["seconds"]))
     except (OSError, ValueError, KeyError, TypeError, LibraryPathError):
         pass  # Missing, damaged or refused: each means that it must be built.
     return None
@@ -147,4 +147,4 @@ def store(folder: Path, key: str, wheel: Path, *, parts: dict[str, str], seconds
             # A rename cannot replace a folder with files: move the old one, which is removed with the scratch folder.
             os.rename(folder / key, Path(scratch) / "old")
         os.rename(made, folder / key)
-    return Entry(folder / key / wheel.name, parts, seconds)
+    return Entry(folder / key / wheel.name, seconds)

@@ -80,10 +80,10 @@ class Found:
         return tuple(framework for framework in self.frameworks if not is_tested(framework))
 
 
-def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
-    """Return the output of `command`; None if it is missing, fails or takes too long."""
+def output_of(command: list[str]) -> str | None:
+    """Return the output of `command`; None if it is missing, fails or takes 30 s."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout + done.stderr if done.returncode == 0 else None

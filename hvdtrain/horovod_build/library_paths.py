@@ -10,6 +10,8 @@ import posixpath
 import struct
 import sys
 import zipfile
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 
 from hvdtrain.horovod_build import owners
@@ -17,37 +19,20 @@ from hvdtrain.horovod_build.errors import LibraryPathError
 
 _MAGIC = b"\x7fELF"
 _LOAD, _DYNAMIC = 1, 2  # segments
-_NULL, _STRING_TABLE = 0, 5
-# Tags of the dynamic section whose value is a text.
-TAGS = {
-    1: "NEEDED",
-    15: "RPATH",
-    29: "RUNPATH",
-    0x6FFFFEFA: "CONFIG",
-    0x6FFFFEFB: "DEPAUDIT",
-    0x6FFFFEFC: "AUDIT",
-    0x7FFFFFFD: "AUXILIARY",
-    0x7FFFFFFF: "FILTER",
-}
-
+_STRING_TABLE = 5  # in the dynamic section, as are these tags whose value is a text
+_FOLDERS, _NAMES = {15: "RPATH", 29: "RUNPATH"}, {1: "NEEDED", 0x7FFFFFFD: "AUXILIARY", 0x7FFFFFFF: "FILTER"}
+_TAGS = {0x6FFFFEFA: "CONFIG", 0x6FFFFEFB: "DEPAUDIT", 0x6FFFFEFC: "AUDIT"} | _FOLDERS | _NAMES
 # From site-packages to the environment: lib/python3.11/site-packages.
 _TO_PREFIX = 3
 
 
 def check(wheel: Path) -> None:
-    """Check every library of a wheel.
-
-    Raises:
-        LibraryPathError: a library names another folder; the message is one line that names both.
-        ValueError: the file is not a wheel, or a library in it is damaged.
-    """
+    """Raise LibraryPathError if a library of a wheel names another folder; ValueError if the wheel is damaged."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
-                with archive.open(name) as file:
-                    if file.read(len(_MAGIC)) != _MAGIC:
-                        continue
-                _check(name, archive.read(name), wheel)
+                if (data := archive.read(name)).startswith(_MAGIC):
+                    _check(name, data, wheel)
     except zipfile.BadZipFile as problem:
         raise ValueError(f"{wheel} is not a wheel: {problem}") from None
 
@@ -56,22 +41,13 @@ def dynamic(data: bytes) -> list[tuple[str, str]]:
     """Return the texts of a dynamic section, of x86_64's or aarch64's ELF files: ("RUNPATH", "$ORIGIN/../lib"), ..."""
     if data[:6] != _MAGIC + b"\x02\x01":
         raise ValueError("not an ELF file of 64 bits, little-endian")
-
-    def read(layout: str, offset: int) -> tuple[int, ...]:
-        return struct.unpack_from(f"<{layout}", data, offset)
-
     try:
-        (table,), (size, count) = read("Q", 32), read("HH", 54)
+        (table,), (size, count) = struct.unpack_from("<Q", data, 32), struct.unpack_from("<HH", data, 54)
         # Each: kind, flags, offset in the file, address, physical address, size in the file.
-        segments = [read("IIQQQQ", table + index * size) for index in range(count)]
-        entries: list[tuple[int, ...]] = []
-        for kind, _, offset, _, _, length in segments:
-            for at in range(offset, offset + length, 16) if kind == _DYNAMIC else ():
-                entry = read("QQ", at)
-                if entry[0] == _NULL:
-                    break
-                entries.append(entry)
-        texts = [(TAGS[tag], value) for tag, value in entries if tag in TAGS]
+        segments = [struct.unpack_from("<IIQQQQ", data, table + index * size) for index in range(count)]
+        places = [range(offset, offset + length, 16) for kind, _, offset, *_, length in segments if kind == _DYNAMIC]
+        entries = [*takewhile(itemgetter(0), (struct.unpack_from("<QQ", data, at) for each in places for at in each))]
+        texts = [(_TAGS[tag], value) for tag, value in entries if tag in _TAGS]
         if not texts:
             return []
         (strings,) = (value for tag, value in entries if tag == _STRING_TABLE)
@@ -87,9 +63,9 @@ def dynamic(data: bytes) -> list[tuple[str, str]]:
 
 def _check(name: str, data: bytes, wheel: Path) -> None:
     for tag, text in dynamic(data):
-        if tag in ("RUNPATH", "RPATH"):
+        if tag in _FOLDERS.values():
             problem = next((f"{each!r}, {why}" for each in text.split(":") if (why := _refused(each, name))), "")
-        elif tag in ("NEEDED", "FILTER", "AUXILIARY"):
+        elif tag in _NAMES.values():
             problem = f"{text!r}, a path where a name should stand" if "/" in text else ""
         else:
             problem = f"{text!r}, which is loaded into every program ({tag})"

@@ -14,11 +14,8 @@ from pathlib import Path
 def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found: os.stat_result | None = None) -> str:
     """Return which users can change `path`, other than the system and, with `ours`, this user; "" if none.
 
-    Args:
-        path: a file or a folder; it must exist.
-        ours: accept that this user owns it.
-        sticky: accept a folder such as /tmp: everybody can write to it, but nobody can replace another user's files.
-        found: its stat, if it is open already.
+    `sticky` accepts a folder such as /tmp: everybody can write to it, but nobody can replace another user's files.
+    `found` is the stat of what is open already.
     """
     found = os.stat(path) if found is None else found
     if not is_ours(found.st_uid) or (not ours and found.st_uid not in _system()):
@@ -28,9 +25,8 @@ def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found:
         return ""
     if mode & stat.S_IWOTH:
         return f"every user can write to {path}"
-    if mode & stat.S_IWGRP and _has_others(found.st_gid):
-        return f"group {_group(found.st_gid)} can write to {path}"
-    return ""
+    group = _shared_group(found.st_gid) if mode & stat.S_IWGRP else ""
+    return f"group {group} can write to {path}" if group else ""
 
 
 def is_systems(folder: str) -> bool:
@@ -53,15 +49,6 @@ def alone() -> Iterator[None]:
         os.umask(before)
 
 
-def up_to_home(folder: Path) -> Iterator[Path]:
-    """Return `folder` and the folders above it, up to this user's home, or up to / if it is outside of it."""
-    home = Path(os.path.expanduser("~"))
-    for each in (folder, *folder.parents):
-        yield each
-        if each == home:
-            return
-
-
 def is_ours(number: int) -> bool:
     """Return whether a user is this one, or the system."""
     return number == os.geteuid() or number in _system()
@@ -80,20 +67,12 @@ def _system() -> set[int]:
     return {0, os.stat("/").st_uid}
 
 
-def _has_others(group: int) -> bool:
-    """Return whether a group has members other than root and this user: many users have a group of their own."""
+def _shared_group(number: int) -> str:
+    """Return a group's name, "" if its only members are root and this user: many users have a group of their own."""
     mine = {0, os.geteuid()}
     try:
-        members = [pwd.getpwnam(name).pw_uid for name in grp.getgrgid(group).gr_mem]
+        group = grp.getgrgid(number)
+        members = {pwd.getpwnam(name).pw_uid for name in group.gr_mem}
     except KeyError:  # a group or a member without a name
-        return True
-    return any(member not in mine for member in members) or any(
-        each.pw_gid == group and each.pw_uid not in mine for each in pwd.getpwall()
-    )
-
-
-def _group(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
         return str(number)
+    return group.gr_name if (members | {each.pw_uid for each in pwd.getpwall() if each.pw_gid == number}) - mine else ""

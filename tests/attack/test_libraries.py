@@ -182,7 +182,7 @@ def test_what_is_built_under_an_open_umask_is_this_users_alone(tmp_path: Path) -
 
 def test_a_group_of_this_user_alone_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o775)
-    monkeypatch.setattr(owners, "_has_others", lambda group: False)
+    monkeypatch.setattr(owners, "_shared_group", lambda number: "")
     assert owners.who_can_change(tmp_path) == ""
-    monkeypatch.setattr(owners, "_has_others", lambda group: True)
-    assert "can write to" in owners.who_can_change(tmp_path)
+    monkeypatch.setattr(owners, "_shared_group", lambda number: "users")
+    assert "group users can write to" in owners.who_can_change(tmp_path)

@@ -27,7 +27,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def which(name: str, path: str | None = None) -> str | None:
         return f"/fake/bin/{name}" if name in there else None
 
-    def output_of(command: list[str], *, timeout_s: float = 30) -> str | None:
+    def output_of(command: list[str]) -> str | None:
         return there.get(Path(command[0]).name)
 
     monkeypatch.setattr(find.shutil, "which", which)
