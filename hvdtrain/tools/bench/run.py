@@ -34,6 +34,13 @@ SCRIPT_STEPS = 100
 # One thread per rank, so that figures of different numbers of ranks compare; what the user has set stays.
 _ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
+_NOTES = {
+    "torch": "Data wait: from the end of optimizer.step to the next forward pass, without callbacks of the Trainer.",
+    "keras/jax": "On JAX bench waits for each step, so that fetching data does not overlap with the step before.",
+    "keras/tensorflow": "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are "
+    "there: what it computes meanwhile, such as updates of the weights that came first, counts as wait.",
+}
+
 
 @dataclass(frozen=True)
 class BenchOptions:
@@ -238,15 +245,7 @@ def floor_notes(points: Sequence[sweep.Point], link: float | None, spec: LaunchS
 def step_notes(steps: Steps) -> list[str]:
     """Say how the parts of a step were measured, where that is not obvious."""
     facts = steps.slowest.facts
-    framework, device = facts.get("framework", ""), facts.get("device", "cpu")
-    if framework == "torch":
-        return ["Data wait: from the end of optimizer.step to the next forward pass, without callbacks of the Trainer."]
-    if framework == "keras/jax":
-        return ["On JAX bench waits for each step, so that fetching data does not overlap with the step before."]
-    if framework == "keras/tensorflow":
-        note = (
-            "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are there: "
-            "what it computes meanwhile, such as updates of the weights that came first, counts as wait."
-        )
-        return [note if device == "cpu" else f"{note} On a GPU that is when they were handed over: see its profiler."]
-    return []
+    note = _NOTES.get(facts.get("framework", ""), "")
+    if note.startswith("On TensorFlow") and facts.get("device", "cpu") != "cpu":
+        note += " On a GPU that is when they were handed over: see its profiler."
+    return [note] if note else []

@@ -184,11 +184,8 @@ def _heat_map(run: RecordedRun) -> Plot | None:
         return None
     ranks = cells.shape[1]
     height = -(-ranks // _MOST_ROWS)
-    if height > 1:  # the slowest of neighbours: a mean would hide a straggler
-        padded = np.full((len(cells), -(-ranks // height) * height), -np.inf)
-        padded[:, :ranks] = np.where(np.isfinite(cells), cells, -np.inf)
-        cells = padded.reshape(len(cells), -1, height).max(axis=2)
-        cells[np.isneginf(cells)] = np.nan
+    # The slowest of neighbours that are there: a mean would hide a straggler.
+    cells = np.fmax.reduceat(cells, np.arange(0, ranks, height), axis=1)
     figure, axis = _axes(size=(12.4, float(np.clip(1.2 + 0.22 * cells.shape[1], 2.0, 5.0))))
     # Twice the median's time is as red as it gets: one long hiccup would pale all that lasts.
     most = float(np.clip(np.percentile(np.abs(cells[np.isfinite(cells)]), 99.5), 20.0, 100.0))
