@@ -37,8 +37,8 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THRE
 _NOTES = {
     "torch": "Data wait: from the end of optimizer.step to the next forward pass, without callbacks of the Trainer.",
     "keras/jax": "On JAX bench waits for each step, so that fetching data does not overlap with the step before.",
-    "keras/tensorflow": "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum are "
-    "there: what it computes meanwhile, such as updates of the weights that came first, counts as wait.",
+    "keras/tensorflow": "On TensorFlow the graph reads the clock when the batch, the last gradient and the last sum "
+    "are there: what it computes meanwhile, such as updates of the weights that came first, counts as wait.",
 }
 
 

@@ -68,27 +68,24 @@ class Steps:
 def collect(found: Sequence[RankReport], *, name: str, ranks: int) -> Steps:
     """Return every rank's steps; BenchError, which names the script, if a rank is missing or took too few."""
     found = sorted(found, key=lambda each: each.rank)
-    if not found:
-        raise BenchError(
-            f"{name} ended without using hvdtrain.Trainer, hvdtrain.prepare, hvdtrain.torch or hvdtrain.keras, so no "
-            "step was seen. See README.md, Ways in"
-        )
     missing = sorted(set(range(ranks)) - {each.rank for each in found})
-    if missing:
-        raise BenchError(f"{name} ended without a report of rank {', '.join(map(str, missing))} of {ranks}")
-    none = [each for each in found if each.steps_taken == 0]
-    if none:
-        raise BenchError(
-            f"{name} never took a step on rank {none[0].rank}. Seen are steps of the Trainer, of torch optimizers "
-            "and of Keras's fit and train_on_batch"
+    fewest = min(found, key=lambda each: each.steps_taken, default=None)
+    if fewest is None:
+        why = (
+            "ended without using hvdtrain.Trainer, hvdtrain.prepare, hvdtrain.torch or hvdtrain.keras, so no step was "
+            "seen. See README.md, Ways in"
         )
-    few = [each for each in found if each.summary is None]
-    if few:
-        raise BenchError(
-            f"{name} took {few[0].steps_taken} steps on rank {few[0].rank}. At least {WARMUP_STEPS + MIN_STEPS} are "
-            f"needed: the first {WARMUP_STEPS} warm up and are not counted"
-        )
-    return Steps([RankSteps(each.rank, each.summary, each.facts) for each in found if each.summary is not None])
+    elif missing:
+        why = f"ended without a report of rank {', '.join(map(str, missing))} of {ranks}"
+    elif fewest.steps_taken == 0:
+        seen = "Seen are steps of the Trainer, of torch optimizers and of Keras's fit and train_on_batch"
+        why = f"never took a step on rank {fewest.rank}. {seen}"
+    elif fewest.summary is None:
+        needed = f"At least {WARMUP_STEPS + MIN_STEPS} are needed: the first {WARMUP_STEPS} warm up and are not counted"
+        why = f"took {fewest.steps_taken} steps on rank {fewest.rank}. {needed}"
+    else:
+        return Steps([RankSteps(each.rank, each.summary, each.facts) for each in found if each.summary is not None])
+    raise BenchError(f"{name} {why}")
 
 
 def from_script(outcome: LaunchOutcome, *, name: str, ranks: int, timeout_s: float) -> Steps:

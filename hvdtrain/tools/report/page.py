@@ -48,7 +48,7 @@ def page(runs: Sequence[RecordedRun], summaries: Sequence[Summary], plots: Seque
     body = [f"<h1>{_escape(title)}</h1>", *_about(runs, summaries)]
     if len(runs) == 2:
         said = f"<p>{_escape(comparison(*summaries))}</p>"
-        body += ["<h2>In numbers</h2>", said, _ratios(runs, summaries)]
+        body += ["<h2>In numbers</h2>", said, _ratios(summaries)]
     if plots:
         body += ["<h2>How it went</h2>", '<div class="plots">', *map(_figure, plots), "</div>"]
     body += _tables(runs)
@@ -74,15 +74,12 @@ def _about(runs: Sequence[RecordedRun], summaries: Sequence[Summary]) -> list[st
     return parts
 
 
-def _ratios(runs: Sequence[RecordedRun], summaries: Sequence[Summary]) -> str:
+def _ratios(summaries: Sequence[Summary]) -> str:
     rows = []
     for name, mine, other, unit in ratios(*summaries):
         shown = [format_time(each) if unit else _plain(each) for each in (mine, other)]
-        cells = [*shown, f"{other / mine:.3f}" if mine else ""]
-        numbers = "".join(f'<td class="number">{_escape(cell)}</td>' for cell in cells)
-        rows.append(f'<tr><th scope="row">{_escape(name)}</th>{numbers}</tr>')
-    heads = "".join(f'<th class="number">{head}</th>' for head in ("A", "B", "B / A"))
-    return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        rows.append((name, *shown, f"{other / mine:.3f}" if mine else ""))
+    return _table(rows, ("A", "B", "B / A"), kind=' class="number"')
 
 
 def _plain(value: float) -> str:
@@ -107,25 +104,27 @@ def _figure(plot: Plot) -> str:
 
 def _tables(runs: Sequence[RecordedRun]) -> list[str]:
     parts = ['<div class="pair">']
-    rows: Sequence[tuple[str, ...]]
     for title, documents in (
         ("Configuration", [run.config for run in runs]),
         ("Environment", [run.environment for run in runs]),
     ):
         if len(runs) == 1:
-            heading, rows = title, [(name, value) for name, value in flat(documents[0]).items() if name]
+            shown = _table([(name, value) for name, value in flat(documents[0]).items() if name])
         else:
-            heading, rows = f"{title}: what differs", differences(documents[0], documents[1])
-        parts.append(f"<section><h2>{heading}</h2>{_table(rows) if rows else '<p>Nothing.</p>'}</section>")
+            title, shown = f"{title}: what differs", _table(differences(*documents), ("A", "B"))
+        parts.append(f"<section><h2>{title}</h2>{shown}</section>")
     return [*parts, "</div>"]
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    head = "<thead><tr><th></th><th>A</th><th>B</th></tr></thead>" if len(rows[0]) == 3 else ""
+def _table(rows: Sequence[tuple[str, ...]], heads: Sequence[str] = (), *, kind: str = "") -> str:
+    if not rows:
+        return "<p>Nothing.</p>"
+    head = "".join(f"<th{kind}>{each}</th>" for each in heads)
     lines = []
     for name, *values in rows:
-        cells = "".join(f"<td>{_escape(value)}</td>" for value in values)
+        cells = "".join(f"<td{kind}>{_escape(value)}</td>" for value in values)
         lines.append(f'<tr><th scope="row">{_escape(name)}</th>{cells}</tr>')
+    head = f"<thead><tr><th></th>{head}</tr></thead>" if heads else ""
     return f"<table>{head}<tbody>{''.join(lines)}</tbody></table>"
 
 
