@@ -182,25 +182,18 @@ def prove(found: Found, *, progress: BuildProgress) -> None:
     from hvdtrain.horovod_build import probe
 
     failed: list[str] = []
-    jobs: list[tuple[str, Plane, int]] = []
-    for framework in found.frameworks:
-        for plane in found.planes:
-            if plane != "nccl":
-                jobs.append((framework.name, plane, 2))
-            elif framework.cuda and found.gpus:
-                # NCCL refuses two ranks on one GPU.
-                jobs.append((framework.name, plane, min(2, len(found.gpus))))
-            else:
-                progress.note(f"{framework.name} over nccl: not tried, there is no GPU for it here")
+    jobs = probe.plan({each.name: each.cuda for each in found.frameworks}, found.planes, gpus=len(found.gpus))
+    tried = [name for name, plane, _ in jobs if plane == "nccl"]
+    for framework in found.frameworks if "nccl" in found.planes else ():
+        if framework.name not in tried:
+            progress.note(f"{framework.name} over nccl: not tried, there is no GPU for it here")
+
+    def allreduce(job: tuple[str, Plane, int]) -> probe.Probe:
+        return probe.allreduce(job[0], job[1], ranks=job[2], timeout_s=_PROOF_TIMEOUT_S, step=job[1] != "nccl")
+
     # Two at a time: importing the frameworks is nearly all of it.
     with ThreadPoolExecutor(2) as pool:
-        probes = [
-            pool.submit(
-                probe.allreduce, framework, plane, ranks=ranks, timeout_s=_PROOF_TIMEOUT_S, step=plane != "nccl"
-            )
-            for framework, plane, ranks in jobs
-        ]
-        for result in (each.result() for each in probes):
+        for result in pool.map(allreduce, jobs):
             what = f"{result.framework} over {result.plane}"
             if result.ok:
                 count = f"{result.ranks} process{'es' if result.ranks > 1 else ''}"

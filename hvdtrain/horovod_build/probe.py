@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ class Probe:
         if not self.ok:
             return f"FAILED after {self.start_s:.1f} s, {ranks}"
         return f"{self.allreduce_ms:.2f} ms for 1 MiB, {ranks} on {self.device}, {self.start_s:.1f} s in all"
+
+
+def plan(frameworks: Mapping[str, str], planes: Iterable[Plane], *, gpus: int) -> list[tuple[str, Plane, int]]:
+    """Return (framework, data plane, ranks) of each allreduce that can be tried; a CPU build's CUDA version is ""."""
+    # NCCL refuses two ranks on one GPU: with one GPU, one rank shows that library and driver fit.
+    kinds = ((name, plane) for name in frameworks for plane in planes)
+    there = [(name, plane) for name, plane in kinds if plane != "nccl" or (gpus and frameworks[name])]
+    return [(name, plane, min(2, gpus) if plane == "nccl" else 2) for name, plane in there]
 
 
 def allreduce(framework: str, plane: Plane, *, ranks: int = 2, timeout_s: float = 90, step: bool = False) -> Probe:

@@ -67,20 +67,10 @@ def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, Plane,
     A framework that Horovod was not built for, and MPI that horovodrun cannot drive, have a verdict already: a
     failing probe would only bury it.
     """
-    named = {verdict.name for verdict in verdicts}
-    mpi_broken = named & {"other-open-mpi", "not-open-mpi", "no-mpirun"}
-    planned: list[tuple[str, Plane, int]] = []
-    for framework in facts.frameworks:
-        if not facts.serves(framework):
-            continue
-        if "mpi" in facts.horovod_planes and not mpi_broken:
-            planned.append((framework, "mpi", 2))
-        if "gloo" in facts.horovod_planes:
-            planned.append((framework, "gloo", 2))
-        if "nccl" in facts.horovod_planes and facts.gpus and facts.cuda.get(framework):
-            # NCCL refuses two ranks on one GPU: with one GPU, one rank shows that library and driver fit.
-            planned.append((framework, "nccl", min(2, len(facts.gpus))))
-    return planned
+    is_broken = {"other-open-mpi", "not-open-mpi", "no-mpirun"} & {verdict.name for verdict in verdicts}
+    order: tuple[Plane, ...] = ("gloo", "nccl") if is_broken else ("mpi", "gloo", "nccl")
+    served = {name: facts.cuda.get(name, "") for name in facts.frameworks if facts.serves(name)}
+    return probe.plan(served, [plane for plane in order if plane in facts.horovod_planes], gpus=len(facts.gpus))
 
 
 def _rows(facts: Facts) -> dict[str, str]:
