@@ -62,12 +62,9 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
     found = tuple(f for name, find in finders.items() if name not in without and (f := find()) is not None)
     if not found:
         left_out = f" (left out: {', '.join(sorted(without & set(finders)))})" if without & set(finders) else ""
-        others = [name for name, package in (("Keras", "keras"), ("JAX", "jax")) if package_folder(package)]
         raise BuildError(
-            f"Neither torch nor tensorflow is installed in this environment{left_out}"
-            + (f", only {' and '.join(others)}. " if others else ". ")
-            + ("JAX trains through Horovod for either: " if "JAX" in others else "Horovod is built for what is there: ")
-            + "install one (pip install torch, or pip install tensorflow), then try again."
+            f"Neither torch nor tensorflow is installed in this environment{left_out}. Horovod is built for them, and "
+            "JAX trains through either: install one (pip install torch, or pip install tensorflow), then try again."
         )
     for framework in found:
         if framework.rocm:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from hvdtrain.horovod_build import probe
 from hvdtrain.horovod_build.installed import Plane
@@ -29,7 +28,8 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
     console = Console(soft_wrap=True, highlight=False)
     as_text = not as_json and not report
     if as_text:
-        _print_facts(console, facts)
+        for name, value in _rows(facts).items():
+            _print_row(console, name, value)
     probes = []
     for planned in plan_probes(facts, verdicts) if allreduce else ():
         if report:
@@ -86,17 +86,6 @@ def _rows(facts: Facts) -> dict[str, str]:
 
 def _print_row(console: Console, name: str, value: str) -> None:
     console.print(f"[bold]{escape(name):<24}[/bold] {escape(value)}")
-
-
-def _print_facts(console: Console, facts: Facts) -> None:
-    table = Table("what", "found", title="hvdtrain doctor", title_justify="left")
-    for name, value in _rows(facts).items():
-        if console.is_terminal:
-            table.add_row(name, escape(value))
-        else:
-            _print_row(console, name, value)
-    if console.is_terminal:
-        console.print(table)
 
 
 def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -> None:

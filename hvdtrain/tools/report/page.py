@@ -6,10 +6,9 @@ import html
 from collections.abc import Sequence
 
 from hvdtrain.tools.quantities import format_time, three_digits
-from hvdtrain.tools.report.numbers import Summary, differences, flat, ratios
+from hvdtrain.tools.report.numbers import Summary, comparison, differences, flat, ratios, sentences
 from hvdtrain.tools.report.plots import Plot
 from hvdtrain.tools.report.reading import RecordedRun
-from hvdtrain.tools.report.words import comparison, sentences
 
 # No network, no script: the browser enforces this, whatever the input files contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -7,9 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvdtrain.tools.report.numbers import differences, flat, relative_own_time, settled_intervals, summarize, thin
+from hvdtrain.tools.report.numbers import (
+    comparison,
+    differences,
+    flat,
+    relative_own_time,
+    sentences,
+    settled_intervals,
+    summarize,
+    thin,
+)
 from hvdtrain.tools.report.reading import read_run
-from hvdtrain.tools.report.words import comparison, sentences
 
 
 @pytest.fixture
