@@ -95,7 +95,12 @@ def _install_and_prove(
     except ProofError as problem:
         if not found.untested or options.force:
             raise
-        raise _refusal(found, f"{problem}\n{_take_back(cache.load(home / 'wheels', before), home)}") from problem
+        if earlier := cache.load(home / "wheels", before):
+            pip.install(earlier.wheel, cache=home)
+        else:
+            pip.remove(cache=home)
+        now = "What was installed before is installed again." if earlier else "It was uninstalled again."
+        raise _refusal(found, f"{problem}\n{now}") from problem
     installed.mark_as_proven()
 
 
@@ -110,15 +115,6 @@ def _refusal(found: Found, problem: str) -> BuildError:
 
 def _names(found: Found) -> str:
     return " and ".join(f"{framework.name} {framework.version}" for framework in found.untested)
-
-
-def _take_back(before: cache.Entry | None, home: Path) -> str:
-    """Install what was installed before, as far as the cache has it, and say so."""
-    if before is None:
-        pip.remove(cache=home)
-        return "It was uninstalled again."
-    pip.install(before.wheel, cache=home)
-    return "What was installed before is installed again."
 
 
 def describe(found: Found) -> list[str]:

@@ -65,12 +65,9 @@ class BuildProgress:
 
 def arch_flags() -> str:
     """Return the compiler's flags for this CPU, e.g. "-mf16c -mavx -mfma"; they are part of the cache's key."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    present = set(flags.group(1).split()) if flags else set()
+    present = flags[1].split() if flags else []
     return " ".join(f"-m{flag}" for flag in _ARCH_FLAGS if flag in present)
 
 
@@ -122,23 +119,18 @@ def runpath(found: Found) -> list[str]:
     elif found.mpi:
         listed = output_of([str(found.mpi.launcher.with_name("mpicxx")), "--showme:libdirs"]) or ""
         folders += [folder for folder in listed.split() if owners.is_systems(folder)]
-        _check_search_path([folder for folder in listed.split() if folder not in folders])
+        given = [*folders, *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+        needed = (folder for folder in listed.split() if folder not in given)
+        if lost := next((folder for folder in needed if next(Path(folder).glob("libmpi.so*"), None)), ""):
+            raise BuildError(
+                f"Open MPI is in {lost}, where others than the system can put files, so the wheel cannot name that "
+                f"folder. Set it wherever ranks start: export LD_LIBRARY_PATH={lost}:$LD_LIBRARY_PATH (or take "
+                "--without mpi, or pip install 'hvdtrain[mpi]')"
+            )
     if found.gpu and found.nccl and found.nccl.from_pip:
         # torch loads it before Horovod, TensorFlow does not.
         folders.append("$ORIGIN/../../nvidia/nccl/lib")
     return folders
-
-
-def _check_search_path(folders: list[str]) -> None:
-    """Raise where Open MPI's library will not be found: a wheel names no folder that is not the system's."""
-    given = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    needed = [folder for folder in folders if next(Path(folder).glob("libmpi.so*"), None) and folder not in given]
-    if needed:
-        raise BuildError(
-            f"Open MPI is in {needed[0]}, where others than the system can put files, so the wheel cannot name that "
-            f"folder. Set it wherever ranks start: export LD_LIBRARY_PATH={needed[0]}:$LD_LIBRARY_PATH (or take "
-            "--without mpi, or pip install 'hvdtrain[mpi]')"
-        )
 
 
 def environment(

@@ -15,7 +15,7 @@ from itertools import dropwhile, islice
 from pathlib import Path
 from subprocess import DEVNULL
 
-from hvdtrain.errors import HvdTrainError, UsageError
+from hvdtrain.errors import HvdTrainError
 from hvdtrain.launch import arguments, other_hosts, ssh
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.rank_output import Line, OutputLines
@@ -30,10 +30,6 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 class BenchError(HvdTrainError):
     """`hvdtrain bench` came to nothing; one line says why."""
-
-
-class BenchUsageError(BenchError, UsageError):
-    """Options that cannot be combined or reached."""
 
 
 def parse_hosts(text: str | None, *, ranks: int, cores: int) -> LaunchSpec:

@@ -17,13 +17,14 @@ from typing import Any
 from rich.console import Console
 
 from hvdtrain.distributed.tuning import usable_cores
+from hvdtrain.errors import UsageError
 from hvdtrain.launch import job_environment
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.system import scratch
 from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import RankReport
 from hvdtrain.tools.bench import advice, report, sweep, worker
-from hvdtrain.tools.bench.launch import BenchError, BenchUsageError, LaunchOutcome, parse_hosts, run_ranks
+from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome, parse_hosts, run_ranks
 from hvdtrain.tools.bench.steps import Steps, collect, from_script
 from hvdtrain.tools.quantities import format_time, parse_rate
 
@@ -60,7 +61,7 @@ class BenchOptions:
 
 
 def run(options: BenchOptions) -> None:
-    """Measure and print; BenchError for options that cannot be, or a run that came to nothing."""
+    """Measure and print; UsageError for options that cannot be, BenchError for a run that came to nothing."""
     spec = parse_hosts(options.hosts, ranks=options.ranks, cores=usable_cores())
     _check(options)
     link = None if options.link is None else parse_link(options.link)
@@ -74,20 +75,20 @@ def run(options: BenchOptions) -> None:
 
 def _check(options: BenchOptions) -> None:
     if not (math.isfinite(options.timeout_s) and options.timeout_s > 0):
-        raise BenchUsageError(f"--timeout must be above zero seconds and finite. Received: {options.timeout_s:g}")
+        raise UsageError(f"--timeout must be above zero seconds and finite. Received: {options.timeout_s:g}")
     until_end = options.steps == 0 and options.script is not None
     if options.steps is not None and options.steps < step_times.MIN_STEPS and not until_end:
-        raise BenchUsageError(f"--steps must be at least {step_times.MIN_STEPS}. Received: {options.steps}")
+        raise UsageError(f"--steps must be at least {step_times.MIN_STEPS}. Received: {options.steps}")
     if options.script is None:
         if options.arguments:
-            raise BenchUsageError(f"arguments are a script's: give --script. Received: {' '.join(options.arguments)}")
+            raise UsageError(f"arguments are a script's: give --script. Received: {' '.join(options.arguments)}")
         if options.max_bytes is not None:
             sweep.sizes(options.max_bytes)
     else:
         if options.framework or options.max_bytes is not None or options.quick:
-            raise BenchUsageError("--framework, --max-bytes and --quick are for the standard model, not for --script")
+            raise UsageError("--framework, --max-bytes and --quick are for the standard model, not for --script")
         if not options.script.is_file():
-            raise BenchUsageError(f"--script must be a file. There is none at {options.script}")
+            raise UsageError(f"--script must be a file. There is none at {options.script}")
 
 
 def parse_link(text: str) -> float:
@@ -95,9 +96,9 @@ def parse_link(text: str) -> float:
     try:
         rate = parse_rate(text)
     except ValueError as problem:
-        raise BenchUsageError(f"--link: {problem}") from None
+        raise UsageError(f"--link: {problem}") from None
     if not 0 < rate < math.inf:
-        raise BenchUsageError(f"--link must be above zero and finite. Received: --link {text}")
+        raise UsageError(f"--link must be above zero and finite. Received: --link {text}")
     return rate
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.errors import UsageError
 from hvdtrain.telemetry.step_times import Spread
-from hvdtrain.tools.bench.launch import BenchUsageError
 
 ELEMENT_BYTES = 4  # float32
 FACTOR = 4
@@ -73,7 +73,7 @@ class Fit:
 def sizes(max_bytes: int) -> list[int]:
     """Return the sizes to measure: 4 B and each four times the one before, up to `max_bytes`, which is the last."""
     if max_bytes < ELEMENT_BYTES:
-        raise BenchUsageError(f"--max-bytes must be at least {ELEMENT_BYTES}, one float32. Received: {max_bytes}")
+        raise UsageError(f"--max-bytes must be at least {ELEMENT_BYTES}, one float32. Received: {max_bytes}")
     last = max_bytes - max_bytes % ELEMENT_BYTES
     found = [ELEMENT_BYTES]
     while found[-1] * FACTOR <= last:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.errors import UsageError
 from hvdtrain.tools.report.numbers import SPEEDS, mean_over_ranks, not_first, own_time, relative_own_time, thin
-from hvdtrain.tools.report.reading import Floats, RecordedRun, ReportError
+from hvdtrain.tools.report.reading import Floats, RecordedRun
 
 try:
     import matplotlib as mpl
@@ -21,7 +22,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 except ImportError as missing:
-    raise ReportError(
+    raise UsageError(
         f"the plots need matplotlib, which does not import ({missing}). Type: pip install matplotlib"
     ) from missing
 

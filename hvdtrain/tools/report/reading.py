@@ -22,10 +22,6 @@ RECORDED = ("step", *PARTS)
 Floats = NDArray[np.float64]
 
 
-class ReportError(UsageError):
-    """A folder is no run's, or the options do not fit together."""
-
-
 @dataclass(frozen=True)
 class Series:
     """Metrics along a run; what is missing is NaN."""
@@ -77,14 +73,14 @@ class RecordedRun:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Return what `folder` holds; ReportError, which says what to type instead, if it is no run's."""
+    """Return what `folder` holds; UsageError, which says what to type instead, if it is no run's."""
     _require_run(folder)
     path = folder / METRICS
     lines, unreadable = _lines(path)
     if not lines and not unreadable:
-        raise ReportError(f"{path} is empty: wait for the first step, or name another run")
+        raise UsageError(f"{path} is empty: wait for the first step, or name another run")
     if not lines:
-        raise ReportError(
+        raise UsageError(
             f"{path} has no whole line that a run wrote. Name the folder of a run: hvdtrain report runs/NAME"
         )
     counted, starts = last_word(lines)
@@ -140,16 +136,16 @@ def number(value: Any) -> float:
 def _require_run(folder: Path) -> None:
     if folder.is_file():
         hint = f"its folder: hvdtrain report {folder.parent}" if folder.name == METRICS else "the folder of a run"
-        raise ReportError(f"{folder} is a file. Give {hint}")
+        raise UsageError(f"{folder} is a file. Give {hint}")
     if not folder.is_dir():
-        near = difflib.get_close_matches(folder.name, [each.name for each in _runs(folder.parent)], n=1, cutoff=0.5)
-        newest = [*near, *(each.name for each in _runs(folder.parent)[:1])][:1]
-        hint = f"Try: hvdtrain report {folder.parent / newest[0]}" if newest else "Runs are in runs/, see: ls runs"
-        raise ReportError(f"there is no folder {folder}. {hint}")
+        names = [each.name for each in _runs(folder.parent)]
+        near = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.5) or names
+        hint = f"Try: hvdtrain report {folder.parent / near[0]}" if near else "Runs are in runs/, see: ls runs"
+        raise UsageError(f"there is no folder {folder}. {hint}")
     if not (folder / METRICS).is_file():
         inside = _runs(folder)
         hint = f"It holds runs; try: hvdtrain report {inside[0]}" if inside else "Name a run: hvdtrain report runs/NAME"
-        raise ReportError(f"{folder} has no {METRICS}, so it is no run's folder. {hint}")
+        raise UsageError(f"{folder} has no {METRICS}, so it is no run's folder. {hint}")
 
 
 def _runs(folder: Path) -> list[Path]:

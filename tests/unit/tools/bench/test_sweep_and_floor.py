@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.errors import UsageError
 from hvdtrain.telemetry.step_times import Spread
 from hvdtrain.tools.bench import run, sweep
-from hvdtrain.tools.bench.launch import BenchError
 from hvdtrain.tools.bench.run import with_floor
 from hvdtrain.tools.bench.sweep import Point
 
@@ -46,7 +46,7 @@ def test_link_speeds_are_read_in_bits_and_bytes(text: str, bytes_per_s: float) -
     "text", ["", "fast", "25", "25G", "-25Gb/s", "0Gb/s", "9" * 400 + "b/s", "25Xb/s", "nanGb/s", "25Gb/h"]
 )
 def test_a_link_that_is_no_speed_is_refused(text: str) -> None:
-    with pytest.raises(BenchError, match=r"^--link"):
+    with pytest.raises(UsageError, match=r"^--link"):
         run.parse_link(text)
 
 
@@ -69,7 +69,7 @@ def test_sizes_grow_fourfold_from_one_float_to_the_largest_asked_for(max_bytes: 
 
 @pytest.mark.parametrize("max_bytes", [3, 0, -5])
 def test_a_largest_size_below_one_float_is_refused(max_bytes: int) -> None:
-    with pytest.raises(BenchError, match=rf"--max-bytes must be at least 4.* Received: {max_bytes}"):
+    with pytest.raises(UsageError, match=rf"--max-bytes must be at least 4.* Received: {max_bytes}"):
         sweep.sizes(max_bytes)
 
 

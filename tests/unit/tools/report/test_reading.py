@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from hvdtrain.tools.report.reading import ReportError, read_run
+from hvdtrain.errors import UsageError
+from hvdtrain.tools.report.reading import read_run
 
 
 def test_half_a_line_after_a_kill_is_left_out_and_said(made, interval):
@@ -84,7 +85,7 @@ def test_config_that_is_damaged_costs_a_note_and_not_the_report(made, interval):
      "[" * 99999, '{"kind": "interval"', "\x00\xff\n"],
 )  # fmt: skip
 def test_a_file_that_no_run_wrote_is_refused(made, text):
-    with pytest.raises(ReportError, match="has no whole line that a run wrote"):
+    with pytest.raises(UsageError, match="has no whole line that a run wrote"):
         read_run(made([text]))
 
 
@@ -102,7 +103,7 @@ def test_what_to_type_instead_is_said(made, tmp_path, interval):
         (folder / "config.json", "is a file. Give the folder of a run"),
         (empty, "is empty: wait for the first step"),
     ):
-        with pytest.raises(ReportError) as info:
+        with pytest.raises(UsageError) as info:
             read_run(path)
         assert said in str(info.value)
         assert "\n" not in str(info.value)
