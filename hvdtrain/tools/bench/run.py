@@ -25,7 +25,7 @@ from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import RankReport
 from hvdtrain.tools.bench import advice, report, sweep, worker
 from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome, parse_hosts, run_ranks
-from hvdtrain.tools.bench.steps import Steps, collect, from_script
+from hvdtrain.tools.bench.report import Steps, collect, from_script
 from hvdtrain.tools.quantities import format_time, parse_rate
 
 __all__ = ["BenchError", "BenchOptions", "run"]

@@ -13,9 +13,9 @@ from rich.console import Console
 from hvdtrain.cli import program
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.telemetry.step_times import MARK, RankReport, Spread, StepSummary
-from hvdtrain.tools.bench import report, run, steps, worker
+from hvdtrain.tools.bench import report, run, worker
 from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome
-from hvdtrain.tools.bench.steps import RankSteps, Steps
+from hvdtrain.tools.bench.report import RankSteps, Steps
 from hvdtrain.tools.bench.sweep import Fit, Point
 
 FACTS = {"gradient_bytes": 4000, "samples_per_step": 32, "framework": "torch", "device": "cpu", "cores": 2}
@@ -94,13 +94,13 @@ def test_plan_is_not_told_what_was_not_measured() -> None:
 )
 def test_a_script_that_cannot_be_measured_gets_a_clear_word(ended: LaunchOutcome, said: str) -> None:
     with pytest.raises(BenchError) as error:
-        steps.from_script(ended, name="train.py", ranks=2, timeout_s=9)
+        report.from_script(ended, name="train.py", ranks=2, timeout_s=9)
     assert said in str(error.value)
 
 
 def test_a_report_that_was_cut_off_is_an_error() -> None:
     with pytest.raises(BenchError, match="a rank's report cannot be read"):
-        steps.from_script(LaunchOutcome(0, [(0, f"{MARK}{{")]), name="a", ranks=1, timeout_s=9)
+        report.from_script(LaunchOutcome(0, [(0, f"{MARK}{{")]), name="a", ranks=1, timeout_s=9)
 
 
 def test_a_report_of_the_standard_model_that_was_cut_off_is_an_error() -> None:
@@ -111,14 +111,14 @@ def test_a_report_of_the_standard_model_that_was_cut_off_is_an_error() -> None:
 def test_ranks_that_had_reported_their_steps_may_end_badly() -> None:
     whole = [times(rank, told=summary(1, 0, 0), stopped=True) for rank in (1, 0)]
     for status in (None, 0, 134):
-        found = steps.from_script(outcome(status, *whole), name="a", ranks=2, timeout_s=9)
+        found = report.from_script(outcome(status, *whole), name="a", ranks=2, timeout_s=9)
         assert [each.rank for each in found.ranks] == [0, 1]
 
 
 def test_a_script_that_raised_after_enough_steps_has_failed_all_the_same() -> None:
     whole = [times(rank, told=summary(1, 0, 0)) for rank in (0, 1)]
     with pytest.raises(BenchError, match="failed"):
-        steps.from_script(outcome(1, *whole), name="a", ranks=2, timeout_s=9)
+        report.from_script(outcome(1, *whole), name="a", ranks=2, timeout_s=9)
 
 
 def result() -> report.Result:
