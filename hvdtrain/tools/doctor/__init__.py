@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
+import os
+import platform
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 
-from hvdtrain.horovod_build import probe
+from hvdtrain.horovod_build import installed, probe
 from hvdtrain.horovod_build.installed import Plane
-from hvdtrain.system import private_files, redact
+from hvdtrain.system import log_filter, private_files, redact
 from hvdtrain.tools.doctor.facts import Facts, gather
 from hvdtrain.tools.doctor.rules import Verdict, judge, judge_probes
 
 __all__ = ["run"]
 
 _PROBE_LIMIT_S = 90.0
+_PACKAGES = (
+    "numpy", "safetensors", "typer", "rich", "psutil", "cloudpickle", "pyyaml", "setuptools", "packaging", "ray",
+    "pyspark", "mpi4py",
+)  # fmt: skip
+# What steers frameworks, data planes and launchers. Of a scheduler's variables the numbers alone.
+_RELEVANT = (
+    "HOROVOD_", "HVDTRAIN_", "OMPI_MCA_", "PRTE_MCA_",
+    "NCCL_", "GLOO_", "UCX_", "HWLOC_", "OMP_", "MKL_", "KMP_", "OPENBLAS_",
+    "KERAS_", "TF_CPP_", "TF_NUM_", "TF_ENABLE_", "TF_FORCE_", "TF_GPU_", "TF_XLA_", "XLA_", "JAX_", "TORCH_",
+    "PYTORCH_", "CUDA_", "NVIDIA_", "MALLOC_", "GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LD_PRELOAD", "MASTER_ADDR",
+    "WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_CPUS_",
+)  # fmt: skip
+# The whole value names a machine, in whatever form.
+_NAMES_HOSTS = ("HOST", "ADDR", "NODELIST", "_URL", "_URI")
 
 
 def run(*, as_json: bool = False, report: bool = False, out: Path | None = None, allreduce: bool = True) -> int:
@@ -31,12 +50,12 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
         for name, value in _rows(facts).items():
             _print_row(console, name, value)
     probes = []
-    for planned in plan_probes(facts, verdicts) if allreduce else ():
+    for framework, plane, ranks in plan_probes(facts, verdicts) if allreduce else ():
         if report:
-            print(f"hvdtrain doctor: trying an allreduce of {planned[0]} over {planned[1]}", file=sys.stderr)
-        probes.append(probe.allreduce(planned[0], planned[1], ranks=planned[2], timeout_s=_PROBE_LIMIT_S))
+            print(f"hvdtrain doctor: trying an allreduce of {framework} over {plane}", file=sys.stderr)
+        probes.append(probe.allreduce(framework, plane, ranks=ranks, timeout_s=_PROBE_LIMIT_S))
         if as_text:
-            _print_row(console, f"allreduce {planned[0]}", f"{planned[1]}: {probes[-1]}")
+            _print_row(console, f"allreduce {framework}", f"{plane}: {probes[-1]}")
     verdicts = sorted(verdicts + judge_probes(probes), key=lambda verdict: verdict.level != "error")
     works = not any(verdict.level == "error" for verdict in verdicts)
     if as_json:
@@ -47,15 +66,11 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
         }
         print(json.dumps(redact.document(document), indent=2))
-    elif report:
-        from hvdtrain.tools.doctor.issue import markdown
-
-        text = markdown(facts, probes, verdicts)
-        if out is None:
-            print(text, end="")
-        else:
-            private_files.write_text(out, text)
-            print(f"wrote {out}: read it, then paste it into an issue")
+    elif report and out is None:
+        print(markdown(facts, probes, verdicts), end="")
+    elif report and out is not None:
+        private_files.write_text(out, markdown(facts, probes, verdicts))
+        print(f"wrote {out}: read it, then paste it into an issue")
     else:
         _print_verdicts(console, verdicts, tried=allreduce)
     return 0 if works else 1
@@ -75,13 +90,9 @@ def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, Plane,
 
 def _rows(facts: Facts) -> dict[str, str]:
     names = {"python": "Python", "tensorflow": "TensorFlow", "horovod": "Horovod", "nccl": "NCCL", "keras": "Keras"}
-    hardware = facts.hardware()
     interfaces = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items()) or "none"
-    rows = {names.get(name, name): version for name, version in facts.builds().items()} | facts.build_of_horovod()
-    rows |= {name: hardware.pop(name) for name in ("GPUs", "GPU driver")}
-    if not facts.gpu_driver:
-        del rows["GPU driver"]
-    return rows | {"network interfaces": interfaces} | hardware
+    rows = {names.get(name, name): version for name, version in facts.builds().items()}
+    return rows | facts.build_of_horovod() | facts.hardware() | {"network interfaces": interfaces}
 
 
 def _print_row(console: Console, name: str, value: str) -> None:
@@ -91,8 +102,9 @@ def _print_row(console: Console, name: str, value: str) -> None:
 def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -> None:
     colours = {"error": "red", "warning": "yellow"}
     for verdict in verdicts:
-        colour = colours[verdict.level]
-        console.print(f"[{colour}]{verdict.level}[/]: {escape(f'{redact.text(verdict.reason)}. [{verdict.name}]')}")
+        console.print(
+            f"[{colours[verdict.level]}]{verdict.level}[/]: {escape(f'{redact.text(verdict.reason)}. [{verdict.name}]')}"
+        )
         if verdict.level == "warning":
             console.print(f"  cure: {escape(verdict.cure)}")
     errors = [verdict for verdict in verdicts if verdict.level == "error"]
@@ -104,3 +116,72 @@ def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -
         console.print("Training would work.")
     else:
         console.print("What is installed fits together; no allreduce was tried.")
+
+
+def markdown(facts: Facts, probes: Sequence[probe.Probe], verdicts: Sequence[Verdict]) -> str:
+    """Return the report to paste into an issue: without names of users or hosts."""
+    scrub = redact.Scrubber(keep={*facts.versions, "hvdtrain", "python"})
+    lines = ["### hvdtrain doctor --report", ""]
+    lines += ["User, host, home folder, network addresses and secrets are left out. Read it before you send it.", ""]
+    lines += _findings(verdicts, scrub)
+    record = {f"record: {name}": str(value) for name, value in installed.record().items() if value}
+    by_hvdtrain = {"by hvdtrain build": "yes" if facts.horovod_by_hvdtrain else "no"}
+    packages = {name: version for name in _PACKAGES if (version := installed.version_of(name))}
+    lines += _table("Versions", facts.builds() | packages, str)
+    lines += _table("Build of Horovod", facts.build_of_horovod() | by_hvdtrain | record, scrub)
+    lines += _table("Machine", _machine(facts), scrub)
+    lines += _table("Live allreduce", {f"{each.framework} over {each.plane}": str(each) for each in probes}, scrub)
+    lines += _table("Network interfaces", dict(_interfaces(facts)), scrub)
+    environment = sorted(log_filter.without_ours(os.environ).items())
+    chosen = redact.variables({name: value for name, value in environment if name.startswith(_RELEVANT)})
+    hidden = {name: redact.HIDDEN for name in chosen if any(word in name for word in _NAMES_HOSTS)}
+    lines += _table("Environment", chosen | hidden, scrub)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _findings(verdicts: Sequence[Verdict], scrub: Callable[[str], str]) -> list[str]:
+    works = not any(verdict.level == "error" for verdict in verdicts)
+    lines = ["**Training would work here.**" if works else "**Training would not work here.**", ""]
+    for verdict in verdicts:
+        lines += [f"- {verdict.level} `{verdict.name}`. Cure: `{scrub(verdict.cure)}`", ""]
+        # A reason may hold the end of a rank's output. Indented, so that nothing in it is taken for Markdown.
+        lines += [f"      {line}" for line in scrub(verdict.reason).splitlines()] + [""]
+    return lines
+
+
+def _table(title: str, rows: Mapping[str, str], scrub: Callable[[str], str]) -> list[str]:
+    cells = [(name, scrub(value).replace("|", "\\|").replace("\n", " ")) for name, value in rows.items()]
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)] if cells else ["none"]
+    return [f"#### {title}", "", *table, ""]
+
+
+def _machine(facts: Facts) -> dict[str, str]:
+    cpu = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    in_container = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
+    return {
+        "system": f"{_distribution()}, Linux {platform.release().partition('-')[0]}, {platform.machine()}",
+        "C library": " ".join(platform.libc_ver()) or "unknown",
+        "Python": f"{platform.python_implementation()}, {'a' if sys.prefix != sys.base_prefix else 'no'} venv",
+        "container": "yes" if in_container else "not seen",
+        "CPU": next(cpu, ": unknown").partition(":")[2].strip(),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        **facts.hardware(),
+        "Keras backend": facts.keras_backend,
+    }
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "unknown")
+    except OSError:
+        return "unknown"
+
+
+def _interfaces(facts: Facts) -> Iterator[tuple[str, str]]:
+    stats = psutil.net_if_stats()
+    for name, address in facts.interfaces.items():
+        found = ipaddress.ip_address(address)
+        kind = "loopback" if found.is_loopback else "private IPv4" if found.is_private else "public IPv4"
+        speed = f", {stats[name].speed} Mb/s" if name in stats and stats[name].speed > 0 else ""
+        mtu = f", MTU {stats[name].mtu}" if name in stats else ""
+        yield redact.interface(name), f"{kind}{speed}{mtu}"

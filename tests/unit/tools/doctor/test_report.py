@@ -11,7 +11,6 @@ from hvdtrain.cli import program
 from hvdtrain.horovod_build.probe import Probe
 from hvdtrain.system import redact
 from hvdtrain.tools import doctor
-from hvdtrain.tools.doctor import issue
 from hvdtrain.tools.doctor.facts import Facts
 from hvdtrain.tools.doctor.rules import Verdict
 
@@ -61,7 +60,7 @@ def report(*, verdicts=()):
         Probe("torch", "mpi", 2, "", 3.0, 1.25),
         Probe("torch", "gloo", 2, SAID, 90.0, command=("/mnt/homes/lovelace/venv/bin/horovodrun", "-np", "2")),
     ]
-    return issue.markdown(FACTS, probes, [*verdicts, *doctor.judge_probes(probes)])
+    return doctor.markdown(FACTS, probes, [*verdicts, *doctor.judge_probes(probes)])
 
 
 @pytest.mark.usefixtures("somebody")
