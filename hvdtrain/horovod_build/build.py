@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build import cache, changes, frameworks, installed, native, owners, pip, sdist
+from hvdtrain.horovod_build import cache, changes, installed, native, owners, pip, sdist
 from hvdtrain.horovod_build.errors import BuildError, CompileError, ProofError
-from hvdtrain.horovod_build.find import Found, find_all
+from hvdtrain.horovod_build.find import Found, command_for_tested, find_all
 from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.horovod_build.native import BuildProgress
 
@@ -106,7 +106,7 @@ def _install_and_prove(
 
 def _refusal(found: Found, problem: str) -> BuildError:
     """Return the error for a version that no test has seen and that does not work here."""
-    commands = " && ".join(frameworks.command_for_tested(framework.name) for framework in found.untested)
+    commands = " && ".join(command_for_tested(framework.name) for framework in found.untested)
     return BuildError(
         f"{problem}\nNo test of hvdtrain has seen {_names(found)}. The last version that works: {commands}, then "
         "hvdtrain build"

@@ -102,9 +102,8 @@ def _print_row(console: Console, name: str, value: str) -> None:
 def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -> None:
     colours = {"error": "red", "warning": "yellow"}
     for verdict in verdicts:
-        console.print(
-            f"[{colours[verdict.level]}]{verdict.level}[/]: {escape(f'{redact.text(verdict.reason)}. [{verdict.name}]')}"
-        )
+        reason = escape(f"{redact.text(verdict.reason)}. [{verdict.name}]")
+        console.print(f"[{colours[verdict.level]}]{verdict.level}[/]: {reason}")
         if verdict.level == "warning":
             console.print(f"  cure: {escape(verdict.cure)}")
     errors = [verdict for verdict in verdicts if verdict.level == "error"]

@@ -15,7 +15,7 @@ import psutil
 from hvdtrain import __version__
 from hvdtrain.distributed import launch_environment
 from hvdtrain.horovod_build import find, installed
-from hvdtrain.horovod_build.frameworks import find_tensorflow, find_torch
+from hvdtrain.horovod_build.find import find_tensorflow, find_torch
 from hvdtrain.horovod_build.installed import version_of
 from hvdtrain.system import open_mpi
 

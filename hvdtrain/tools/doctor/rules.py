@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.horovod_build.frameworks import Framework, is_tested
+from hvdtrain.horovod_build.find import Framework, is_tested
 from hvdtrain.horovod_build.probe import Probe
 from hvdtrain.system import open_mpi
 from hvdtrain.system.toolchain import OLDEST_DRIVER

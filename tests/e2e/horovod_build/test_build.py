@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.horovod_build.frameworks import find_frameworks
+from hvdtrain.horovod_build.find import find_frameworks
 
 # With the wheel in the cache, as after `make setup`, this takes half a minute; without it, a compile comes first.
 pytestmark = pytest.mark.timeout(900)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import find, installed
-from hvdtrain.horovod_build.frameworks import find_torch
+from hvdtrain.horovod_build.find import find_torch
 
 NCCL_WHEEL = "$ORIGIN/../../nvidia/nccl/lib"
 

@@ -13,8 +13,7 @@ from hvdtrain.horovod_build import cache, native, pip, probe, sdist
 from hvdtrain.horovod_build.build import BuildOptions, build
 from hvdtrain.horovod_build.changes import change
 from hvdtrain.horovod_build.errors import BuildError, CompileError, ProofError
-from hvdtrain.horovod_build.find import Found, Mpi
-from hvdtrain.horovod_build.frameworks import Framework
+from hvdtrain.horovod_build.find import Found, Framework, Mpi
 from hvdtrain.horovod_build.installed import Plane
 
 FOUND = Found(

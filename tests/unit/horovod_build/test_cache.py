@@ -11,8 +11,7 @@ import pytest
 
 from hvdtrain.horovod_build import cache, changes, native
 from hvdtrain.horovod_build.errors import BuildError
-from hvdtrain.horovod_build.find import Cuda, Found, Mpi, Nccl
-from hvdtrain.horovod_build.frameworks import Framework
+from hvdtrain.horovod_build.find import Cuda, Found, Framework, Mpi, Nccl
 
 FOUND = Found(
     frameworks=(Framework("torch", "2.13.0+cu130", "13.0"), Framework("tensorflow", "2.21.0")),

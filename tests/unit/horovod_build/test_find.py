@@ -9,8 +9,7 @@ import pytest
 
 from hvdtrain.horovod_build import find
 from hvdtrain.horovod_build.errors import BuildError
-from hvdtrain.horovod_build.find import Cuda, Nccl
-from hvdtrain.horovod_build.frameworks import Framework
+from hvdtrain.horovod_build.find import Cuda, Framework, Nccl
 from hvdtrain.system import open_mpi
 
 TORCH_CPU = Framework("torch", "2.13.0+cpu")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.horovod_build import find, frameworks
+from hvdtrain.horovod_build import find
 from hvdtrain.horovod_build.errors import BuildError
-from hvdtrain.horovod_build.frameworks import Framework
+from hvdtrain.horovod_build.find import Framework
 
 TORCH_CPU = Framework("torch", "2.13.0+cpu")
 TORCH_CUDA = Framework("torch", "2.13.0+cu130", "13.0")
@@ -21,7 +21,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(*those: Framework) -> None:
         for name in ("torch", "tensorflow"):
             found = next((f for f in those if f.name == name), None)
-            monkeypatch.setattr(frameworks, f"find_{name}", lambda found=found: found)
+            monkeypatch.setattr(find, f"find_{name}", lambda found=found: found)
 
     install()
     return install
@@ -30,19 +30,19 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_no_framework_is_an_error(there: Callable[..., None]) -> None:
     said = "JAX trains through either: install one (pip install torch, or pip install tensorflow)"
     with pytest.raises(BuildError, match=re.escape(said)) as info:
-        frameworks.find_frameworks()
+        find.find_frameworks()
     assert "\n" not in str(info.value)
 
 
 def test_leaving_out_the_only_framework_is_an_error(there: Callable[..., None]) -> None:
     there(TORCH_CPU)
     with pytest.raises(BuildError, match="left out: torch"):
-        frameworks.find_frameworks(without=frozenset({"torch"}))
+        find.find_frameworks(without=frozenset({"torch"}))
 
 
 def test_both_frameworks_go_into_one_build(there: Callable[..., None]) -> None:
     there(TORCH_CPU, TENSORFLOW)
-    assert frameworks.find_frameworks() == (TORCH_CPU, TENSORFLOW)
+    assert find.find_frameworks() == (TORCH_CPU, TENSORFLOW)
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.10.0+cpu", "1.13"])
@@ -52,10 +52,10 @@ def test_a_version_older_than_the_tests_is_refused_by_name_and_taken_by_force(
     framework = Framework("torch", version)
     there(framework)
     with pytest.raises(BuildError) as info:
-        frameworks.find_frameworks()
+        find.find_frameworks()
     for said in (f"torch {version}", "pip install 'torch>=2.11,<", "--force"):
         assert said in str(info.value)
-    assert frameworks.find_frameworks(force=True) == (framework,)
+    assert find.find_frameworks(force=True) == (framework,)
 
 
 @pytest.mark.parametrize("version", ["2.13.0a0+git1234", "3.0", "unknown"])
@@ -64,7 +64,7 @@ def test_a_version_newer_than_the_tests_is_taken_and_known_as_untested(
 ) -> None:
     framework = Framework("torch", version)
     there(framework, TENSORFLOW)
-    found = find.Found(frameworks.find_frameworks(), "g++ 12", None, None, None, ())
+    found = find.Found(find.find_frameworks(), "g++ 12", None, None, None, ())
     assert found.untested == (framework,)
 
 
@@ -84,13 +84,13 @@ def test_torch_is_known_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: Framework | None
 ) -> None:
     (tmp_path / "version.py").write_text(text)
-    monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path)
-    assert frameworks.find_torch() == expected
+    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path)
+    assert find.find_torch() == expected
 
 
 def headers(folder: Path, framework: str, first_line: str) -> None:
     """Lay out the header of an installed framework that says which C++ standard it needs."""
-    header = folder / framework / "include" / frameworks._ASKS_FOR_A_STANDARD[framework]
+    header = folder / framework / "include" / find._ASKS_FOR_A_STANDARD[framework]
     header.parent.mkdir(parents=True)
     header.write_text(f"{first_line}\n#error a newer C++ is needed\n#endif\n")
 
@@ -107,18 +107,18 @@ def headers(folder: Path, framework: str, first_line: str) -> None:
 def test_the_cpp_standard_is_the_newest_that_a_framework_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, standard: int
 ) -> None:
-    monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path / name)
+    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path / name)
     headers(tmp_path, "torch", torch)
     headers(tmp_path, "tensorflow", "#if __cplusplus < 201703L")
-    assert frameworks.find_cxx_standard((TORCH_CPU, TENSORFLOW)) == standard
-    assert frameworks.find_cxx_standard((TENSORFLOW,)) == 17
+    assert find.find_cxx_standard((TORCH_CPU, TENSORFLOW)) == standard
+    assert find.find_cxx_standard((TENSORFLOW,)) == 17
 
 
 def test_the_cpp_standard_of_the_installed_frameworks_is_in_their_headers() -> None:
-    folder = frameworks.package_folder("torch")
+    folder = find.package_folder("torch")
     if folder is None:
         pytest.skip("needs torch")
-    asks = (folder / "include" / frameworks._ASKS_FOR_A_STANDARD["torch"]).read_text()
+    asks = (folder / "include" / find._ASKS_FOR_A_STANDARD["torch"]).read_text()
     assert re.search(r"__cplusplus\s*<\s*20\d{4}L", asks)
 
 
@@ -140,9 +140,9 @@ def test_a_framework_without_headers_is_told_with_the_command_that_brings_them(
         return installed[name]
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path / name)
+    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path / name)
     with pytest.raises(BuildError) as info:
-        frameworks.find_cxx_standard((framework,))
+        find.find_cxx_standard((framework,))
     assert str(info.value).endswith(f"pip install --force-reinstall --no-deps {pinned}")
     assert "\n" not in str(info.value)
 
@@ -150,7 +150,7 @@ def test_a_framework_without_headers_is_told_with_the_command_that_brings_them(
 def test_torch_for_amd_gpus_is_refused_whatever_is_forced(there: Callable[..., None]) -> None:
     there(Framework("torch", "2.13.0+rocm7.0", rocm="7.0.51831"))
     with pytest.raises(BuildError, match=r"torch 2\.13\.0\+rocm7\.0 is built for AMD GPUs.*--without torch"):
-        frameworks.find_frameworks(force=True)
+        find.find_frameworks(force=True)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,6 @@ def test_a_tensorflow_for_gpus_is_known_by_its_build_info(
     """As TensorFlow 2.21 and, in braces, older ones write it."""
     (tmp_path / "python" / "platform").mkdir(parents=True)
     (tmp_path / "python" / "platform" / "build_info.py").write_text(f"build_info = {build_info}\n")
-    monkeypatch.setattr(frameworks, "package_folder", lambda name: tmp_path)
+    monkeypatch.setattr(find, "package_folder", lambda name: tmp_path)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.21.0")
-    assert frameworks.find_tensorflow() == Framework("tensorflow", "2.21.0", cuda)
+    assert find.find_tensorflow() == Framework("tensorflow", "2.21.0", cuda)

@@ -8,8 +8,7 @@ import pytest
 
 from hvdtrain.horovod_build import cache, native
 from hvdtrain.horovod_build.errors import CompileError
-from hvdtrain.horovod_build.find import Cuda, Found, Mpi, Nccl
-from hvdtrain.horovod_build.frameworks import Framework
+from hvdtrain.horovod_build.find import Cuda, Found, Framework, Mpi, Nccl
 from hvdtrain.horovod_build.native import BuildProgress
 
 CPU = Found((Framework("torch", "2.13.0+cpu"),), "g++ 12", None, None, None, ())
