@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from hvdtrain.horovod_build import changes, library_paths, owners, sdist
 from hvdtrain.horovod_build.errors import BuildError, LibraryPathError
 from hvdtrain.horovod_build.find import Found
+from hvdtrain.horovod_build.pip import filled
 
 _RECORD = "build.json"
 _USED = ("wheels", "build-tools", "sdists")
@@ -137,14 +137,11 @@ def load(folder: Path, key: str) -> Entry | None:
 def store(folder: Path, key: str, wheel: Path, *, parts: dict[str, str], seconds: float) -> Entry:
     """Copy `wheel` into the cache, if its libraries look in allowed folders; the entry appears whole or not at all."""
     library_paths.check(wheel)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{key[:12]}-") as scratch:
-        made = Path(scratch) / "entry"
+    with filled(folder / key) as made:
         made.mkdir()
         copy = Path(shutil.copy(wheel, made))
         record = {"key": key, "wheel": wheel.name, "sha256": sdist.sha256_of(copy), "seconds": round(seconds, 1)}
         (made / _RECORD).write_text(json.dumps({**record, "parts": parts}, indent=2) + "\n", encoding="utf-8")
-        if (folder / key).exists():
-            # A rename cannot replace a folder with files: move the old one, which is removed with the scratch folder.
-            os.rename(folder / key, Path(scratch) / "old")
-        os.rename(made, folder / key)
+        if (folder / key).exists():  # a rename cannot replace a folder with files
+            shutil.rmtree(folder / key)
     return Entry(folder / key / wheel.name, seconds)

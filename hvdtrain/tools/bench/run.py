@@ -104,7 +104,11 @@ def parse_link(text: str) -> float:
 
 def bench_machine(options: BenchOptions, spec: LaunchSpec, link: float | None) -> report.Result:
     """Sweep allreduce over sizes, then time the steps of the standard model."""
-    framework = options.framework or _installed()
+    framework = options.framework or next(filter(importlib.util.find_spec, ("torch", "keras")), "")
+    if not framework:
+        raise BenchError(
+            "Neither torch nor keras is installed, so there is nothing to measure with. Install one of them"
+        )
     given = {"max_bytes": options.max_bytes, "steps": options.steps}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     plan = worker.WorkerPlan(framework, **((QUICK if options.quick else {}) | chosen))
@@ -154,13 +158,6 @@ def bench_script(script: Path, options: BenchOptions, spec: LaunchSpec, link: fl
         link_bytes_per_s=link,
         notes=step_notes(steps),
     )
-
-
-def _installed() -> str:
-    for name in ("torch", "keras"):
-        if importlib.util.find_spec(name):
-            return name
-    raise BenchError("Neither torch nor keras is installed, so there is nothing to measure with. Install one of them")
 
 
 def _announce(text: str) -> None:

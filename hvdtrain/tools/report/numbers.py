@@ -63,7 +63,7 @@ def summarize(run: RecordedRun) -> Summary:
     hosts = run.environment.get("hosts")
     known = [str(host) for host in hosts] if isinstance(hosts, list) else []
     ends = [each.step[-1] for each in (intervals, run.epochs) if len(each.step)]
-    parts = {part: _median(mean_over_ranks(times[part])) for part in PARTS}
+    parts = {part: _median(mean(times[part])) for part in PARTS}
     series = run.epochs if len(run.epochs.step) else intervals
     final = [(name, values[-1]) for name, values in series.metrics.items()]
     if intervals.ranks == 1:
@@ -79,7 +79,7 @@ def summarize(run: RecordedRun) -> Summary:
         metrics={name: float(last) for name, last in final if name not in SPEEDS and math.isfinite(last)},
         settled=is_settled,
         samples_per_s=_samples_per_s(run, settled if is_settled else None),
-        step_s=_median(mean_over_ranks(times["step"])),
+        step_s=_median(mean(times["step"])),
         parts_s={part: value for part, value in parts.items() if value is not None},
         slowest=_slowest(times, known, steps=np.diff(intervals.step, prepend=0.0)[settled]),
     )
@@ -114,11 +114,6 @@ def relative_own_time(times: dict[str, Floats]) -> Floats:
     return ratio
 
 
-def mean_over_ranks(values: Floats) -> Floats:
-    """Return the mean of the ranks that are there, shape (n,); NaN where none is."""
-    return _mean(values, axis=1)
-
-
 def thin(values: Floats, most: int) -> Floats:
     """Return at most `most` rows, each the mean of as many neighbours; shape (<= most, ...)."""
     stride = -(-len(values) // most)
@@ -126,7 +121,7 @@ def thin(values: Floats, most: int) -> Floats:
         return values
     padded = np.full((-(-len(values) // stride) * stride, *values.shape[1:]), np.nan)
     padded[: len(values)] = values
-    return _mean(padded.reshape(-1, stride, *values.shape[1:]), axis=1)
+    return mean(padded.reshape(-1, stride, *values.shape[1:]), axis=1)
 
 
 def flat(value: Any, name: str = "") -> dict[str, str]:
@@ -176,7 +171,7 @@ def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Sl
 
     `steps`, shape (n,), is how many steps each interval stands for.
     """
-    own = _mean(own_time(times), axis=0, weights=np.maximum(steps, 1.0))
+    own = mean(own_time(times), axis=0, weights=np.maximum(steps, 1.0))
     there = np.flatnonzero(np.isfinite(own))
     if len(there) < 2:
         return None
@@ -184,7 +179,7 @@ def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Sl
     middle = lower_median(own[there])
     lost = {}
     for part in WORDS:
-        each = np.nan_to_num(_mean(times[part], axis=0, weights=np.maximum(steps, 1.0)))
+        each = np.nan_to_num(mean(times[part], axis=0, weights=np.maximum(steps, 1.0)))
         lost[part] = float(each[rank]) - lower_median(each[there])
     return Slowest(
         rank=rank,
@@ -201,8 +196,8 @@ def _median(values: Floats) -> float | None:
     return float(np.median(finite)) if len(finite) else None
 
 
-def _mean(values: Floats, *, axis: int, weights: Floats | None = None) -> Floats:
-    """Return the mean of the finite values; unlike np.nanmean, without a warning if there is none."""
+def mean(values: Floats, *, axis: int = 1, weights: Floats | None = None) -> Floats:
+    """Return the mean of the finite values, over ranks by default; unlike np.nanmean, NaN without a warning if none."""
     found: Floats = np.ma.filled(np.ma.average(np.ma.masked_invalid(values), axis=axis, weights=weights), np.nan)
     return found
 

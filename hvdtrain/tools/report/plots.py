@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import UsageError
-from hvdtrain.tools.report.numbers import SPEEDS, mean_over_ranks, not_first, own_time, relative_own_time, thin
+from hvdtrain.tools.report.numbers import SPEEDS, mean, not_first, own_time, relative_own_time, thin
 from hvdtrain.tools.report.reading import Floats, RecordedRun
 
 try:
@@ -25,6 +25,9 @@ except ImportError as missing:
     raise UsageError(
         f"the plots need matplotlib, which does not import ({missing}). Type: pip install matplotlib"
     ) from missing
+
+Runs = Sequence[RecordedRun]
+Values = Callable[[RecordedRun], Floats]
 
 # Okabe and Ito's colours, which colour-blind people tell apart, without those too pale for lines on white.
 BLUE, RED, GREEN, PURPLE, ORANGE, GREY = "#0072B2", "#D55E00", "#00795A", "#A8467E", "#C98600", "#707070"
@@ -53,16 +56,25 @@ class Plot:
     note: str = ""  # how to read it
 
 
-def draw(runs: Sequence[RecordedRun], *, floor_s: float | None = None) -> list[Plot]:
+def draw(runs: Runs, *, floor_s: float | None = None) -> list[Plot]:
     """Return the plots of one run, or of two runs over each other; of times, without each start's first interval."""
+    found = [name for run in runs for name in (*run.epochs.metrics, *run.intervals.metrics) if name not in SPEEDS]
+    names = dict.fromkeys(name.removeprefix("val_") for name in found)
     with style.context(["default", _STYLE]):
         # A first step that compiles takes a hundred times as long as others: beside it, nothing else would be seen.
         timed = [replace(run, intervals=run.intervals.only(not_first(run.intervals))) for run in runs]
         note = _thinned(timed)
         plots = [
-            *_metrics(runs),
+            *(_metric(runs, name) for name in names),
             _curves("Learning rate", "", runs, lambda run: run.intervals.learning_rate, dashed=True),
-            _curves("Throughput, all ranks", "samples/s", timed, _samples_per_s, epochs="samples_per_s", note=note),
+            _curves(
+                "Throughput, all ranks",
+                "samples/s",
+                timed,
+                lambda run: run.intervals.samples_per_s,
+                epochs="samples_per_s",
+                note=note,
+            ),
         ]
         if len(runs) == 1:
             plots += [_own_times(timed[0]), _split(timed[0], floor_s), _heat_map(timed[0])]
@@ -71,13 +83,7 @@ def draw(runs: Sequence[RecordedRun], *, floor_s: float | None = None) -> list[P
         return [plot for plot in plots if plot is not None]
 
 
-def _metrics(runs: Sequence[RecordedRun]) -> list[Plot]:
-    found = [name for run in runs for name in (*run.epochs.metrics, *run.intervals.metrics) if name not in SPEEDS]
-    names = dict.fromkeys(name.removeprefix("val_") for name in found)
-    return [plot for name in names if (plot := _metric(runs, name)) is not None]
-
-
-def _metric(runs: Sequence[RecordedRun], name: str) -> Plot | None:
+def _metric(runs: Runs, name: str) -> Plot | None:
     figure, axis = _axes()
     legend = []
     for index, run in enumerate(runs):
@@ -96,20 +102,12 @@ def _metric(runs: Sequence[RecordedRun], name: str) -> Plot | None:
 
 
 def _curves(
-    title: str,
-    unit: str,
-    runs: Sequence[RecordedRun],
-    values: Callable[[RecordedRun], Floats],
-    *,
-    epochs: str = "",
-    dashed: bool = False,
-    note: str = "",
+    title: str, unit: str, runs: Runs, values: Values, *, epochs: str = "", dashed: bool = False, note: str = ""
 ) -> Plot | None:
     """Draw a line for each run, and circles for its epochs: the entry `epochs` of History."""
     figure, axis = _axes(unit)
-    drawn, circles = False, False
-    for index, run in enumerate(runs):
-        color = RUN_COLOURS[index]
+    drawn = circles = False
+    for index, (run, color) in enumerate(zip(runs, RUN_COLOURS, strict=False)):
         drawn |= _line(axis, run.intervals.step, values(run), color=color, linestyle="--" if dashed and index else "-")
         each = run.epochs.metrics.get(epochs)
         circles |= _line(axis, run.epochs.step, each, color=color, marker="o", markersize=4, linestyle=":")
@@ -119,12 +117,8 @@ def _curves(
     return _plot(title, figure, legend, note.strip()) if drawn or circles else None
 
 
-def _samples_per_s(run: RecordedRun) -> Floats:
-    return run.intervals.samples_per_s
-
-
 def _step_ms(run: RecordedRun) -> Floats:
-    return 1e3 * mean_over_ranks(run.intervals.rank_s["step"])
+    return 1e3 * mean(run.intervals.rank_s["step"])
 
 
 def _own_times(run: RecordedRun) -> Plot | None:
@@ -152,7 +146,7 @@ def _own_times(run: RecordedRun) -> Plot | None:
 
 
 def _split(run: RecordedRun, floor_s: float | None) -> Plot | None:
-    times = {part: 1e3 * thin(mean_over_ranks(rows), MOST_POINTS) for part, rows in run.intervals.rank_s.items()}
+    times = {part: 1e3 * thin(mean(rows), MOST_POINTS) for part, rows in run.intervals.rank_s.items()}
     x = thin(run.intervals.step, MOST_POINTS)
     if not np.isfinite(times["step"]).any():
         return None
@@ -237,11 +231,11 @@ def _line(axis: Any, x: Floats, y: Floats | None, **options: Any) -> bool:
     return True
 
 
-def _who(runs: Sequence[RecordedRun], index: int) -> str:
+def _who(runs: Runs, index: int) -> str:
     return f"{'AB'[index]}: {runs[index].name}"
 
 
-def _thinned(runs: Sequence[RecordedRun]) -> str:
+def _thinned(runs: Runs) -> str:
     most = max(-(-len(run.intervals.step) // MOST_POINTS) for run in runs)
     return f"A point is the mean of {most:,} intervals." if most > 1 else ""
 
