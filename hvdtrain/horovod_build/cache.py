@@ -35,11 +35,8 @@ class Entry:
 
 
 def cache_folder() -> tuple[Path, str]:
-    """Return the folder of the cache, and a message if it is not the usual one.
-
-    It is $HVDTRAIN_CACHE, else hvdtrain/ in $XDG_CACHE_HOME, else in ~/.cache. If the last two cannot be written, as in
-    containers, it is .cache/hvdtrain in this environment: its user owns that, unlike a folder in /tmp.
-    """
+    """Return the folder of the cache, and a message if it is not the usual one."""
+    # Where neither can be written, as in containers, this environment: its user owns that, unlike a folder in /tmp.
     chosen = os.environ.get("HVDTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     usual = Path(os.path.abspath(os.path.expanduser(chosen))) if chosen else Path(base) / "hvdtrain"

@@ -65,10 +65,7 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that a build depends on; `notes` says why a part is left out.
-
-    With `through_host`, GPU tensors go through host memory, so that several ranks can share one GPU.
-    """
+    """Everything that a build depends on; `notes` says why a part is left out."""
 
     frameworks: tuple[Framework, ...]
     compiler: str
@@ -78,7 +75,7 @@ class Found:
     gpus: tuple[str, ...]
     notes: tuple[str, ...] = ()
     cxx_standard: int = 17
-    through_host: bool = False
+    through_host: bool = False  # GPU tensors go through host memory, so that several ranks can share one GPU
 
     @property
     def gpu(self) -> bool:
@@ -230,10 +227,7 @@ _MPI_COMMAND = "pip install 'hvdtrain[mpi]' && hvdtrain build"
 
 
 def find_mpi() -> tuple[Mpi | None, str]:
-    """Return Open MPI if horovodrun can use it, else None and the reason.
-
-    horovodrun uses MPI whenever it was built in, so an MPI that it cannot launch must not be built in.
-    """
+    """Return Open MPI if horovodrun can use it, else None and the reason: it uses any MPI that was built in."""
     wrapper, launcher = open_mpi.program("mpicxx") or open_mpi.program("mpic++"), open_mpi.program("mpirun")
     if wrapper is None or launcher is None:
         missing = " and ".join(n for n, p in (("mpicxx", wrapper), ("mpirun", launcher)) if p is None)
@@ -264,10 +258,7 @@ def find_gpus() -> tuple[str, ...]:
 
 
 def find_cuda(major: str = "") -> Cuda | None:
-    """Return the CUDA toolkit: in CUDA_HOME, beside the nvcc on PATH, in /usr/local/cuda, or from pip's wheels.
-
-    If HOROVOD_CUDA_HOME is set, only that folder counts. Other major versions count only if `major` is missing.
-    """
+    """Return the CUDA toolkit; those of other major versions count only if `major` is missing."""
     nvcc = shutil.which("nvcc")
     # /usr/local/bin/nvcc may be a script that calls the toolkit's: its parent then has no headers.
     homes = [os.environ.get("CUDA_HOME"), str(Path(nvcc).resolve().parent.parent) if nvcc else None, "/usr/local/cuda"]

@@ -1,7 +1,6 @@
 """Check where a wheel's libraries look for other libraries: in their own environment and the system's folders only.
 
-A user who can write to a folder that a library names can run code in the process of everybody who loads the library.
-If the folder was in /tmp and is removed, any user can create it again.
+Who can write to another folder, or create it again in /tmp, can run code in the process of everybody who loads them.
 """
 
 from __future__ import annotations

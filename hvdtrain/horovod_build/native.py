@@ -106,11 +106,9 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
 
 
 def runpath(found: Found) -> list[str]:
-    """Return where Horovod's libraries look for others: MPI's folder and NCCL's, in any environment that has them.
-
-    A patch switches off CMake's own list, which names this environment and the build's folder in /tmp. A user who can
-    create that folder later could put a library there. The frameworks load their libraries before Horovod.
-    """
+    """Return where Horovod's libraries look for others: MPI's folder and NCCL's, in any environment that has them."""
+    # A patch switches off CMake's own list, which names this environment and the build's folder in /tmp, where a user
+    # could put a library later. The frameworks load their libraries before Horovod.
     folders = []
     if found.mpi and found.mpi.library:
         # The wheel serves any environment that has this Open MPI. The system's may have the same soname.

@@ -12,11 +12,8 @@ from pathlib import Path
 
 
 def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found: os.stat_result | None = None) -> str:
-    """Return which users can change `path`, other than the system and, with `ours`, this user; "" if none.
-
-    `sticky` accepts a folder such as /tmp: everybody can write to it, but nobody can replace another user's files.
-    `found` is the stat of what is open already.
-    """
+    """Return which users can change `path`, other than the system and, with `ours`, this user; "" if none."""
+    # `sticky` accepts a folder such as /tmp, where nobody can replace another's files; `found` is an open file's stat.
     found = os.stat(path) if found is None else found
     if not is_ours(found.st_uid) or (not ours and found.st_uid not in _system()):
         return f"{path} belongs to user {user(found.st_uid)}"
@@ -30,10 +27,8 @@ def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found:
 
 
 def is_systems(folder: str) -> bool:
-    """Return whether only the system can change a folder and those above it, so that no user can add a library.
-
-    Where it does not exist, the existing folders above it decide: then only the system can make it.
-    """
+    """Return whether only the system can change a folder and those above it, so that no user can add a library."""
+    # Where it does not exist, the existing folders above it decide: then only the system can make it.
     parents = {each for path in (folder, os.path.realpath(folder)) for each in (Path(path), *Path(path).parents)}
     return not any(who_can_change(each, ours=False, sticky=False) for each in parents if os.path.exists(each))
 

@@ -45,11 +45,7 @@ def _run(command: list[str], *, cache: Path) -> None:
 
 
 def pip_command(cache: Path) -> list[str]:
-    """Return the command that runs pip for this environment.
-
-    If the environment has no pip, use the wheel that Python has for new environments, else one that uv fetches into
-    `cache`; the environment does not change.
-    """
+    """Return the command that runs pip for this environment, which does not change: its own, Python's or uv's."""
     own = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
     if own.returncode == 0:
         return [sys.executable, "-m", "pip", *_OPTIONS]

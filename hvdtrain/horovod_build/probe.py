@@ -1,8 +1,4 @@
-"""A live two-process allreduce over one data plane: what `hvdtrain build` proves and `hvdtrain doctor` shows.
-
-`hvdtrain build` proves a training step too. `allreduce` starts two ranks under horovodrun; each runs this module as a
-script and leaves its answer in a file.
-"""
+"""A live allreduce over one data plane, on ranks that run this module: proves a build, and is shown by doctor."""
 
 from __future__ import annotations
 
@@ -70,8 +66,7 @@ def plan(frameworks: Mapping[str, str], planes: Iterable[Plane], *, gpus: int) -
 def allreduce(framework: str, plane: Plane, *, ranks: int = 2, timeout_s: float = 90, step: bool = False) -> Probe:
     """Let `ranks` processes of this host sum an array; what fails is in the Probe's `error`, and not raised.
 
-    "mpi" and "gloo" sum host memory; "nccl" sums GPU memory, and each rank needs its own GPU. With `step` they also
-    take a training step, in host memory, and compare its weights with one process's.
+    "nccl" sums GPU memory, a GPU for each rank. With `step` they also take a training step, in host memory.
     """
     chosen = {"KERAS_BACKEND": "tensorflow", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     # A data plane that the user prefers is not the requested one.

@@ -72,10 +72,7 @@ def fetch_tools(cache: Path) -> Path:
 
 
 def fetch(cache: Path, *, tools: Path) -> Path:
-    """Return the sdist, from the cache or fetched with pip from wherever pip is configured to look.
-
-    pip checks the hash before it runs anything of the sdist, and we check it again before we use it.
-    """
+    """Return the sdist, from the cache or fetched; pip checks its hash before it runs anything of it, and so do we."""
     cached = cache / "sdists" / FILE_NAME
     if cached.is_file():
         return check(cached)

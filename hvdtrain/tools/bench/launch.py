@@ -78,10 +78,7 @@ def run_ranks(
     mark: str,
     answers: int,
 ) -> LaunchOutcome:
-    """Run `python PROGRAM...` on every rank, beside `environment`, and return what came of it.
-
-    Once `answers` lines that begin with `mark` were printed, the ranks get 20 s to end, and are then ended.
-    """
+    """Run `python PROGRAM...` on every rank; once `answers` lines begin with `mark`, the ranks get 20 s to end."""
     line = [*_horovodrun(spec), sys.executable, *program]
     given = rank_environment({"PYTHONUNBUFFERED": "1", **environment})
     route = other_hosts.ssh_route(spec, given)

@@ -42,11 +42,8 @@ class Steps:
 
     @property
     def slowest(self) -> RankSteps:
-        """The rank for which the others wait: the one that takes longest by itself.
-
-        All ranks' steps take equally long, since each reduction waits for the last; the one that waits least is the
-        slowest, and only its wait is communication alone.
-        """
+        """The rank for which the others wait: the one that takes longest by itself."""
+        # All steps take equally long, since a reduction waits for the last rank: only its wait is communication alone.
         return max(self.ranks, key=lambda rank: rank.own_s)
 
     @property
@@ -55,16 +52,14 @@ class Steps:
         return min(self.ranks, key=lambda rank: rank.own_s)
 
     def plan_input(self, fit: Fit | None) -> dict[str, Any]:
-        """Return what `hvdtrain plan --measured` reads, of the slowest rank; what was not measured is left out.
-
-        The sweep's `fit` counts on one host only: ranks on several say nothing of a host's own speed.
-        """
+        """Return what `hvdtrain plan --measured` reads, of the slowest rank; what was not measured is left out."""
         summary, facts, size = self.slowest.summary, self.slowest.facts, len(self.ranks)
         own_s, spread_s = self.slowest.own_s, (summary.own_s.high - summary.own_s.low) / _QUARTILES_TO_SIGMA
         found: dict[str, Any] = {"step_s": own_s, "spread_s": spread_s, "ranks": size}
         found |= {key: facts[key] for key in ("gradient_bytes", "samples_per_step", "framework") if key in facts}
         if summary.backward_s is not None and own_s > 0:
             found["backward_share"] = summary.backward_s / own_s
+        # On several hosts, the sweep says nothing of a host's own speed.
         if fit is not None and len({each.facts.get("host") for each in self.ranks}) == 1:
             found["overhead_s"] = fit.alpha_s
             if fit.beta_s_per_byte > 0:

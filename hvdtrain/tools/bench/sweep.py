@@ -60,10 +60,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """time = alpha_s + bytes * beta_s_per_byte, by least squares of the relative errors; neither below zero.
+    """time = alpha_s + bytes * beta_s_per_byte, by least squares of the relative errors; neither below zero."""
 
-    Relative, because the times span five powers of ten: plain least squares would see the largest size only.
-    """
+    # Relative, because the times span five powers of ten: plain least squares would see the largest size only.
 
     alpha_s: float
     beta_s_per_byte: float
@@ -93,10 +92,7 @@ def measure(
     agree: Callable[[float], float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Time one allreduce repeatedly, without pauses, for about `budget_s`; return the seconds of each call.
-
-    `agree` returns the maximum of a number over ranks: all ranks must repeat equally often.
-    """
+    """Return the seconds of each of many allreduces; `agree` makes all ranks repeat equally often, by a maximum."""
     for _ in range(WARMUP):
         reduce()
     began = clock()
@@ -135,10 +131,7 @@ def fit(points: Sequence[Point]) -> Fit | None:
 def copy_bandwidth(
     barrier: Callable[[], None], *, num_bytes: int, clock: Callable[[], float] = time.perf_counter
 ) -> Spread:
-    """Measure memory bandwidth: bytes copied a second by this rank, one thread, while all ranks copy at once.
-
-    A copy is as large as the message that it is compared with: caches serve both alike.
-    """
+    """Return the bytes a second that this rank copies, with one thread, while all ranks copy as large a message."""
     num_bytes = max(num_bytes, MIN_COPY_BYTES)
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     rates: list[float] = []

@@ -1,8 +1,4 @@
-"""One rank of `hvdtrain bench`: measures memory, allreduce by size, and the steps of a standard model.
-
-Started as `python -m hvdtrain.tools.bench.worker '{"framework": ..., ...}'`; rank 0 prints a line that begins
-with MARK.
-"""
+"""One rank of `hvdtrain bench`: measures memory, allreduce by size, and the steps of a standard model."""
 
 from __future__ import annotations
 

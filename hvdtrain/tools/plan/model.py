@@ -4,17 +4,14 @@ The batch of a rank stays what it was measured with, so R ranks take R times the
 
     T(R) = T_comp + exposed(R) + waiting(R)
 
-- T_comp: one rank's step without communication, as measured. It is the same on every rank and for every R.
-- T_sync(R): the time of all allreduces of one step. Each is an alpha-beta cost: hops * latency + bytes sent /
-  bandwidth, plus what it takes to start one. A ring sends 2(R-1)/R times the bytes, the least that any algorithm can
-  [1], over 2(R-1) hops; a tree sends twice the bytes over about 2 log2 R hops [2]; the hierarchical form rings within
-  each host and across hosts [3]. Ranks of one host are neighbours in the ring, so that the host's link carries the
-  bytes once in each direction, however many ranks share it.
-- exposed(R): the part of T_sync that nothing hides. Gradients become ready during backward, last layer first, and are
-  reduced bucket by bucket during the backward pass [3, 4]. The last bucket is ready only when backward ends, so its
-  allreduce is always exposed; the others are where they queue up because the link is slower than backward.
-- waiting(R): the slowest of R ranks sets the pace. With step times that scatter by a standard deviation s, the expected
-  maximum lies s * E[max of R standard normals] above their mean [5]; 0 unless a spread was measured.
+- T_comp: one rank's step without communication, as measured, the same for every R.
+- T_sync(R): all allreduces of a step, each hops * latency + bytes sent / bandwidth + its start. A ring sends 2(R-1)/R
+  times the bytes, the least possible [1], over 2(R-1) hops; a tree twice the bytes over about 2 log2 R hops [2]; the
+  hierarchical form rings within each host and across hosts [3]. Ranks of one host are neighbours in the ring, so that
+  the host's link carries the bytes once in each direction, however many ranks share it.
+- exposed(R): what is left of T_sync when backward ends. Buckets are reduced as they become ready, last layer first
+  [3, 4]: the last one is always exposed, the others where they queue up because the link is slower than backward.
+- waiting(R): for the slowest rank: the spread of step times * E[max of R standard normals] [5]; 0 if not measured.
 
 Sources: [1] Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009.
 [2] Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel Computing
@@ -193,12 +190,8 @@ def marginal_efficiency(fewer: Forecast, more: Forecast) -> float:
 
 
 def pays_up_to(forecasts: Sequence[Forecast], *, worth: float = 0.5) -> Forecast:
-    """Return the forecast at which adding ranks stops paying, of some in rising order that begin with one rank.
-
-    From there, no larger number of ranks brings `worth` of a lone rank's work for each rank added. It counts from the
-    last number that paid, not from the neighbour: where the second host is added, a rank brings little, but many hosts
-    may pay again.
-    """
+    """Return the last forecast, of some from one rank on, whose added ranks bring `worth` of a lone rank's work."""
+    # From the last number that paid, not from the neighbour: a second host brings little, but many may pay again.
     best = forecasts[0]
     for candidate in forecasts[1:]:
         if marginal_efficiency(best, candidate) >= worth:
@@ -245,11 +238,7 @@ def require(name: str, value: float, bounds: Bounds) -> None:
 
 
 def read_measured(path: Path) -> dict[str, float]:
-    """Return what a file of `hvdtrain bench --script train.py --json` says, by the fields of Step and Cluster.
-
-    What was not measured is null or left out; ValueError if it is not JSON, has no object "plan_input", or has
-    something in that which is not a number.
-    """
+    """Return what a file of `hvdtrain bench --script` says, by the fields of Step and Cluster, or a ValueError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, or not text

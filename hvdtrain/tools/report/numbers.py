@@ -167,10 +167,7 @@ def _samples_per_s(run: RecordedRun, settled: NDArray[np.bool_] | None) -> float
 
 
 def _slowest(times: dict[str, Floats], hosts: list[str], *, steps: Floats) -> Slowest | None:
-    """Return the rank that costs the others most, by each part's seconds per step, shape (n, ranks).
-
-    `steps`, shape (n,), is how many steps each interval stands for.
-    """
+    """Return the rank that costs the others most, by each part's seconds per step; a row is of so many `steps`."""
     own = mean(own_time(times), axis=0, weights=np.maximum(steps, 1.0))
     there = np.flatnonzero(np.isfinite(own))
     if len(there) < 2:

@@ -103,11 +103,8 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def last_word(lines: Iterable[dict[str, Any]]) -> tuple[list[tuple[int, dict[str, Any]]], int]:
-    """Return the lines that count, each with its start, and how many starts there were.
-
-    A run that was killed resumes from a checkpoint and repeats some steps. If the global step decreases, the earlier
-    lines of those steps do not count.
-    """
+    """Return the lines that count, each with its start, and how many starts there were."""
+    # A run that was killed resumes from a checkpoint: of steps that it repeats, the earlier lines do not count.
     counted: list[tuple[int, dict[str, Any]]] = []
     start = 0
     for line in lines:
