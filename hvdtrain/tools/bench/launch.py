@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, islice
 from pathlib import Path
 from subprocess import DEVNULL
+from typing import TypeVar
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.launch import arguments, other_hosts, ssh
@@ -21,6 +22,8 @@ from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.rank_output import Line, OutputLines
 from hvdtrain.system import process_tree
 from hvdtrain.system.start_ranks import horovodrun, rank_environment
+
+T = TypeVar("T")
 
 _EXIT_GRACE_S = 20.0
 _POLL_S = 0.05
@@ -52,6 +55,16 @@ class LaunchOutcome:
         return {
             rank: text.removeprefix(mark) for rank, text in self.lines if rank is not None and text.startswith(mark)
         }
+
+    def reports(self, mark: str, read: Callable[[str], T]) -> list[T]:
+        """Return what `read` makes of each rank's line that begins with `mark`."""
+        found = []
+        for text in self.marked(mark).values():
+            try:
+                found.append(read(text))
+            except (ValueError, KeyError, TypeError) as problem:
+                raise BenchError(f"a rank's report cannot be read ({problem}): {text[:200]}") from None
+        return found
 
     def last_words(self) -> str:
         """Return the rank and line of the first error found, and the end of what that rank printed."""

@@ -110,8 +110,8 @@ def bench_machine(options: BenchOptions, spec: LaunchSpec, link: float | None) -
             "Neither torch nor keras is installed, so there is nothing to measure with. Install one of them"
         )
     given = {"max_bytes": options.max_bytes, "steps": options.steps}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    plan = worker.WorkerPlan(framework, **((QUICK if options.quick else {}) | chosen))
+    chosen = (QUICK if options.quick else {}) | {name: value for name, value in given.items() if value is not None}
+    plan = worker.WorkerPlan(framework, **chosen)
     environment = {name: os.environ.get(name, "1") for name in _ONE_THREAD}
     text = json.dumps(dataclasses.asdict(plan))
     _announce(f"{spec.ranks} ranks, {framework}, at most {options.timeout_s:g} s")
@@ -166,15 +166,11 @@ def _announce(text: str) -> None:
 
 def _report_of(outcome: LaunchOutcome, timeout_s: float) -> dict[str, Any]:
     """Return what rank 0 printed."""
-    texts = list(outcome.marked(worker.MARK).values())
-    if not texts:
+    found: list[dict[str, Any]] = outcome.reports(worker.MARK, json.loads)
+    if not found:
         why = f"was ended after {timeout_s:g} s (--timeout)" if outcome.status is None else "failed"
         raise BenchError(f"the measurement {why}; {outcome.last_words()}")
-    try:
-        found: dict[str, Any] = json.loads(texts[0])
-    except ValueError as problem:
-        raise BenchError(f"the ranks' report cannot be read ({problem}): {texts[0][:200]}") from None
-    return found
+    return found[0]
 
 
 def advice_facts(steps: Steps, *, spec: LaunchSpec, link: float | None, fit: sweep.Fit | None) -> advice.StepFacts:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -38,13 +37,12 @@ def main(text: str) -> int:
     """Measure, and let rank 0 print what came of it."""
     plan = WorkerPlan(**json.loads(text))
     world = init(plan.framework)
-    found: dict[str, Any] = {"points": []}
-    if world.size > 1:
-        found["points"] = [dataclasses.asdict(point) for point in measure_sweep(plan, world)]
-    found["ranks"] = world.allgather_object(measure_steps(plan, world).to_json(), name="steps")
+    points = [dataclasses.asdict(point) for point in measure_sweep(plan, world)] if world.size > 1 else []
+    ranks = world.allgather_object(measure_steps(plan, world).to_json(), name="steps")
     if world.is_root:
         sys.stdout.flush()
-        os.write(1, f"\n{MARK}{json.dumps(found)}\n".encode())
+        text = json.dumps({"points": points, "ranks": ranks})
+        os.write(1, f"\n{MARK}{text}\n".encode())
     return 0
 
 

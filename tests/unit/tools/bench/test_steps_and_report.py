@@ -104,7 +104,7 @@ def test_a_report_that_was_cut_off_is_an_error() -> None:
 
 
 def test_a_report_of_the_standard_model_that_was_cut_off_is_an_error() -> None:
-    with pytest.raises(BenchError, match="the ranks' report cannot be read"):
+    with pytest.raises(BenchError, match="a rank's report cannot be read"):
         run._report_of(LaunchOutcome(0, [(0, f"{worker.MARK}{{")]), 9)
 
 
