@@ -75,7 +75,7 @@ def build(options: BuildOptions) -> Path | None:
         _install_and_prove(entry, found, key=key, home=home, options=options, progress=progress)
     if found.untested:
         proof = ": it was proven here, by the lines above" if options.install else ", and nothing was proven here"
-        progress.note(f"No test of hvdtrain has seen {_names(found)}{proof}")
+        progress.note(f"No test of hvdtrain has seen {' and '.join(map(str, found.untested))}{proof}")
     return entry.wheel
 
 
@@ -107,14 +107,10 @@ def _install_and_prove(
 def _refusal(found: Found, problem: str) -> BuildError:
     """Return the error for a version that no test has seen and that does not work here."""
     commands = " && ".join(command_for_tested(framework.name) for framework in found.untested)
+    unseen = " and ".join(map(str, found.untested))
     return BuildError(
-        f"{problem}\nNo test of hvdtrain has seen {_names(found)}. The last version that works: {commands}, then "
-        "hvdtrain build"
+        f"{problem}\nNo test of hvdtrain has seen {unseen}. The last version that works: {commands}, then hvdtrain build"
     )
-
-
-def _names(found: Found) -> str:
-    return " and ".join(f"{framework.name} {framework.version}" for framework in found.untested)
 
 
 def describe(found: Found) -> list[str]:

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,9 @@ class Framework:
     version: str
     cuda: str = ""
     rocm: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,9 @@ def find_tensorflow() -> Framework | None:
 
 def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = False) -> tuple[Framework, ...]:
     """Return torch and TensorFlow as installed, if they are not too old. Of newer versions the proof decides."""
-    finders: dict[str, Callable[[], Framework | None]] = {"torch": find_torch, "tensorflow": find_tensorflow}
-    found = tuple(f for name, find in finders.items() if name not in without and (f := find()) is not None)
+    found = tuple(each for each in (find_torch(), find_tensorflow()) if each and each.name not in without)
     if not found:
-        left_out = f" (left out: {', '.join(sorted(without & set(finders)))})" if without & set(finders) else ""
+        left_out = f" (left out: {', '.join(sorted(without & set(TESTED)))})" if without & set(TESTED) else ""
         raise BuildError(
             f"Neither torch nor tensorflow is installed in this environment{left_out}. Horovod is built for them, and "
             "JAX trains through either: install one (pip install torch, or pip install tensorflow), then try again."
@@ -143,13 +144,13 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
     for framework in found:
         if framework.rocm:
             raise BuildError(
-                f"{framework.name} {framework.version} is built for AMD GPUs (ROCm {framework.rocm}), which hvdtrain "
+                f"{framework} is built for AMD GPUs (ROCm {framework.rocm}), which hvdtrain "
                 f"does not support. Install its CUDA or CPU build, or leave it out with --without {framework.name}."
             )
         version = _version(framework)
         if not force and version is not None and version < Version(TESTED[framework.name][0]):
             raise BuildError(
-                f"{framework.name} {framework.version} is older than all that the tests ran on. Run: "
+                f"{framework} is older than all that the tests ran on. Run: "
                 f"{command_for_tested(framework.name)}, or try all the same with --force."
             )
     return found
@@ -185,7 +186,7 @@ def find_cxx_standard(frameworks: tuple[Framework, ...]) -> int:
             # What torch calls 2.13.0+cu130 is 2.13.0 on PyPI.
             pin = "==".join(framework_pin(framework.name) or (framework.name, framework.version))
             raise BuildError(
-                f"{framework.name} {framework.version} came without its C++ headers: {header} is missing. Install it "
+                f"{framework} came without its C++ headers: {header} is missing. Install it "
                 f"whole: pip install --force-reinstall --no-deps {pin}"
             )
         # `#if __cplusplus < 202002L`, then `#error`: a standard's year and month.
@@ -215,7 +216,7 @@ def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
         raise BuildError(problem)
     compiler = toolchain.compiler_command() or "c++"
     if said := toolchain.lacks_standard(compiler, standard):
-        asking = " and ".join(f"{framework.name} {framework.version}" for framework in frameworks)
+        asking = " and ".join(map(str, frameworks))
         raise BuildError(
             f"{compiler} cannot compile C++{standard}, which the headers of {asking} require ({said}). gcc 11, "
             "clang 17 and newer ones can: apt-get install g++-12 (Red Hat: dnf install gcc-toolset-12; conda: conda "
@@ -356,7 +357,7 @@ def _old_driver(frameworks: tuple[Framework, ...]) -> str:
         oldest = _OLDEST_DRIVERS.get(framework.cuda.split(".")[0], 0)
         if versions and int(versions[0].split(".")[0]) < oldest:
             return (
-                f"the NVIDIA driver is {versions[0]}, and {framework.name} {framework.version}, built for CUDA "
+                f"the NVIDIA driver is {versions[0]}, and {framework}, built for CUDA "
                 f"{framework.cuda}, needs {oldest} or newer (Ubuntu: apt-get install "
                 f"nvidia-driver-{oldest}; HVDTRAIN_GPU=1 builds in spite of it)"
             )

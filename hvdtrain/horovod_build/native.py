@@ -13,7 +13,7 @@ from typing import TextIO
 
 from hvdtrain.horovod_build import owners
 from hvdtrain.horovod_build.errors import BuildError, CompileError
-from hvdtrain.horovod_build.find import Cuda, Found, Nccl, output_of
+from hvdtrain.horovod_build.find import Found, output_of
 from hvdtrain.system import open_mpi
 
 _PERCENT = re.compile(r"^\[\s*(\d+)%\]")
@@ -149,7 +149,11 @@ def environment(
         "CUDA_VISIBLE_DEVICES": "",  # a compile needs no GPU
     }
     if found.gpu and found.cuda and found.nccl:
-        links = link_folder(found.cuda, found.nccl, scratch)
+        # Names without a version, which the linker needs and pip's wheels do not have.
+        (links := scratch / "links").mkdir()
+        (links / "libnccl.so").symlink_to(found.nccl.library)
+        for runtime in sorted((found.cuda.home / "lib").glob("libcudart.so.*"))[:1]:
+            (links / "libcudart.so").symlink_to(runtime)
         # A toolkit of wheels has lib, not lib64: neither nvcc, the linker nor CMake looks there.
         folders = [str(links), *(str(found.cuda.home / name) for name in ("lib64", "lib"))]
         for name in ("LIBRARY_PATH", "CMAKE_LIBRARY_PATH"):
@@ -159,17 +163,6 @@ def environment(
         env["HOROVOD_NCCL_LIB"] = str(links)
         env["PATH"] = f"{found.cuda.home / 'bin'}{os.pathsep}{env['PATH']}"
     return env
-
-
-def link_folder(cuda: Cuda, nccl: Nccl, scratch: Path) -> Path:
-    """Return a folder with names without a version, which the linker needs and pip's wheels do not have."""
-    folder = scratch / "links"
-    folder.mkdir(parents=True, exist_ok=True)
-    runtime = sorted((cuda.home / "lib").glob("libcudart.so.*"))
-    for name, library in (("libnccl.so", nccl.library), ("libcudart.so", runtime[0] if runtime else None)):
-        if library and not (folder / name).is_symlink():
-            (folder / name).symlink_to(library)
-    return folder
 
 
 def run(source: Path, *, env: dict[str, str], log: Path, progress: BuildProgress) -> Path:
