@@ -28,9 +28,7 @@ class BuildOptions:
     without: frozenset[str] = frozenset()  # parts to leave out: "torch", "tensorflow", "mpi", "nccl"
     rebuild: bool = False  # compile even where the cache has the wheel
     dry_run: bool = False  # say what would be built, and stop
-    # Take framework versions older than the tests', and leave a build installed whose proof failed on a version that
-    # no test has seen.
-    force: bool = False
+    force: bool = False  # take versions older than the tests', and leave an untested one installed if its proof failed
     wheel_dir: Path | None = None  # put a copy of the wheel there
     sdist: Path | None = None  # Horovod's sdist as a file, for machines without a network
     through_host: bool = False  # GPU tensors travel through host memory instead of NCCL
@@ -107,10 +105,8 @@ def _install_and_prove(
 def _refusal(found: Found, problem: str) -> BuildError:
     """Return the error for a version that no test has seen and that does not work here."""
     commands = " && ".join(command_for_tested(framework.name) for framework in found.untested)
-    unseen = " and ".join(map(str, found.untested))
-    return BuildError(
-        f"{problem}\nNo test of hvdtrain has seen {unseen}. The last version that works: {commands}, then hvdtrain build"
-    )
+    problem += f"\nNo test of hvdtrain has seen {' and '.join(map(str, found.untested))}."
+    return BuildError(f"{problem} The last version that works: {commands}, then hvdtrain build")
 
 
 def describe(found: Found) -> list[str]:

@@ -19,8 +19,7 @@ from hvdtrain.horovod_build.installed import version_of
 
 # What uv fetches, where Python comes without a pip.
 PIP, PIP_HASHES = "pip==26.3", ("f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13",)
-# What Horovod imports at run time. Its own requirements are hvdtrain's too, so this is for environments where
-# hvdtrain came without them (pip install --no-deps).
+# What Horovod imports at run time, for environments where hvdtrain came without its requirements (--no-deps).
 _NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
 _OPTIONS = ("--disable-pip-version-check", "--no-input")
 

@@ -18,8 +18,7 @@ from rich.markup import escape
 from hvdtrain.horovod_build import installed, probe
 from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.system import log_filter, private_files, redact
-from hvdtrain.tools.doctor.facts import Facts, gather
-from hvdtrain.tools.doctor.rules import Verdict, judge, judge_probes
+from hvdtrain.tools.doctor.facts import Facts, Verdict, gather, judge, judge_probes
 
 __all__ = ["run"]
 

@@ -57,9 +57,7 @@ class Step:
     compute_s: float  # its time in seconds, waiting for data included
     gradient_bytes: float  # what the rank hands to allreduce in one step
     samples: int  # how many samples the rank takes in it
-    # backward's share of compute_s. 2/3 where it was not measured: backward does about twice the arithmetic of
-    # forward, once for the inputs and once for the weights.
-    backward_share: float = 2 / 3
+    backward_share: float = 2 / 3  # of compute_s; unmeasured, as backward does about twice the arithmetic of forward
     spread_s: float = 0.0  # standard deviation of compute_s from step to step, in seconds
 
     def __post_init__(self) -> None:
@@ -74,22 +72,17 @@ class Step:
 class Cluster:
     """The links between ranks, and how gradients are sent over them."""
 
-    # Nominal speed of a host's link, each direction; None for a single host.
-    link_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None  # nominal speed of a host's link, each direction; None for a single host
     ranks_per_host: int = 1  # ranks that share a host and its link
-    # Speed of an allreduce between ranks of one host; None if each host has one rank.
-    intra_bytes_per_s: float | None = None
+    intra_bytes_per_s: float | None = None  # speed of an allreduce between ranks of one host; None if each has one
     # Share of the nominal speed that is left for gradients. 0.93: RoCE v2 with 1024 bytes per packet has
     # 1024 / (1024 + 82) after the headers of Ethernet, IP, UDP and InfiniBand; TCP with a 1500-byte MTU 1448 / 1538.
     link_efficiency: float = 0.93
     latency_s: float = 10e-6  # one hop between hosts; the default is about what NCCL's tuning table gives a network hop
     intra_latency_s: float = 6e-6  # one hop within a host; likewise
     overhead_s: float = 1e-3  # starting one allreduce: agreeing among ranks, and Horovod's cycle time (1 ms by default)
-    # gradients that are reduced together. 64 MiB was Horovod's fusion threshold in its published runs.
-    bucket_bytes: float = 64 * 2.0**20
-    # How much of an allreduce can overlap with backward: 1 where network hardware does the work, 0 where it takes the
-    # very cores that compute
-    overlap: float = 1.0
+    bucket_bytes: float = 64 * 2.0**20  # gradients reduced together; Horovod's fusion threshold in its published runs
+    overlap: float = 1.0  # of an allreduce with backward: 1 on network hardware, 0 on the very cores that compute
     algorithm: Algorithm = Algorithm.auto  # how an allreduce travels
 
     def __post_init__(self) -> None:

@@ -27,9 +27,7 @@ class Slowest:
 
     rank: int
     host: str  # its host's name, "" if it was not recorded
-    # Seconds of a step without waiting: data, compute and callbacks. The mean over steps, so that a slow phase counts
-    # by the wait time of the other ranks.
-    own_s: float
+    own_s: float  # seconds of a step without waiting, the mean over steps: a slow phase counts by the others' wait
     median_own_s: float  # the same of the median rank, the lower one of two
     above_median: float  # own_s / median_own_s - 1
     cause: str  # "data", "compute" or "other": where it loses most against the median rank

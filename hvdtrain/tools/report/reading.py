@@ -77,11 +77,10 @@ def read_run(folder: Path) -> RecordedRun:
     _require_run(folder)
     path = folder / METRICS
     lines, unreadable = _lines(path)
-    if not lines and not unreadable:
-        raise UsageError(f"{path} is empty: wait for the first step, or name another run")
     if not lines:
+        empty, other = "is empty: wait for the first step, or name another run", "has no whole line that a run wrote"
         raise UsageError(
-            f"{path} has no whole line that a run wrote. Name the folder of a run: hvdtrain report runs/NAME"
+            f"{path} {f'{other}. Name the folder of a run: hvdtrain report runs/NAME' if unreadable else empty}"
         )
     counted, starts = last_word(lines)
     notes = []

@@ -14,8 +14,7 @@ from hvdtrain.horovod_build import installed
 from hvdtrain.horovod_build.probe import Probe
 from hvdtrain.tools import doctor
 from hvdtrain.tools.doctor import facts as facts_module
-from hvdtrain.tools.doctor.facts import Facts
-from hvdtrain.tools.doctor.rules import RULES, judge, judge_probes
+from hvdtrain.tools.doctor.facts import RULES, Facts, judge, judge_probes
 
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.4"
 HEALTHY = Facts(
@@ -255,7 +254,7 @@ def test_gpu_lines_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_looking_imports_no_framework() -> None:
     code = (
-        "import sys; from hvdtrain.tools.doctor.facts import gather; from hvdtrain.tools.doctor.rules import judge\n"
+        "import sys; from hvdtrain.tools.doctor.facts import gather, judge\n"
         "judge(gather())\n"
         "bad = {'torch', 'tensorflow', 'keras', 'jax', 'horovod'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
     )

@@ -11,8 +11,7 @@ from hvdtrain.cli import program
 from hvdtrain.horovod_build.probe import Probe
 from hvdtrain.system import redact
 from hvdtrain.tools import doctor
-from hvdtrain.tools.doctor.facts import Facts
-from hvdtrain.tools.doctor.rules import Verdict
+from hvdtrain.tools.doctor.facts import Facts, Verdict
 
 FACTS = Facts(
     versions={"python": "3.11.7", "hvdtrain": "0.1.0", "horovod": "0.28.1", "torch": "2.13.0+cpu"},
