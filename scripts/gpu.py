@@ -69,19 +69,19 @@ def _pin(text: str, name: str, python: str) -> str:
 def tools() -> str:
     """Return pip and what builds Horovod as pip's requirements, with their hashes."""
     sys.path.insert(0, str(ROOT))
-    from hvdtrain.horovod_build import pip, sdist
+    from hvdtrain.horovod_build import packages
 
-    return pip.requirement(pip.PIP, pip.PIP_HASHES) + sdist.tool_requirements()
+    return packages.requirement(packages.PIP, packages.PIP_HASHES) + packages.tool_requirements()
 
 
 def place_tools() -> None:
     """Put what builds Horovod where `hvdtrain build` keeps it: the carried CMake is smaller than that of the hash."""
     sys.path.insert(0, str(ROOT))
-    from hvdtrain.horovod_build import sdist
+    from hvdtrain.horovod_build import packages
 
-    folder = sdist.tools_folder(BUILT / "cache")
+    folder = packages.tools_folder(BUILT / "cache")
     if not folder.is_dir():
-        command = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *sdist.BUILD_TOOLS]
+        command = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *packages.BUILD_TOOLS]
         run(command, env=offline(), quiet=True)
 
 
@@ -118,10 +118,10 @@ def carry() -> None:
         for wheel in folder.glob("cmake-*.whl"):
             _leave_out(wheel, ("cmake/data/bin/ctest", "cmake/data/bin/cpack"))
         say("Horovod's source")
-        from hvdtrain.horovod_build import sdist
+        from hvdtrain.horovod_build import packages
 
         cache = Path(scratch) / "cache"
-        shutil.copy(sdist.fetch(cache, tools=sdist.fetch_tools(cache)), folder / SDIST.name)
+        shutil.copy(packages.fetch(cache, tools=packages.fetch_tools(cache)), folder / SDIST.name)
         size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
         if size >= LIMIT_MIB:
             raise GpuError(f"what is carried is {size:.1f} MiB, and must stay below {LIMIT_MIB}")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build import cache, changes, installed, native, owners, pip, sdist
+from hvdtrain.horovod_build import cache, changes, installed, native, owners, packages
 from hvdtrain.horovod_build.errors import BuildError, CompileError, ProofError
 from hvdtrain.horovod_build.find import Found, command_for_tested, find_all
 from hvdtrain.horovod_build.installed import Plane
@@ -86,7 +86,7 @@ def _install_and_prove(
         progress.step("Installed already: this very wheel")
     else:
         progress.step("Installing the wheel")
-        pip.install(entry.wheel, cache=home)
+        packages.install(entry.wheel, cache=home)
     progress.step("Proving it: an allreduce and a training step between two processes")
     try:
         prove(found, progress=progress)
@@ -94,9 +94,9 @@ def _install_and_prove(
         if not found.untested or options.force:
             raise
         if earlier := cache.load(home / "wheels", before):
-            pip.install(earlier.wheel, cache=home)
+            packages.install(earlier.wheel, cache=home)
         else:
-            pip.remove(cache=home)
+            packages.remove(cache=home)
         now = "What was installed before is installed again." if earlier else "It was uninstalled again."
         raise _refusal(found, f"{problem}\n{now}") from problem
     installed.mark_as_proven()
@@ -129,13 +129,13 @@ def _compile(
     key = cache.key_of(parts)
     started = time.monotonic()
     jobs = options.jobs or len(os.sched_getaffinity(0))
-    progress.step(f"Compiling Horovod {sdist.VERSION} with {jobs} processes (about 2 minutes on 2 cores)")
-    tools = sdist.fetch_tools(home)
-    source = sdist.check(options.sdist) if options.sdist else sdist.fetch(home, tools=tools)
+    progress.step(f"Compiling Horovod {packages.VERSION} with {jobs} processes (about 2 minutes on 2 cores)")
+    tools = packages.fetch_tools(home)
+    source = packages.check(options.sdist) if options.sdist else packages.fetch(home, tools=tools)
     log = home / "logs" / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as scratch:
-        tree = sdist.unpack(source, Path(scratch))
+        tree = packages.unpack(source, Path(scratch))
         changes.change(tree)
         chosen = native.settings(found, cuda_arch=options.cuda_arch)
         env = native.environment(

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build import changes, library_paths, owners, sdist
+from hvdtrain.horovod_build import changes, library_paths, owners, packages
 from hvdtrain.horovod_build.errors import BuildError, LibraryPathError
 from hvdtrain.horovod_build.find import Found
-from hvdtrain.horovod_build.pip import filled
+from hvdtrain.horovod_build.packages import filled
 
 _RECORD = "build.json"
 _USED = ("wheels", "build-tools", "sdists")
@@ -88,11 +88,11 @@ def _can_be_written(folder: Path) -> bool:
 def key_parts(found: Found, chosen: dict[str, str]) -> dict[str, str]:
     """Return everything that changes the wheel, by name."""
     parts = {
-        "horovod": sdist.VERSION,
-        "sdist": sdist.SHA256,
+        "horovod": packages.VERSION,
+        "sdist": packages.SHA256,
         "edits": changes.fingerprint(),
         "record": _CARRIED,
-        "tools": " ".join(sdist.BUILD_TOOLS),
+        "tools": " ".join(packages.BUILD_TOOLS),
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('EXT_SUFFIX')}",
         "platform": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".strip(),
         "compiler": found.compiler,
@@ -123,7 +123,7 @@ def load(folder: Path, key: str) -> Entry | None:
     try:
         record = json.loads((folder / key / _RECORD).read_text(encoding="utf-8"))
         wheel = folder / key / Path(record["wheel"]).name
-        if sdist.sha256_of(wheel) == record["sha256"]:
+        if packages.sha256_of(wheel) == record["sha256"]:
             library_paths.check(wheel)
             return Entry(wheel, float(record["seconds"]))
     except (OSError, ValueError, KeyError, TypeError, LibraryPathError):
@@ -137,7 +137,7 @@ def store(folder: Path, key: str, wheel: Path, *, parts: dict[str, str], seconds
     with filled(folder / key) as made:
         made.mkdir()
         copy = Path(shutil.copy(wheel, made))
-        record = {"key": key, "wheel": wheel.name, "sha256": sdist.sha256_of(copy), "seconds": round(seconds, 1)}
+        record = {"key": key, "wheel": wheel.name, "sha256": packages.sha256_of(copy), "seconds": round(seconds, 1)}
         (made / _RECORD).write_text(json.dumps({**record, "parts": parts}, indent=2) + "\n", encoding="utf-8")
         if (folder / key).exists():  # a rename cannot replace a folder with files
             shutil.rmtree(folder / key)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.horovod_build import cache, installed, library_paths, owners, sdist
+from hvdtrain.horovod_build import cache, installed, library_paths, owners, packages
 from hvdtrain.horovod_build.errors import BuildError, LibraryPathError
 
 LIBRARY = "horovod/torch/mpi_lib_v2.so"
@@ -67,7 +67,7 @@ def test_a_wheel_in_the_cache_is_looked_into_again(gone: Path, tmp_path: Path) -
     # As an older hvdtrain would have left it: whole, by its record.
     shutil.copy(wheel_of(tmp_path, f"-Wl,-rpath,{gone}"), entry.wheel)
     record = entry.wheel.with_name("build.json")
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"sha256": sdist.sha256_of(entry.wheel)}))
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"sha256": packages.sha256_of(entry.wheel)}))
     assert cache.load(wheels, "key") is None
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.horovod_build import build as steps
-from hvdtrain.horovod_build import cache, native, pip, probe, sdist
+from hvdtrain.horovod_build import cache, native, packages, probe
 from hvdtrain.horovod_build.build import BuildOptions, build
 from hvdtrain.horovod_build.changes import change
 from hvdtrain.horovod_build.errors import BuildError, CompileError, ProofError
@@ -53,13 +53,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setenv("HVDTRAIN_CACHE", str(done.cache))
     monkeypatch.setattr(steps, "find_all", lambda **_: FOUND)
-    monkeypatch.setattr(sdist, "fetch_tools", lambda home: tmp_path / "tools")
-    monkeypatch.setattr(sdist, "fetch", lambda home, tools: tmp_path / "sdist")
-    monkeypatch.setattr(sdist, "unpack", unpack)
+    monkeypatch.setattr(packages, "fetch_tools", lambda home: tmp_path / "tools")
+    monkeypatch.setattr(packages, "fetch", lambda home, tools: tmp_path / "sdist")
+    monkeypatch.setattr(packages, "unpack", unpack)
     monkeypatch.setattr(steps.changes, "change", lambda tree: None)
     monkeypatch.setattr(native, "run", lambda tree, *, log, **rest: (log.touch(), compile_(tree))[1])
-    monkeypatch.setattr(pip, "install", lambda wheel, cache: done.installed.append(wheel))
-    monkeypatch.setattr(pip, "remove", lambda cache: done.installed.append(None))
+    monkeypatch.setattr(packages, "install", lambda wheel, cache: done.installed.append(wheel))
+    monkeypatch.setattr(packages, "remove", lambda cache: done.installed.append(None))
     monkeypatch.setattr(steps.installed, "mark_as_proven", lambda: setattr(done, "proven", done.proven + 1))
     monkeypatch.setattr(steps.installed, "record", lambda: done.record)
     monkeypatch.setattr(probe, "allreduce", allreduce)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from hvdtrain.horovod_build import sdist
+from hvdtrain.horovod_build import packages
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def test_each_python_gets_its_own_pins_and_no_numpy(gpu: ModuleType, python: str
 
 def test_what_is_carried_is_what_hvdtrain_build_asks_for(gpu: ModuleType) -> None:
     carried = [line.split()[0] for line in gpu.tools().splitlines()]
-    assert set(sdist.BUILD_TOOLS) < set(carried)
+    assert set(packages.BUILD_TOOLS) < set(carried)
     assert "--hash=sha256:" in gpu.tools()
-    assert gpu.SDIST.name == sdist.FILE_NAME
+    assert gpu.SDIST.name == packages.FILE_NAME
 
 
 def test_programs_that_the_build_does_not_start_are_left_out_of_a_wheel(gpu: ModuleType, tmp_path: Path) -> None:
