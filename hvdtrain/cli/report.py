@@ -98,7 +98,7 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
 
 def _floor(summary: Summary, measured: Path, link: str | None) -> float:
     """Return the allreduce floor of a run from bench's measurements; without guesses if these are not enough."""
-    from hvdtrain.tools.bench.sweep import floor_s
+    from hvdtrain.tools.bench.sweep import moved_bytes
 
     known = read_measured(measured)
     if "gradient_bytes" not in known:
@@ -116,4 +116,4 @@ def _floor(summary: Summary, measured: Path, link: str | None) -> float:
         raise UsageError("the floor needs the speed between ranks. Give the link's between hosts: --link 25Gb/s")
     if not speed > 0:
         raise UsageError(f"the speed between ranks must be above zero. Received: {speed} bytes a second")
-    return floor_s(known["gradient_bytes"], ranks=summary.ranks or 1, bytes_per_s=speed)
+    return moved_bytes(known["gradient_bytes"], summary.ranks or 1) / speed

@@ -19,7 +19,6 @@ from pathlib import Path
 from hvdtrain.horovod_build import changes, library_paths, owners, packages
 from hvdtrain.horovod_build.errors import BuildError, LibraryPathError
 from hvdtrain.horovod_build.find import Found
-from hvdtrain.horovod_build.packages import filled
 
 _RECORD = "build.json"
 _USED = ("wheels", "build-tools", "sdists")
@@ -40,13 +39,11 @@ def cache_folder() -> tuple[Path, str]:
     chosen = os.environ.get("HVDTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     usual = Path(os.path.abspath(os.path.expanduser(chosen))) if chosen else Path(base) / "hvdtrain"
-    if _can_be_written(usual):
-        check_owners(usual)
-        return usual, ""
     own = Path(sys.prefix) / ".cache" / "hvdtrain"
-    if not chosen and _can_be_written(own):
-        check_owners(own)
-        return own, f"{usual} cannot be written: the cache is in {own}"
+    for folder in (usual,) if chosen else (usual, own):
+        if _can_be_written(folder):
+            check_owners(folder)
+            return folder, "" if folder == usual else f"{usual} cannot be written: the cache is in {own}"
     raise BuildError(
         f"The cache's folder cannot be written: {usual}{'' if chosen else f', nor can {own}'}. "
         "Set HVDTRAIN_CACHE to a folder that you can write to."
@@ -134,7 +131,7 @@ def load(folder: Path, key: str) -> Entry | None:
 def store(folder: Path, key: str, wheel: Path, *, parts: dict[str, str], seconds: float) -> Entry:
     """Copy `wheel` into the cache, if its libraries look in allowed folders; the entry appears whole or not at all."""
     library_paths.check(wheel)
-    with filled(folder / key) as made:
+    with packages.filled(folder / key) as made:
         made.mkdir()
         copy = Path(shutil.copy(wheel, made))
         record = {"key": key, "wheel": wheel.name, "sha256": packages.sha256_of(copy), "seconds": round(seconds, 1)}

@@ -200,7 +200,7 @@ def with_floor(point: sweep.Point, *, ranks: int, link: float | None, on_memory:
     speed = link or (point.copy_bytes_per_s.median if on_memory else None)
     if speed is None:
         return point
-    return dataclasses.replace(point, floor_s=sweep.floor_s(point.num_bytes, ranks=ranks, bytes_per_s=speed))
+    return dataclasses.replace(point, floor_s=sweep.moved_bytes(point.num_bytes, ranks) / speed)
 
 
 def floor_notes(points: Sequence[sweep.Point], link: float | None, spec: LaunchSpec) -> list[str]:

@@ -27,11 +27,6 @@ def moved_bytes(num_bytes: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * num_bytes
 
 
-def floor_s(num_bytes: float, *, ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds that an allreduce of `num_bytes` takes at least."""
-    return moved_bytes(num_bytes, ranks) / bytes_per_s
-
-
 @dataclass(frozen=True)
 class Point:
     """One size."""
@@ -115,17 +110,12 @@ def fit(points: Sequence[Point]) -> Fit | None:
     """Return the line through the medians; None for fewer than two sizes."""
     if len(points) < 2:
         return None
-    rows = [(1 / p.time_s.median, p.num_bytes / p.time_s.median) for p in points]  # alpha * a + beta * b ~ 1
-    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = sum(r[0] for r in rows), sum(r[1] for r in rows)
-    determinant = aa * bb - ab * ab
-    alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-    if alpha < 0:
-        alpha, beta = 0.0, b / bb
-    elif beta < 0:
-        alpha, beta = a / aa, 0.0
-    worst = max(abs(alpha * x + beta * y - 1) for x, y in rows)
-    return Fit(alpha, beta, worst)
+    rows = np.array([(1 / p.time_s.median, p.num_bytes / p.time_s.median) for p in points])  # alpha * a + beta * b ~ 1
+    alpha, beta = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0].tolist()
+    if alpha < 0 or beta < 0:
+        alone = (rows.sum(axis=0) / (rows**2).sum(axis=0)).tolist()
+        alpha, beta = (0.0, alone[1]) if alpha < 0 else (alone[0], 0.0)
+    return Fit(alpha, beta, float(np.abs(rows @ (alpha, beta) - 1).max()))
 
 
 def copy_bandwidth(

@@ -26,7 +26,6 @@ def point(num_bytes: int, seconds: float) -> Point:
 @pytest.mark.parametrize(("ranks", "moved"), [(1, 0), (2, 1000), (4, 1500), (1000, 1998)])
 def test_each_rank_moves_twice_the_bytes_that_it_does_not_keep(ranks: int, moved: float) -> None:
     assert sweep.moved_bytes(1000, ranks) == pytest.approx(moved)
-    assert sweep.floor_s(1000, ranks=ranks, bytes_per_s=500) == pytest.approx(moved / 500)
 
 
 @pytest.mark.parametrize(
