@@ -134,13 +134,11 @@ def _compile(
     source = packages.check(options.sdist) if options.sdist else packages.fetch(home, tools=tools)
     log = home / "logs" / f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as scratch:
-        tree = packages.unpack(source, Path(scratch))
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as folder:
+        tree = packages.unpack(source, scratch := Path(folder))
         changes.change(tree)
         chosen = native.settings(found, cuda_arch=options.cuda_arch)
-        env = native.environment(
-            found, chosen, tools=tools, scratch=Path(scratch), record=record(found, key), jobs=jobs
-        )
+        env = native.environment(found, chosen, tools=tools, scratch=scratch, record=record(found, key), jobs=jobs)
         wheel = native.run(tree, env=env, log=log, progress=progress)
         seconds = time.monotonic() - started
         entry = cache.store(home / "wheels", key, wheel, parts=parts, seconds=seconds)

@@ -21,8 +21,6 @@ _LOAD, _DYNAMIC = 1, 2  # segments
 _STRING_TABLE = 5  # in the dynamic section, as are these tags whose value is a text
 _FOLDERS, _NAMES = {15: "RPATH", 29: "RUNPATH"}, {1: "NEEDED", 0x7FFFFFFD: "AUXILIARY", 0x7FFFFFFF: "FILTER"}
 _TAGS = {0x6FFFFEFA: "CONFIG", 0x6FFFFEFB: "DEPAUDIT", 0x6FFFFEFC: "AUDIT"} | _FOLDERS | _NAMES
-# From site-packages to the environment: lib/python3.11/site-packages.
-_TO_PREFIX = 3
 
 
 def check(wheel: Path) -> None:
@@ -82,8 +80,8 @@ def _refused(entry: str, library: str) -> str:
     if origin is not None:
         rest = entry[len(origin) :]
         place = posixpath.normpath(posixpath.join(posixpath.dirname(library), rest.lstrip("/")))
-        climbs = place.split("/").count("..")
-        return "outside its environment" if climbs > _TO_PREFIX or "$" in rest else ""
+        climbs = place.split("/").count("..")  # at most to the environment, from lib/python3.11/site-packages
+        return "outside its environment" if climbs > 3 or "$" in rest else ""
     if not entry.startswith("/") or "$" in entry:
         return "which is another folder for each program"
     if sys.prefix != sys.base_prefix and Path(entry).is_relative_to(sys.prefix):

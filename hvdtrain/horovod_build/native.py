@@ -35,7 +35,7 @@ class BuildProgress:
         """Begin the next step."""
         self._number += 1
         self._started, self._shown = time.monotonic(), -1
-        self._line(f"[{self._number}/{self._steps}] {title}")
+        print(f"[{self._number}/{self._steps}] {title}", file=self._stream, flush=True)
 
     def percent(self, done: int) -> None:
         """Show how far the current step is, in percent."""
@@ -45,22 +45,19 @@ class BuildProgress:
                 print(f"\r      {done:3d} % · {self.elapsed()}\033[K", end="", file=self._stream, flush=True)
         elif done // 10 > self._shown // 10 or self._shown < 0:
             self._shown = done
-            self._line(f"      {done:3d} % · {self.elapsed()}")
+            print(f"      {done:3d} % · {self.elapsed()}", file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         """Add a line to the current step."""
         if self._stream.isatty() and self._shown >= 0:
             print("\r\033[K", end="", file=self._stream)
             self._shown = -1
-        self._line(f"      {text}")
+        print(f"      {text}", file=self._stream, flush=True)
 
     def elapsed(self) -> str:
         """Return the current step's time so far: "41 s", "2 min 5 s"."""
         seconds = int(time.monotonic() - self._started)
         return f"{seconds // 60} min {seconds % 60} s" if seconds >= 60 else f"{seconds} s"
-
-    def _line(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
 
 
 def arch_flags() -> str:

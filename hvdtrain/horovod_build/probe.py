@@ -48,7 +48,6 @@ class Probe:
         return not self.error
 
     def __str__(self) -> str:
-        """Return the outcome in a few words."""
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         if not self.ok:
             return f"FAILED after {self.start_s:.1f} s, {ranks}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import dropwhile, islice
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import TypeVar
+from typing import Any
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.launch import arguments, other_hosts, ssh
@@ -22,8 +22,6 @@ from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.rank_output import Line, OutputLines
 from hvdtrain.system import process_tree
 from hvdtrain.system.start_ranks import horovodrun, rank_environment
-
-T = TypeVar("T")
 
 _EXIT_GRACE_S = 20.0
 _POLL_S = 0.05
@@ -56,7 +54,7 @@ class LaunchOutcome:
             rank: text.removeprefix(mark) for rank, text in self.lines if rank is not None and text.startswith(mark)
         }
 
-    def reports(self, mark: str, read: Callable[[str], T]) -> list[T]:
+    def reports(self, mark: str, read: Callable[[str], Any]) -> list[Any]:
         """Return what `read` makes of each rank's line that begins with `mark`."""
         found = []
         for text in self.marked(mark).values():

@@ -92,7 +92,7 @@ def collect(found: Sequence[RankReport], *, name: str, ranks: int) -> Steps:
 
 def from_script(outcome: LaunchOutcome, *, name: str, ranks: int, timeout_s: float) -> Steps:
     """Return the steps that a script's ranks reported; BenchError if it failed, did not end, or took none."""
-    found = outcome.reports(MARK, RankReport.from_json)
+    found: list[RankReport] = outcome.reports(MARK, RankReport.from_json)
     complete = len(found) == ranks and all(each.summary for each in found)
     if outcome.status is None and not complete:
         raise BenchError(

@@ -15,11 +15,9 @@ from hvdtrain.telemetry.step_times import Spread
 ELEMENT_BYTES = 4  # float32
 FACTOR = 4
 WARMUP = 3
-# Below this, a copy's time is the call's.
-MIN_COPY_BYTES = 64 << 10
+MIN_COPY_BYTES = 64 << 10  # below this, a copy's time is the call's
 _MIN_COPIES = 10
-# Long beside the moment in which ranks leave a barrier, so that they do copy at once.
-_COPY_S = 0.03
+_COPY_S = 0.03  # long beside the moment in which ranks leave a barrier, so that they do copy at once
 
 
 def moved_bytes(num_bytes: float, ranks: int) -> float:

@@ -1,7 +1,4 @@
-"""What distributed training depends on: what of it this machine has, and which of that prevents or slows it.
-
-Reads files and runs programs; imports no framework.
-"""
+"""What this machine has that distributed training depends on, and what prevents or slows it; imports no framework."""
 
 from __future__ import annotations
 
@@ -203,16 +200,12 @@ def judge(facts: Facts) -> list[Verdict]:
 
 def judge_probes(probes: list[Probe]) -> list[Verdict]:
     """Return a verdict for each live allreduce that failed."""
-    return [
-        Verdict(
-            f"allreduce-{probe.framework}-{probe.plane}",
-            "error",
-            f"a live allreduce of {probe.ranks} ranks with {probe.framework} over {probe.plane} failed: {probe.error}",
-            " ".join(probe.command),
-        )
-        for probe in probes
-        if not probe.ok
-    ]
+    found = []
+    for probe in [each for each in probes if not each.ok]:
+        which = f"{probe.ranks} ranks with {probe.framework} over {probe.plane}"
+        name, cure = f"allreduce-{probe.framework}-{probe.plane}", " ".join(probe.command)
+        found.append(Verdict(name, "error", f"a live allreduce of {which} failed: {probe.error}", cure))
+    return found
 
 
 def _of_horovod(facts: Facts) -> Iterator[tuple[str, str]]:

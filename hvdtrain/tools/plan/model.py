@@ -239,12 +239,8 @@ def read_measured(path: Path) -> dict[str, float]:
     values = document.get("plan_input") if isinstance(document, dict) else None
     if not isinstance(values, dict):
         raise ValueError(f'{path} has no object "plan_input": write it with hvdtrain bench --script train.py --json')
-    measured = {}
-    for key, name in _FIELDS.items():
-        value = values.get(key)
-        if value is None:
-            continue
+    given = {key: values[key] for key in _FIELDS if values.get(key) is not None}
+    for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{path}: plan_input.{key} must be a number. Received: {value!r}")
-        measured[name] = value
-    return measured
+    return {_FIELDS[key]: value for key, value in given.items()}

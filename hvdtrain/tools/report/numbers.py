@@ -260,8 +260,8 @@ def _step(summary: Summary) -> str:
 
 def _of_slowest(slowest: Slowest) -> str:
     whose = f"rank {slowest.rank}" + (f" on host {slowest.host}" if slowest.host else "")
-    times = f"on average {format_time(slowest.own_s)} a step by itself, the median rank"
-    times += f" {format_time(slowest.median_own_s)}"
+    mine, median = format_time(slowest.own_s), format_time(slowest.median_own_s)
+    times = f"on average {mine} a step by itself, the median rank {median}"
     if slowest.above_median < _EVEN:
         return f"All ranks are about equally fast: the slowest, {whose}, takes {times}."
     others = ", and the others wait for it" if slowest.above_median >= _SLOW else ""

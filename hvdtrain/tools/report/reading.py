@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,11 +47,9 @@ class Intervals(Series):
 
     def only(self, which: NDArray[np.bool_]) -> Intervals:
         """Return those that `which`, shape (n,), marks."""
-
-        def marked(value: Any) -> Any:
-            return {name: rows[which] for name, rows in value.items()} if isinstance(value, dict) else value[which]
-
-        return Intervals(**{name: marked(value) for name, value in vars(self).items()})
+        arrays = {name: getattr(self, name)[which] for name in ("step", "samples_per_s", "learning_rate", "start")}
+        metrics, rank_s = ({name: rows[which] for name, rows in each.items()} for each in (self.metrics, self.rank_s))
+        return Intervals(metrics=metrics, rank_s=rank_s, **arrays)
 
 
 @dataclass(frozen=True)
@@ -120,13 +119,8 @@ def last_word(lines: Iterable[dict[str, Any]]) -> tuple[list[tuple[int, dict[str
 
 def number(value: Any) -> float:
     """Return a number of JSON; NaN if it is no number, or not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        found = float(value)
-    except OverflowError:
-        return math.nan
-    return found if math.isfinite(found) else math.nan
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else math.nan
 
 
 def _require_run(folder: Path) -> None:
