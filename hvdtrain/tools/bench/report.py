@@ -73,10 +73,8 @@ def collect(found: Sequence[RankReport], *, name: str, ranks: int) -> Steps:
     missing = sorted(set(range(ranks)) - {each.rank for each in found})
     fewest = min(found, key=lambda each: each.steps_taken, default=None)
     if fewest is None:
-        why = (
-            "ended without using hvdtrain.Trainer, hvdtrain.prepare, hvdtrain.torch or hvdtrain.keras, so no step was "
-            "seen. See README.md, Ways in"
-        )
+        ways = "hvdtrain.Trainer, hvdtrain.prepare, hvdtrain.torch or hvdtrain.keras"
+        why = f"ended without using {ways}, so no step was seen. See README.md, Ways in"
     elif missing:
         why = f"ended without a report of rank {', '.join(map(str, missing))} of {ranks}"
     elif fewest.steps_taken == 0:

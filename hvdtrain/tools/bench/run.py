@@ -106,9 +106,7 @@ def bench_machine(options: BenchOptions, spec: LaunchSpec, link: float | None) -
     """Sweep allreduce over sizes, then time the steps of the standard model."""
     framework = options.framework or next(filter(importlib.util.find_spec, ("torch", "keras")), "")
     if not framework:
-        raise BenchError(
-            "Neither torch nor keras is installed, so there is nothing to measure with. Install one of them"
-        )
+        raise BenchError("Neither torch nor keras is installed to measure with. Install one of them")
     given = {"max_bytes": options.max_bytes, "steps": options.steps}
     chosen = (QUICK if options.quick else {}) | {name: value for name, value in given.items() if value is not None}
     plan = worker.WorkerPlan(framework, **chosen)
@@ -142,15 +140,11 @@ def bench_script(script: Path, options: BenchOptions, spec: LaunchSpec, link: fl
     until = f"{steps_asked} steps" if steps_asked else "its end"
     _announce(f"{name} on {spec.ranks} ranks until {until}, at most {options.timeout_s:g} s")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", ignore_cleanup_errors=True) as folder:
-        outcome = run_ranks(
-            spec,
-            [str(script), *options.arguments],
-            environment={step_times.VARIABLE: str(steps_asked), scratch.VARIABLE: folder},
-            timeout_s=options.timeout_s,
-            mark=step_times.MARK,
-            answers=spec.ranks,
-        )
-    steps = from_script(outcome, name=name, ranks=spec.ranks, timeout_s=options.timeout_s)
+        environment = {step_times.VARIABLE: str(steps_asked), scratch.VARIABLE: folder}
+        line, limit_s = [str(script), *options.arguments], options.timeout_s
+        mark, ranks = step_times.MARK, spec.ranks
+        outcome = run_ranks(spec, line, environment=environment, timeout_s=limit_s, mark=mark, answers=ranks)
+    steps = from_script(outcome, name=name, ranks=ranks, timeout_s=limit_s)
     return report.Result(
         title=f"{name}, {spec.ranks} ranks, {steps.slowest.facts.get('framework', '')}",
         steps=steps,

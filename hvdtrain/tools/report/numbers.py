@@ -103,8 +103,6 @@ def own_time(times: dict[str, Floats]) -> Floats:
 def relative_own_time(times: dict[str, Floats]) -> Floats:
     """Return each rank's own time over the median rank's in that interval; shape (n, ranks)."""
     own = own_time(times)
-    if not own.size:
-        return own
     count = np.isfinite(own).sum(axis=1)
     # NaN sorts last. The lower one of two: of two ranks, the faster is the measure.
     middle = np.take_along_axis(np.sort(own, axis=1), np.maximum(count - 1, 0)[:, np.newaxis] // 2, axis=1)

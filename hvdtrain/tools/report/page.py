@@ -103,12 +103,10 @@ def _figure(plot: Plot) -> str:
 
 def _tables(runs: Sequence[RecordedRun]) -> list[str]:
     parts = ['<div class="pair">']
-    for title, documents in (
-        ("Configuration", [run.config for run in runs]),
-        ("Environment", [run.environment for run in runs]),
-    ):
+    for title, name in (("Configuration", "config"), ("Environment", "environment")):
+        documents = [getattr(run, name) for run in runs]
         if len(runs) == 1:
-            shown = _table([(name, value) for name, value in flat(documents[0]).items() if name])
+            shown = _table([(key, value) for key, value in flat(documents[0]).items() if key])
         else:
             title, shown = f"{title}: what differs", _table(differences(*documents), ("A", "B"))
         parts.append(f"<section><h2>{title}</h2>{shown}</section>")
