@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.horovod_build import cache, changes, installed, native, owners, packages
-from hvdtrain.horovod_build.errors import BuildError, CompileError, ProofError
+from hvdtrain.horovod_build.errors import BuildError, CompileError
 from hvdtrain.horovod_build.find import Found, command_for_tested, find_all
 from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.horovod_build.native import BuildProgress
@@ -90,7 +90,7 @@ def _install_and_prove(
     progress.step("Proving it: an allreduce and a training step between two processes")
     try:
         prove(found, progress=progress)
-    except ProofError as problem:
+    except BuildError as problem:
         if not found.untested or options.force:
             raise
         if earlier := cache.load(home / "wheels", before):
@@ -189,7 +189,7 @@ def prove(found: Found, *, progress: BuildProgress) -> None:
                 progress.note(f"{what}: FAILED")
                 failed.append(f"{what}: {result.error}")
     if failed:
-        raise ProofError(
+        raise BuildError(
             "Horovod was built and installed, but its proof failed:\n" + "\n".join(failed) + "\n`hvdtrain doctor` says "
             "more. A data plane can be left out with --without mpi or --without nccl."
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.horovod_build import changes, library_paths, owners, packages
-from hvdtrain.horovod_build.errors import BuildError, LibraryPathError
+from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.horovod_build.find import Found
 
 _RECORD = "build.json"
@@ -123,7 +123,7 @@ def load(folder: Path, key: str) -> Entry | None:
         if packages.sha256_of(wheel) == record["sha256"]:
             library_paths.check(wheel)
             return Entry(wheel, float(record["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError, LibraryPathError):
+    except (OSError, ValueError, KeyError, TypeError, BuildError):
         pass  # Missing, damaged or refused: each means that it must be built.
     return None
 

@@ -11,11 +11,3 @@ class BuildError(HvdTrainError):
 
 class CompileError(BuildError):
     """The compile failed; the message names the log and its first error."""
-
-
-class LibraryPathError(BuildError):
-    """A library of the wheel would load others from a folder in which not only the system can put them."""
-
-
-class ProofError(BuildError):
-    """A two-process allreduce did not come back right."""

@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from hvdtrain.horovod_build import owners
-from hvdtrain.horovod_build.errors import LibraryPathError
+from hvdtrain.horovod_build.errors import BuildError
 
 _MAGIC = b"\x7fELF"
 _LOAD, _DYNAMIC = 1, 2  # segments
@@ -24,7 +24,7 @@ _TAGS = {0x6FFFFEFA: "CONFIG", 0x6FFFFEFB: "DEPAUDIT", 0x6FFFFEFC: "AUDIT"} | _F
 
 
 def check(wheel: Path) -> None:
-    """Raise LibraryPathError if a library of a wheel names another folder; ValueError if the wheel is damaged."""
+    """Raise BuildError if a library of a wheel names another folder; ValueError if the wheel is damaged."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
@@ -67,7 +67,7 @@ def _check(name: str, data: bytes, wheel: Path) -> None:
         else:
             problem = f"{text!r}, which is loaded into every program ({tag})"
         if problem:
-            raise LibraryPathError(
+            raise BuildError(
                 f"{name} in {wheel.name} would load libraries from {problem}. A wheel may name only folders of the "
                 "system and of its own environment, so this one is neither kept nor installed. Remove the folder from "
                 "LDFLAGS or the compiler's settings, then run `hvdtrain build`"
