@@ -51,7 +51,7 @@ def cache_folder() -> tuple[Path, str]:
 
 
 def check_owners(folder: Path) -> None:
-    """Check that only this user and the system can change the cache: `folder`, what it holds, and the folders above."""
+    """Check that only this user and the system can change the cache, and the folders above it up to the home."""
     home, above = Path(os.path.expanduser("~")), [folder, *folder.parents]
     for path in above[: above.index(home) + 1] if home in above else above:
         if path.exists():
