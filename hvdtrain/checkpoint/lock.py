@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -31,20 +31,14 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder."""
+    """Who holds a folder; by default this process, from now on."""
 
     run: str  # its id
     name: str  # its name, for people
     job: str | None  # the id that all starts of one `hvdtrain run` share; None under another launcher
-    host: str  # where its process runs
-    pid: int  # its process id
-    since: str  # when it locked the folder, in ISO 8601
-
-    @classmethod
-    def here(cls, run: str, name: str, job: str | None) -> Holder:
-        """Return this process as the holder, with the present time."""
-        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return cls(run, name, job, socket.gethostname(), os.getpid(), since)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    since: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
 class _HeldError(Exception):
@@ -56,7 +50,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = Path(os.path.realpath(folder)) / NAME
-        self._holds = False
+        self._descriptor = -1
 
     def acquire(self, holder: Holder, *, is_own: Callable[[Holder], bool], limit_s: float) -> None:
         """Lock the folder; do nothing if it cannot be written or its filesystem has no locks.
@@ -68,7 +62,7 @@ class FolderLock:
             CheckpointError: another run holds it.
         """
         began, is_said = time.monotonic(), False
-        while not self._holds:
+        while self not in _held:
             try:
                 self._take(holder)
                 return
@@ -87,61 +81,45 @@ class FolderLock:
             time.sleep(_POLL_S)
 
     def _take(self, holder: Holder) -> None:
-        held = _held.get(self._path)
-        if held is None:
-            descriptor = _lock(self._path)
-            if descriptor is None:
-                return
-            held = _held[self._path] = _Held(descriptor)
-        held.count += 1
-        self._holds = True
-        if held.count == 1:
-            self.describe(holder)
+        shared = next((each for each in _held if each._path == self._path), None)
+        descriptor = _lock(self._path) if shared is None else os.dup(shared._descriptor)
+        if descriptor is not None:
+            self._descriptor = descriptor
+            _held.append(self)
+            if shared is None:
+                self.describe(holder)
 
     def describe(self, holder: Holder) -> None:
         """Write the holder into the file."""
-        held = _held.get(self._path) if self._holds else None
-        if held is None:
+        if self not in _held:
             return
         line = json.dumps(asdict(holder)).encode() + b"\n"
         try:
-            os.pwrite(held.descriptor, line, 0)  # a reader reads the first line only, so it never sees a mix
-            os.ftruncate(held.descriptor, len(line))
-            os.fsync(held.descriptor)  # until then other hosts do not see it
+            os.pwrite(self._descriptor, line, 0)  # a reader reads the first line only, so it never sees a mix
+            os.ftruncate(self._descriptor, len(line))
+            os.fsync(self._descriptor)  # until then other hosts do not see it
         except OSError as error:  # the lock is held nevertheless
             log.debug("%s does not name its holder: %s", self._path, error)
 
     def release(self) -> None:
         """Unlock the folder, if this object holds it."""
-        held = _held.get(self._path) if self._holds else None
-        if held is None:
+        if self not in _held:
             return
-        self._holds = False
-        held.count -= 1
-        if not held.count:
-            del _held[self._path]
-            if _is_at(held.descriptor, self._path):
-                # Before unlocking: a process that has opened this file sees that it is removed, and makes another.
-                with suppress(OSError):
-                    self._path.unlink()
-            os.close(held.descriptor)
+        _held.remove(self)
+        if all(each._path != self._path for each in _held) and _is_at(self._descriptor, self._path):
+            # Before unlocking: a process that has opened this file sees that it is removed, and makes another.
+            with suppress(OSError):
+                self._path.unlink()
+        os.close(self._descriptor)
 
 
-@dataclass
-class _Held:
-    """A locked file, and how many locks of this process hold it."""
-
-    descriptor: int
-    count: int = 0
-
-
-_held: dict[Path, _Held] = {}
+_held: list[FolderLock] = []  # of this process; those of one folder share one lock by duplicates of its descriptor
 
 
 def _forget() -> None:
     """Close a forked child's copies, as in a DataLoader's worker: they would hold the lock after this process died."""
-    for held in _held.values():
-        os.close(held.descriptor)
+    for lock in _held:
+        os.close(lock._descriptor)
     _held.clear()
 
 
@@ -150,6 +128,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def _lock(path: Path) -> int | None:
     """Return the descriptor of a file that is now locked; None if no lock is possible. Raises _HeldError."""
+    problem: str | None = "its .lock is replaced all the time"
     for _ in range(_MOST_TRIES):
         try:
             folders.make(path.parent)
@@ -164,12 +143,15 @@ def _lock(path: Path) -> int | None:
             raise _HeldError(holder) from None
         except OSError as error:
             os.close(descriptor)
-            log.warning("%s: no file locks (%s). Make sure that no other run writes to it", path.parent, error.strerror)
-            return None
-        if _is_at(descriptor, path) and (is_writable or not _is_removed(path)):
+            problem = error.strerror
+            break
+        if not is_writable and _is_at(descriptor, path):
+            with suppress(OSError):  # it names a process that has died, and only its user could rewrite it
+                path.unlink()
+        if _is_at(descriptor, path):
             return descriptor
         os.close(descriptor)  # the file was removed in the meantime
-    log.warning("%s: its .lock is replaced all the time. Make sure that no other run writes to it", path.parent)
+    log.warning("%s: no file locks (%s). Make sure that no other run writes to it", path.parent, problem)
     return None
 
 
@@ -180,15 +162,6 @@ def _opened(path: Path) -> tuple[int, bool]:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), True
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW), False  # another user's
-
-
-def _is_removed(path: Path) -> bool:
-    """Remove a locked file of another user, which names a process that has died: only that user could rewrite it."""
-    try:
-        path.unlink()
-    except OSError:
-        return False
-    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -207,9 +180,8 @@ def _holder(descriptor: int) -> Holder | None:
 
 
 def _refusal(folder: Path, other: Holder | None) -> str:
-    if other is None:
-        who, end = "Another process", "end that process"
-    else:
+    who, end = "Another process", "end that process"
+    if other is not None:
         who = f"Run {other.name} ({other.run}), process {other.pid} on host {other.host} since {other.since},"
         end = f"end that run (on {other.host}: kill {other.pid}; if that host is lost, wait some minutes)"
     return (

@@ -71,14 +71,14 @@ class RunCheckpoints:
         def is_own(other: Holder) -> bool:
             return (job is not None and other.job == job) or (before is not None and other.run == before.id)
 
-        holder = Holder.here(run.id, run.name, job)
+        holder = Holder(run.id, run.name, job)
         self._on_root(lambda: self._lock.acquire(holder, is_own=is_own, limit_s=_OWN_WRITER_S), "lock")
 
     def check_writable(self, adapter: Adapter, run: RunId) -> None:
         """Check that a checkpoint can be written, before training begins; a collective call."""
 
         def check() -> None:
-            self._lock.describe(Holder.here(run.id, run.name, os.environ.get(RUN_ID)))
+            self._lock.describe(Holder(run.id, run.name, os.environ.get(RUN_ID)))
             # State that the first step creates is not counted, such as that of most optimizers and of lazy modules. So
             # a disk that is large enough is never refused.
             num_bytes = 0

@@ -58,7 +58,7 @@ HELD = """
 import sys, time
 from pathlib import Path
 from hvdtrain.checkpoint.lock import FolderLock, Holder
-FolderLock(Path(sys.argv[1])).acquire(Holder.here("theirs", "train", None), is_own=lambda _: False, limit_s=0)
+FolderLock(Path(sys.argv[1])).acquire(Holder("theirs", "train", None), is_own=lambda _: False, limit_s=0)
 print("held", flush=True)
 time.sleep(60)
 """

@@ -18,9 +18,9 @@ from hvdtrain.checkpoint.lock import NAME, FolderLock, Holder
 from hvdtrain.errors import CheckpointError
 
 
-def acquire(folder, *, own=(), limit_s=0.0):
+def acquire(folder, *, own=(), limit_s=0.0, **here):
     lock = FolderLock(folder)
-    holder = Holder.here("mine", "train", None)
+    holder = Holder("mine", "train", None, **here)
     lock.acquire(holder, is_own=lambda other: other.run in own or other.job in own, limit_s=limit_s)
     return lock
 
@@ -36,7 +36,7 @@ def other(tmp_path):
             from pathlib import Path
             from hvdtrain.checkpoint.lock import FolderLock, Holder
             lock = FolderLock(Path(sys.argv[1]))
-            lock.acquire(Holder.here("theirs", "train", "job-1"), is_own=lambda _: False, limit_s=0)
+            lock.acquire(Holder("theirs", "train", "job-1"), is_own=lambda _: False, limit_s=0)
         """
         lines = textwrap.dedent(script) + "print('held', flush=True)\n" + textwrap.dedent(then)
         process = subprocess.Popen([sys.executable, "-c", lines, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -92,12 +92,11 @@ def test_an_earlier_start_of_the_same_run_is_waited_for(tmp_path, other, own, ca
     assert caplog.text.count(f"waiting for process {process.pid}") == 1
 
 
-def test_a_holder_on_another_host_may_be_lost_and_is_waited_for(tmp_path, other, monkeypatch):
+def test_a_holder_on_another_host_may_be_lost_and_is_waited_for(tmp_path, other):
     other("time.sleep(1)")
-    monkeypatch.setattr(checkpoint_lock.socket, "gethostname", lambda: "elsewhere")
     with pytest.raises(CheckpointError, match="if that host is lost"):
-        acquire(tmp_path, limit_s=0.1)
-    acquire(tmp_path, limit_s=60).release()
+        acquire(tmp_path, limit_s=0.1, host="elsewhere")
+    acquire(tmp_path, limit_s=60, host="elsewhere").release()
 
 
 def test_a_dead_users_file_that_cannot_be_written_is_replaced(tmp_path, monkeypatch):
