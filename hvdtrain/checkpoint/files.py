@@ -10,25 +10,32 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.checkpoint import folders, manifest
-from hvdtrain.checkpoint.manifest import FileEntry, Manifest
+from hvdtrain.checkpoint import folders
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import private_files
 
 Arrays = dict[str, NDArray[Any]]
 Result = TypeVar("Result")
 
+_FORMAT = 2
+_MANIFEST, _META, _SUFFIX = "manifest.json", "meta.json", ".safetensors"
+_MAX_BYTES = 1 << 20  # a manifest names a handful of files; more is damage, and not to be read into memory
 _PIECE_BYTES = 1 << 20
+_STEM = re.compile(r"[a-z][a-z0-9_-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# The digest covers every byte before it, so that no flipped bit goes unseen; a later format must end the same way.
+_OWN_DIGEST = re.compile(rb'(?P<body>.*), "sha256": "(?P<digest>[0-9a-f]{64})"}\n', re.DOTALL)
 # What safetensors reads back into numpy: bfloat16, for one, it writes and then cannot read.
 _DTYPES = frozenset(
     ["bool", "complex64", "float16", "float32", "float64"]
@@ -46,6 +53,20 @@ class Contents:
     finite: bool = True  # of one that was read, whether training can resume from its numbers
 
 
+class FileEntry(NamedTuple):
+    """One file of a checkpoint."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(NamedTuple):
+    """What a manifest says."""
+
+    files: dict[str, FileEntry]  # by name
+    finite: bool | None  # whether training can resume from its numbers; None in older manifests, which do not say
+
+
 def write(directory: str | os.PathLike[str], contents: Contents) -> None:
     """Write a checkpoint at `directory`, and replace one that is there; its arrays must not change meanwhile.
 
@@ -55,7 +76,7 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
         ValueError: a group of arrays has no plain name.
     """
     target = Path(os.path.realpath(directory))
-    files = {manifest.file_of(stem): _writable(stem, arrays) for stem, arrays in contents.arrays.items()}
+    files = {_file_of(stem): _writable(stem, arrays) for stem, arrays in contents.arrays.items()}
     try:
         meta = json.dumps(contents.meta).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -66,11 +87,11 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
         folders.make(target.parent)
         _check_replaceable(target)
         with folders.temporary(target) as temporary:
-            entries = {manifest.META: _write_bytes(temporary / manifest.META, meta)}
+            entries = {_META: _write_bytes(temporary / _META, meta)}
             for name, arrays in files.items():
-                entries[name] = _write_arrays(temporary / name, arrays, like=temporary / manifest.META)
+                entries[name] = _write_arrays(temporary / name, arrays, like=temporary / _META)
             found = Manifest(entries, has_finite_numbers(contents.arrays, contents.trained))
-            _write_bytes(temporary / manifest.NAME, manifest.render(found))
+            _write_bytes(temporary / _MANIFEST, render(found))
             folders.put(temporary, target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -87,7 +108,7 @@ def read(directory: str | os.PathLike[str]) -> Contents:
         arrays = {
             stem: _parse_arrays(name, _read_file(folder, name, entry))
             for name, entry in found.files.items()
-            if (stem := manifest.stem_of(name)) is not None
+            if (stem := _stem_of(name)) is not None
         }
         known = found.finite
         return Contents(arrays, meta, finite=has_finite_numbers(arrays, frozenset()) if known is None else known)
@@ -144,15 +165,13 @@ def _check_replaceable(target: Path) -> None:
         return
     if not target.is_dir():
         raise CheckpointError(f"Checkpoint {target} was not written: a file is in its place.")
-    names = sorted(os.listdir(target))
-    foreign = [n for n in names if n not in (manifest.NAME, manifest.META) and manifest.stem_of(n) is None]
-    if not foreign:
-        return
+    foreign = [name for name in os.listdir(target) if name not in (_MANIFEST, _META) and _stem_of(name) is None]
     try:
-        read_meta(target)
+        if foreign:
+            read_meta(target)
     except CheckpointError:
         raise CheckpointError(
-            f"Checkpoint {target} was not written: that folder is not a checkpoint, it contains {foreign[0]!r}. "
+            f"Checkpoint {target} was not written: that folder is not a checkpoint, it contains {min(foreign)!r}. "
             "Name another folder."
         ) from None
 
@@ -171,13 +190,12 @@ def _write_arrays(path: Path, arrays: Arrays, *, like: Path) -> FileEntry:
 
     save_file(arrays, path)
     path.chmod(like.stat().st_mode)  # safetensors makes it the owner's alone, shared or not
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
-            size += len(piece)
         os.fsync(file.fileno())
-    return FileEntry(size, digest.hexdigest())
+        return FileEntry(file.tell(), digest.hexdigest())
 
 
 def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result]) -> Result:
@@ -188,40 +206,34 @@ def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result
             with _opened(found, os.O_DIRECTORY) as folder:
                 try:
                     return action(folder)
-                except (OSError, CheckpointError) as error:
+                except CheckpointError as error:
                     # Compare while it is open: once it is removed and closed, the next folder may get its inode number.
-                    if not _is_elsewhere(Path(directory), found, os.fstat(folder)):
-                        reason = error.strerror if isinstance(error, OSError) else error
-                        raise _unusable(directory, reason) from error
+                    if not _is_elsewhere(Path(directory), os.fstat(folder)):
+                        raise CheckpointError(f"Checkpoint {directory} cannot be used: {error}.") from error
         except OSError as error:
-            came = isinstance(error, FileNotFoundError) and folders.locate(Path(directory)).is_dir()
-            if not (came or _is_elsewhere(Path(directory), found, None)):
-                raise _unusable(directory, error.strerror) from error
+            now = folders.locate(Path(directory))
+            if not isinstance(error, FileNotFoundError) or (now == found and not now.is_dir()):
+                raise CheckpointError(f"Checkpoint {directory} cannot be used: {error.strerror}.") from error
         # Its writer has put the next one in its place meanwhile: look again.
 
 
-def _unusable(directory: str | os.PathLike[str], reason: object) -> CheckpointError:
-    return CheckpointError(f"Checkpoint {directory} cannot be used: {reason}.")
-
-
-def _is_elsewhere(directory: Path, found: Path, seen: os.stat_result | None) -> bool:
-    """Return whether a checkpoint is there, but not the one that was seen (None: nothing was) at `found`."""
-    now = folders.locate(directory)
+def _is_elsewhere(directory: Path, seen: os.stat_result) -> bool:
+    """Return whether the checkpoint is no longer the folder that was seen."""
     try:
-        return not os.path.samestat(os.stat(now), seen) if seen else now != found
+        return not os.path.samestat(os.stat(folders.locate(directory)), seen)
     except OSError:
         return True  # it was moved just now: check again
 
 
 def _read_meta(folder: int) -> tuple[Manifest, dict[str, Any]]:
-    found = manifest.parse(_read_file(folder, manifest.NAME, None))
-    content = _read_file(folder, manifest.META, found.files[manifest.META])
+    found = parse(_read_file(folder, _MANIFEST, None))
+    content = _read_file(folder, _META, found.files[_META])
     try:
         meta = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{manifest.META} is no JSON: {error}") from error
+        raise CheckpointError(f"{_META} is no JSON: {error}") from error
     if not isinstance(meta, dict):
-        raise CheckpointError(f"{manifest.META} holds {type(meta).__name__}, not an object")
+        raise CheckpointError(f"{_META} holds {type(meta).__name__}, not an object")
     return found, meta
 
 
@@ -233,7 +245,7 @@ def _read_file(folder: int, name: str, entry: FileEntry | None) -> bytes:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{name} is not a file")
-            if entry is None and status.st_size > manifest.MAX_BYTES:
+            if entry is None and status.st_size > _MAX_BYTES:
                 raise CheckpointError(f"{name} is damaged: it has {status.st_size} bytes")
             if entry is not None and entry.size != status.st_size:
                 raise CheckpointError(f"{name} is damaged: it has {status.st_size} bytes instead of {entry.size}")
@@ -243,7 +255,7 @@ def _read_file(folder: int, name: str, entry: FileEntry | None) -> bytes:
         what = "is a symlink" if error.errno == errno.ELOOP else f"cannot be read ({error.strerror})"
         raise CheckpointError(f"{name} {what}") from error
     if entry is not None and hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise CheckpointError(f"{name} is damaged: it does not match its sha256 in {manifest.NAME}")
+        raise CheckpointError(f"{name} is damaged: it does not match its sha256 in {_MANIFEST}")
     return content
 
 
@@ -265,3 +277,59 @@ def _opened(path: str | Path, flags: int, folder: int | None = None) -> Iterator
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _file_of(stem: str) -> str:
+    """Return the file name of the arrays under `stem`, a plain lower-case name."""
+    if not _STEM.fullmatch(stem):
+        raise ValueError(
+            f"a group of arrays must have a name of lower-case letters, digits, - and _. Received: {stem!r}"
+        )
+    return stem + _SUFFIX
+
+
+def _stem_of(name: str) -> str | None:
+    """Return what `_file_of` was given for this file name; None where it cannot have been made by it."""
+    stem = name.removesuffix(_SUFFIX)
+    return stem if stem != name and _STEM.fullmatch(stem) else None
+
+
+def render(manifest: Manifest) -> bytes:
+    """Return the manifest as a file's content."""
+    files = {name: entry._asdict() for name, entry in manifest.files.items()}
+    finite = {} if manifest.finite is None else {"finite": manifest.finite}
+    body = json.dumps({"format": _FORMAT, **finite, "files": files})[:-1].encode()
+    return body + f', "sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
+
+
+def parse(content: bytes) -> Manifest:
+    """Return what a manifest says; CheckpointError if it is damaged, of another format, or names any other file."""
+    signed = _OWN_DIGEST.fullmatch(content)
+    if signed and hashlib.sha256(signed["body"]).hexdigest().encode() != signed["digest"]:
+        raise CheckpointError(f"{_MANIFEST} does not match its own sha256: it is damaged")
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{_MANIFEST} is damaged: {error}") from None
+    number = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(number, int) and number > _FORMAT:
+        raise CheckpointError(f"it has format {number}, this hvdtrain reads up to {_FORMAT}: update hvdtrain")
+    if signed and number == _FORMAT:
+        finite = manifest.get("finite")
+        return Manifest(_entries(manifest.get("files")), finite if isinstance(finite, bool) else None)
+    raise CheckpointError(f"{_MANIFEST} is damaged: its format is {number!r}, or its own sha256 is missing")
+
+
+def _entries(files: Any) -> dict[str, FileEntry]:
+    if not isinstance(files, dict) or _META not in files:
+        raise CheckpointError(f"{_MANIFEST} is damaged: it does not name {_META}")
+    entries = {}
+    for name, entry in files.items():
+        # A name is opened as a file: one such as "../x" must not lead out of the folder.
+        if name != _META and _stem_of(name) is None:
+            raise CheckpointError(f"{_MANIFEST} names {name!r}, which is no file of a checkpoint")
+        size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+            raise CheckpointError(f"{_MANIFEST} is damaged: its entry of {name} is {entry!r}")
+        entries[name] = FileEntry(size, sha256)
+    return entries

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from hvdtrain.checkpoint import Contents, Store, manifest, read, write
+from hvdtrain.checkpoint import Contents, Store, files, read, write
 from hvdtrain.checkpoint.files import has_finite_numbers
 
 NAN, INF = np.array([1.0, np.nan]), np.array([1.0, np.inf], np.float16)
@@ -23,8 +23,8 @@ def names(store):
 
 def forget(path):
     """Make a manifest one of a version that did not know whether numbers are finite."""
-    found = manifest.parse((path / "manifest.json").read_bytes())
-    (path / "manifest.json").write_bytes(manifest.render(manifest.Manifest(found.files, None)))
+    found = files.parse((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_bytes(files.render(found._replace(finite=None)))
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])
