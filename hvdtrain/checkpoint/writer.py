@@ -7,14 +7,12 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.files import Contents
 
 log = logging.getLogger("hvdtrain")
-
-_Write = tuple[str | os.PathLike[str], Contents, Callable[[], object] | None]
-_Box = list[_Write]
 
 
 class Writer:
@@ -34,13 +32,14 @@ class Writer:
     ) -> None:
         """Start writing a copy that training does not change, once the one before has ended; then call `then`."""
         self._idle.wait()
-        box: _Box = [(path, contents, then)]
+        box = [contents]
         try:
             self._idle.clear()
-            threading.Thread(target=self._run, args=(box,), name="hvdtrain-checkpoint", daemon=False).start()
+            threading.Thread(target=self._run, args=(box, path, then), name="hvdtrain-checkpoint", daemon=False).start()
         except BaseException:
             # Ctrl-C may come before or after the thread has begun: the one that empties the box ends the work.
-            if _take(box) is not None:
+            with suppress(IndexError):
+                box.pop()
                 self._idle.set()
             raise
 
@@ -52,33 +51,22 @@ class Writer:
         if error is not None:
             raise error
 
-    def _run(self, box: _Box) -> None:
-        taken = _take(box)
-        if taken is None:
+    def _run(self, box: list[Contents], path: str | os.PathLike[str], then: Callable[[], object] | None) -> None:
+        try:
+            contents = box.pop()  # atomic: only one of two threads gets it
+        except IndexError:
             return
-        path, contents, then = taken
         try:
             files.write(path, contents)
             if then is not None:
                 then()
         except BaseException as error:  # noqa: BLE001 the thread's outermost frame: the caller raises it
             log.error("%s: %s", type(error).__name__, error)
-            _forget_locals(error)
+            cause: BaseException | None = error
+            while cause is not None:  # release what their frames hold: arrays as large as the model
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__cause__
             self._error = self._error or error
         finally:
-            del taken, contents, then  # else the error's traceback would keep the arrays in memory
+            del contents  # else the error's traceback would keep the arrays in memory
             self._idle.set()
-
-
-def _take(box: _Box) -> _Write | None:
-    try:
-        return box.pop()  # atomic: only one of two threads gets it
-    except IndexError:
-        return None
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Release what the frames of an error and its causes hold: arrays as large as the model."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
