@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import statistics
 import time
 from collections import deque
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from hvdtrain.callbacks import replicas
+import numpy as np
+
+from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.context import RunContext
-from hvdtrain.distributed import agreement
+from hvdtrain.distributed import agreement, checksums
+from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError
 
 log = logging.getLogger("hvdtrain")
@@ -23,6 +28,8 @@ BUDGET = 0.004
 FIRST_STEPS = 10  # between the first check and the second, to measure step times after warm-up
 _RECENT = 64  # step times that count
 _CHECKS = 9  # checks whose cost counts
+_NAMED = 8  # ranks that a message names
+SETTINGS = "the optimizer's settings"  # the name of State.meta among the tensors
 
 _ADVICE = (
     "Weights that differ make every later step wrong. Faulty memory does this, and so does code that treats the model "
@@ -119,11 +126,11 @@ class SyncCheck(Callback):
             DesyncError: see the class.
         """
         begin = time.perf_counter_ns()
-        mine = replicas.digests(trainer.state(copy=False), settled=settled)
+        mine = digests(trainer.state(copy=False), settled=settled)
         hashed = time.perf_counter_ns()
         # Negative if the minimum over ranks is needed: the rank that enters an exchange last does not wait in it.
         step = int(1e9 * statistics.median(self._step_times)) if self._step_times else 0
-        same, (cost, exchange, step) = replicas.equal(
+        same, (cost, exchange, step) = equal(
             mine, world=trainer.world, figures=[hashed - begin, -self._exchange, -step]
         )
         # The first exchange is not representative: ranks enter it as far apart as their first steps end.
@@ -131,7 +138,7 @@ class SyncCheck(Callback):
         self._costs.append(cost - exchange)
         self._step = -step
         if not same:
-            self._diverged(trainer, *replicas.difference(mine, world=trainer.world), when, settled=settled)
+            self._diverged(trainer, *difference(mine, world=trainer.world), when, settled=settled)
         self._equal = when
 
     def _diverged(self, trainer: RunContext, what: str, root_is_odd: bool, when: str, *, settled: bool) -> None:
@@ -145,9 +152,9 @@ class SyncCheck(Callback):
                 "checkpoint. If a host is named again, exclude it."
             )
         trainer.repair()
-        mine = replicas.digests(trainer.state(copy=False), settled=settled)
-        if not replicas.equal(mine, world=trainer.world)[0]:
-            left, _ = replicas.difference(mine, world=trainer.world)
+        mine = digests(trainer.state(copy=False), settled=settled)
+        if not equal(mine, world=trainer.world)[0]:
+            left, _ = difference(mine, world=trainer.world)
             raise DesyncError(f"{facts} All ranks were given rank 0's, and still {left}.")
         if trainer.world.is_root:
             log.warning("%s %s All ranks continue with rank 0's.", facts, _ADVICE)
@@ -175,3 +182,73 @@ class SyncCheck(Callback):
 def interval(*, cost: float, step: float) -> int:
     """Return the fewest steps whose time a check's cost is at most the budget of, both in the same unit."""
     return max(1, math.ceil(cost / (BUDGET * step))) if step > 0 else FIRST_STEPS
+
+
+def digests(state: State, *, settled: bool) -> dict[str, bytes]:
+    """Return the digest of each tensor and of the settings, by name.
+
+    settled=False leaves out what each rank changes on its own until `Adapter.settle`.
+    """
+    arrays = {name: array for name, array in state.arrays.items() if settled or name not in state.unsettled}
+    tensors = {name: checksums.of_array(array) for name, array in arrays.items()}
+    return tensors | {SETTINGS: checksums.of_json(state.meta)}
+
+
+def equal(mine: Mapping[str, bytes], *, world: World, figures: Sequence[int] = ()) -> tuple[bool, list[int]]:
+    """Return whether all ranks' digests are equal, and each figure's maximum over ranks, by one small allreduce.
+
+    The maximum of a value and the maximum of its complement are complements only if all ranks gave the same value.
+    """
+    ours = np.frombuffer(checksums.combined(mine), np.int64)
+    largest = world.allreduce(np.concatenate([ours, ~ours, np.array(figures, np.int64)]), "max", name="sync")
+    return bool((largest[:2] == ~largest[2:4]).all()), [int(each) for each in largest[4:]]
+
+
+def difference(mine: Mapping[str, bytes], *, world: World) -> tuple[str, bool]:
+    """Return `describe` of all ranks; a collective call, for when `equal` has returned False."""
+    report = {"host": socket.gethostname(), "digests": {name: each.hex() for name, each in mine.items()}}
+    return describe(world.allgather_object(report, name="desync"))
+
+
+def describe(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    """Say which tensor differs first, on which ranks and hosts, by each rank's host and digests.
+
+    Returns:
+        A message; and whether rank 0 is in a minority, with this tensor or a later one.
+    """
+    size, hosts = len(reports), [report["host"] for report in reports]
+    names = dict.fromkeys(name for report in reports for name in report["digests"])
+    groups = {name: _groups([report["digests"].get(name) for report in reports]) for name in names}
+    differing = {name: each for name, each in groups.items() if len(each) > 1}
+    if not differing:
+        raise ValueError(f"the digests of {size} ranks do not differ")
+    tensor, first = next(iter(differing.items()))
+    minority = _minority(first, size)
+    missing = [rank for rank, report in enumerate(reports) if tensor not in report["digests"]]
+    if missing:
+        how = f"is missing on {_ranks(missing, hosts)}"
+    elif minority:
+        how = f"on {_ranks(minority, hosts)} differs from that of the other {size - len(minority)} ranks"
+    else:
+        how = "differs between " + " and ".join(_ranks(group, hosts) for group in first[:_NAMED])
+    count = f"{len(differing)} of {len(groups)} tensors {'differs' if len(differing) == 1 else 'differ'}"
+    return f"{tensor} {how} ({count})", any(0 in _minority(each, size) for each in differing.values())
+
+
+def _groups(values: Sequence[Any]) -> list[list[int]]:
+    """Return the ranks that hold the same value together; the largest group first, rank 0's first among equals."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return sorted(ranks.values(), key=lambda group: -len(group))
+
+
+def _minority(groups: Sequence[Sequence[int]], size: int) -> list[int]:
+    """Return the ranks outside the largest group, if more than half of all ranks are in that group."""
+    return sorted(rank for group in groups[1:] for rank in group) if 2 * len(groups[0]) > size else []
+
+
+def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    named = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:_NAMED])
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

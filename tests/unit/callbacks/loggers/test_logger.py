@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.callbacks import Callback, CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
-from hvdtrain.callbacks.loggers import background, logger
+from hvdtrain.callbacks.loggers import logger
 from hvdtrain.errors import PackageMissingError
 from hvdtrain.system import settings
 from hvdtrain.training import run_id
@@ -178,7 +178,7 @@ def test_a_sink_that_takes_nothing_neither_stops_training_nor_its_end(fit, caplo
     assert len(history["loss"]) == 2
     assert caplog.text.count("did not end within 0.2 s") == 1
     caplog.clear()
-    monkeypatch.setattr(background, "_MOST_WAITING", 3)
+    monkeypatch.setattr(logger, "_MOST_WAITING", 3)
     fit(Logger(Listen(wait=answer), every_s=0))
     answer.set()
     assert caplog.text.count("3 records wait for it") == 1
