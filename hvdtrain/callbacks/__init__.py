@@ -1,8 +1,8 @@
 """Callbacks for the Trainer, framework-neutral, one concern a file."""
 
 from hvdtrain.callbacks.base import Callback as Callback
+from hvdtrain.callbacks.base import RunContext as RunContext
 from hvdtrain.callbacks.checkpoint import Checkpoint as Checkpoint
-from hvdtrain.callbacks.context import RunContext as RunContext
 from hvdtrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from hvdtrain.callbacks.loggers import CSVLogger as CSVLogger
 from hvdtrain.callbacks.loggers import Logger as Logger

@@ -1,17 +1,76 @@
-"""The base class of callbacks, and a list of them."""
+"""What callbacks are and what they receive: the base class, a list of them, and the run as they see it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.callbacks.context import CheckpointOptions, RunContext
+from hvdtrain.adapter import State
+from hvdtrain.distributed.world import World
 from hvdtrain.telemetry.interval import Interval
 
 Logs = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunId:
+    """Identifies a run. Every rank has it, because rank 0 may die first.
+
+    Attributes:
+        id: unique among runs.
+        name: a name for people: HVDTRAIN_RUN_NAME, or script and time.
+        resumed: whether an earlier attempt may have logged under this id.
+    """
+
+    id: str
+    name: str
+    resumed: bool = False
+
+
+class RunContext(Protocol):
+    """A run in progress, equal on all ranks except for `world`; the Trainer is one."""
+
+    model: Any
+    world: World
+    epochs: int
+    hosts: list[str]
+    decisions: list[str]
+    steps_per_epoch: int | None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The arguments of the Trainer and of `fit`, as JSON."""
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps since training began; those before a checkpoint count."""
+
+    @property
+    def history(self) -> Mapping[str, list[float]]:
+        """The metrics of each epoch so far."""
+
+    @property
+    def run(self) -> RunId | None:
+        """The run's identity; None before the first `fit`."""
+
+    def stop(self) -> None:
+        """End the run after this epoch, on every rank. One rank's call is enough."""
+
+    def state(self, *, copy: bool = True) -> State:
+        """Return weights and optimizer state. With copy=False, the next step may change the arrays."""
+
+    def load_state(self, state: State) -> None:
+        """Restore what `state` returned. Call it with the same state on every rank."""
+
+    def repair(self) -> None:
+        """Broadcast the root's weights and optimizer state. A collective."""
+
+    def save_checkpoint(self, checkpoint: Any) -> None:
+        """Save the current state as a `hvdtrain.callbacks.Checkpoint` says. A collective."""
 
 
 class Callback:
@@ -20,12 +79,7 @@ class Callback:
     Callbacks run on every rank. Metrics in `logs` are equal on all ranks, so all ranks take the same decisions on them.
     Guard I/O with `trainer.world.is_root`. To end the run after the current epoch, call `trainer.stop()` on one rank or
     more.
-
-    Attributes:
-        checkpoint: the options of a `Checkpoint`; None for any other callback.
     """
-
-    checkpoint: CheckpointOptions | None = None
 
     @property
     def name(self) -> str:

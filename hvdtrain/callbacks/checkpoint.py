@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any
 
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.context import CheckpointOptions, RunContext
-from hvdtrain.checkpoint.store import Store
+from hvdtrain.callbacks.base import Callback, Logs, RunContext
+from hvdtrain.checkpoint.store import Mode, Store
 from hvdtrain.system import scratch
 
 
@@ -42,7 +41,7 @@ class Checkpoint(Callback):
         every_steps: int | None = None,
         keep_last: int | None = 3,
         best: str | None = None,
-        mode: Literal["auto", "min", "max"] = "auto",
+        mode: Mode = "auto",
         background: bool = True,
     ) -> None:
         if every_epochs < 0 or (every_steps is not None and every_steps < 1) or not (every_epochs or every_steps):
@@ -50,14 +49,27 @@ class Checkpoint(Callback):
                 "every_epochs must be >= 0, every_steps >= 1 or None, and one of them must be given. Received: "
                 f"every_epochs={every_epochs}, every_steps={every_steps}"
             )
-        self.checkpoint: CheckpointOptions = CheckpointOptions(
-            Store(scratch.place(directory), keep_last=keep_last, best=best, mode=mode),
-            every_epochs=every_epochs,
-            every_steps=every_steps,
-            best=best,
-            background=background,
-        )
+        self.store = Store(scratch.place(directory), keep_last=keep_last, best=best, mode=mode)
+        self.every_epochs = every_epochs
+        self.every_steps = every_steps
+        self.best = best
+        self.background = background
 
     def save(self, trainer: RunContext) -> None:
         """Save the current state, also if no checkpoint is due. A collective."""
-        trainer.save_checkpoint(self.checkpoint)
+        trainer.save_checkpoint(self)
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks, because saving is a collective."""
+        return {"every_epochs": self.every_epochs, "every_steps": self.every_steps, "best": self.best}
+
+    def is_due(self, global_step: int) -> bool:
+        """Return whether a checkpoint is due after this step."""
+        return self.every_steps is not None and global_step % self.every_steps == 0
+
+    def is_due_after(self, epoch: int, logs: Logs) -> bool:
+        """Return whether a checkpoint is due after this epoch; ValueError if it has no metric `best`."""
+        if self.best is not None and self.best not in logs:
+            raise ValueError(f"best must be one of {sorted(logs)}. Received: best={self.best!r}")
+        return bool(self.every_epochs) and (epoch + 1) % self.every_epochs == 0

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.adapter import State
-from hvdtrain.callbacks.base import Callback, Logs
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.checkpoint.store import Mode, improves, sign
 
 log = logging.getLogger("hvdtrain")

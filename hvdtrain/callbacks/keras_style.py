@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.callbacks.base import Callback, Logs
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.base import Callback, Logs, RunContext
 
 # By callback, what it held when it was first wrapped: the user's own, which no checkpoint needs. One may be wrapped
 # again after it has trained: by each elastic round, and by another fit.

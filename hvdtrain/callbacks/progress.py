@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain.callbacks.base import Callback, Logs
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.distributed import launch_environment
 from hvdtrain.telemetry.interval import PARTS, Interval, RankTimes, lower_median
 

@@ -17,8 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from hvdtrain.callbacks.base import Callback, Logs
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.horovod_build.installed import version_of
 from hvdtrain.system import private_files, redact
 from hvdtrain.system.settings import RUN_NAME

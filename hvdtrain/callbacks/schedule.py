@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from hvdtrain.callbacks.base import Callback, Logs
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.base import Callback, Logs, RunContext
 
 
 class Schedule(Callback):

@@ -6,8 +6,7 @@ import logging
 
 import numpy as np
 
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.base import Callback, RunContext
 from hvdtrain.telemetry.interval import WORDS, Interval, RankTimes, lower_median
 
 log = logging.getLogger("hvdtrain")

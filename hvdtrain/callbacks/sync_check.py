@@ -14,8 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain.adapter import State
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.base import Callback, RunContext
 from hvdtrain.distributed import agreement, checksums
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter
-from hvdtrain.callbacks.base import CallbackList
-from hvdtrain.callbacks.context import CheckpointOptions, RunContext, RunId
+from hvdtrain.callbacks.base import CallbackList, RunContext, RunId
+from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
@@ -54,7 +54,7 @@ class Loop:
         self._accumulate: int = config["accumulate"]
         self._hooks = CallbackList([])
         self._checkpoints: list[RunCheckpoints] = []  # of this fit
-        self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # these, and others to which callbacks save
+        self._savers: dict[Checkpoint, RunCheckpoints] = {}  # these, and others to which callbacks save
         self._facts: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
         self._held: rank_state.Arrays = {}  # that checkpoint's arrays of this rank, to be loaded when steps begin
@@ -92,7 +92,7 @@ class Loop:
             self.progress = RunProgress.from_json(found.meta["position"])
             self.history = History(found.meta["history"])
 
-    def save_checkpoint(self, options: CheckpointOptions) -> None:
+    def save_checkpoint(self, options: Checkpoint) -> None:
         """Save the current state; a collective call."""
         if options not in self._savers:
             self._savers[options] = RunCheckpoints(options, self._world)

@@ -8,7 +8,7 @@ import socket
 import uuid
 from dataclasses import asdict
 
-from hvdtrain.callbacks.context import RunId
+from hvdtrain.callbacks.base import RunId
 from hvdtrain.callbacks.run_folder import default_name
 from hvdtrain.distributed.world import World
 from hvdtrain.system.settings import RUN_ID, RUN_NAME

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
-from hvdtrain.callbacks.base import CallbackList
-from hvdtrain.callbacks.context import CheckpointOptions, RunId
+from hvdtrain.callbacks.base import CallbackList, RunId
+from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.defaults import with_defaults
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.data.sources import IndexedSource, as_source, leaves, tree_map
@@ -216,7 +216,7 @@ class Trainer:
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
         self.hosts, new_run = run_id.agree(self.world)
-        checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
+        checkpoints = [hook for hook in hooks if isinstance(hook, Checkpoint)]
         schedules = [each.schedule for each in checkpoints]
         facts = {"epochs": epochs, "validation": held_out is not None, "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")
@@ -336,9 +336,9 @@ class Trainer:
         """Optimizer steps taken since training began, those before a resumed checkpoint included."""
         return self._loop.progress.global_step
 
-    def save_checkpoint(self, options: CheckpointOptions) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Save the current state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
-        self._loop.save_checkpoint(options)
+        self._loop.save_checkpoint(checkpoint)
 
     def state(self, *, copy: bool = True) -> State:
         """Return weights and optimizer state; without a copy, as arrays that the next step may change."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.callbacks.context import RunContext
+from hvdtrain.callbacks.base import RunContext
 from hvdtrain.callbacks.run_folder import Facts, RecordingCallback, describe_environment, plain
 from hvdtrain.errors import PackageMissingError
 from hvdtrain.system import redact
