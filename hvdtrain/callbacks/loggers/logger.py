@@ -132,8 +132,6 @@ class Logger(RecordingCallback):
 
     Raises:
         PackageMissingError: the package is not installed.
-        ValueError: every_s is below 0.
-        TypeError: options are not JSON.
     """
 
     def __init__(
@@ -162,17 +160,19 @@ class Logger(RecordingCallback):
     def on_fit_begin(self, trainer: RunContext) -> None:
         """Import the sink's package, on rank 0."""
         self._finished = self._begun = False
-        if trainer.world.is_root and self._package is not None:
-            # Here all ranks wait. During the first steps, the import would make this rank look slow.
-            self._try(self._package.load)
+        if trainer.world.is_root:
+            self._background = Background(type(self).__name__, lambda well: self._sink.close(finished=well))
+            if self._package is not None:
+                # Here all ranks wait. During the first steps, the import would make this rank look slow.
+                self._background.attempt(self._package.load)
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Open the sink before the first epoch; a run without epochs logs nothing."""
-        if trainer.world.is_root and not self._begun:
+        if self._background is not None and not self._begun:
             self._begun = True
-            self._try(partial(self._open, trainer))
+            self._background.attempt(partial(self._open, self._background, trainer))
 
-    def _open(self, trainer: RunContext) -> None:
+    def _open(self, background: Background, trainer: RunContext) -> None:
         assert trainer.run is not None  # within fit
         run = Run(
             id=trainer.run.id,
@@ -182,15 +182,7 @@ class Logger(RecordingCallback):
             config=_flat(redact.document(plain({**trainer.config, "options": self._options}))),
             environment=_flat(describe_environment(trainer)),
         )
-        self._background = Background(type(self).__name__, lambda well: self._sink.close(finished=well))
-        self._background.submit(partial(self._sink.open, run))
-
-    def _try(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as problem:  # noqa: BLE001 - training continues after any error
-            self._begun = True
-            give_up(type(self).__name__, problem)
+        background.submit(partial(self._sink.open, run))
 
     def on_fit_end(self, trainer: RunContext) -> None:
         """Know that the run has come to its end."""
@@ -265,19 +257,19 @@ class Background:
         """Finish the queued calls, call `release`, and wait for both up to `limit_s`; `well`: the run succeeded."""
         self._well = well
         until = time.monotonic() + limit_s
-        if not self._failed.is_set():
-            with suppress(queue.Full):
-                self._calls.put(None, timeout=limit_s)
+        with suppress(queue.Full):
+            self._calls.put(None, timeout=0 if self._failed.is_set() else limit_s)
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive() and not self._failed.is_set():
             self._fail(f"it did not end within {limit_s:g} s; the last records may be missing")
 
     def _run(self) -> None:
         while not self._failed.is_set() and (call := self._calls.get()) is not None:
-            self._try(call)
-        self._try(lambda: self._release(self._well and not self._failed.is_set()))
+            self.attempt(call)
+        self.attempt(lambda: self._release(self._well and not self._failed.is_set()))
 
-    def _try(self, call: Callable[[], object]) -> None:
+    def attempt(self, call: Callable[[], object]) -> None:
+        """Make a call in this thread."""
         try:
             call()
         except Exception as problem:  # noqa: BLE001 - another package's error: training continues
@@ -286,11 +278,8 @@ class Background:
     def _fail(self, why: object) -> None:
         if not self._failed.is_set():
             self._failed.set()
-            give_up(self._who, why)
-
-
-def give_up(who: str, why: object) -> None:
-    """Warn that a logger stops before its run ends."""
-    what = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
-    # A server's address may contain a password.
-    log.warning("%s logs nothing more, and training continues without it: %s", who, redact.text(str(what)))
+            what = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
+            # A server's address may contain a password.
+            log.warning(
+                "%s logs nothing more, and training continues without it: %s", self._who, redact.text(str(what))
+            )

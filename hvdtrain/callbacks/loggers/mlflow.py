@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +32,6 @@ class MLflowLogger(Logger):
         name: of the run; None for HVDTRAIN_RUN_NAME, or the script's and the time.
         every_s: seconds between two logged intervals; an epoch's last interval is always logged.
         options: the script's own options, as JSON; logged with the configuration.
-
-    Raises:
-        PackageMissingError: MLflow is not installed.
     """
 
     def __init__(
@@ -54,8 +49,8 @@ class MLflowLogger(Logger):
 
 class _Run:
     def __init__(self, place: str, experiment: str) -> None:
-        self._uri = place if "://" in place or place.startswith("file:") else Path(place).absolute().as_uri()
         self._folder = None if "://" in place or place.startswith("file:") else Path(place)
+        self._uri = place if self._folder is None else self._folder.absolute().as_uri()
         self._experiment = experiment
         self._client: Any = None
         self._id = ""
@@ -65,8 +60,14 @@ class _Run:
         self._id, self._logged = "", {}
         if self._folder is not None:
             private_files.make_folder(self._folder)  # MLflow's own files in it have the umask's mode
-        with _file_store_allowed(self._uri.startswith("file:")):
+        allows = self._uri.startswith("file:") and _FILE_STORE not in os.environ
+        if allows:
+            os.environ[_FILE_STORE] = "true"  # else newer versions of MLflow refuse to write to a folder
+        try:
             self._client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=self._uri)
+        finally:
+            if allows:
+                del os.environ[_FILE_STORE]
         found = self._client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
         earlier: list[Any] = []
@@ -108,16 +109,3 @@ class _Run:
         for kind, items in (("params", params), ("tags", run_tags)):
             for begin in range(0, len(items), _MOST_AT_ONCE):
                 self._client.log_batch(self._id, **{kind: items[begin : begin + _MOST_AT_ONCE]})
-
-
-@contextmanager
-def _file_store_allowed(wanted: bool) -> Iterator[None]:
-    """Let MLflow write to a folder, which newer versions refuse unless this variable is set."""
-    if not wanted or _FILE_STORE in os.environ:
-        yield
-        return
-    os.environ[_FILE_STORE] = "true"
-    try:
-        yield
-    finally:
-        os.environ.pop(_FILE_STORE, None)

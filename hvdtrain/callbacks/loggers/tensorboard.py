@@ -28,9 +28,6 @@ class TensorBoardLogger(Logger):
         folder: the run's folder.
         every_s: seconds between two logged intervals; an epoch's last interval is always logged.
         options: the script's own options, as JSON; logged with the configuration.
-
-    Raises:
-        PackageMissingError: tensorboard is not installed.
     """
 
     def __init__(

@@ -27,9 +27,6 @@ class WandbLogger(Logger):
         name: the run's name; None for HVDTRAIN_RUN_NAME, or script and time.
         every_s: seconds between two logged intervals; an epoch's last interval is always logged.
         options: the script's own options, as JSON; logged with the configuration.
-
-    Raises:
-        PackageMissingError: wandb is not installed.
     """
 
     def __init__(
