@@ -27,7 +27,6 @@ class Checkpoint(Callback):
         background: False writes each checkpoint before training continues.
 
     Raises:
-        ValueError: an option outside its range.
         CheckpointError: in `fit`, before the first epoch, if another run uses the folder, if it cannot be written, or
             if its disk has no space for one checkpoint. If a later write fails, at the next checkpoint or at the end;
             older checkpoints and the state in memory do not change.
@@ -50,10 +49,8 @@ class Checkpoint(Callback):
                 f"every_epochs={every_epochs}, every_steps={every_steps}"
             )
         self.store = Store(scratch.place(directory), keep_last=keep_last, best=best, mode=mode)
-        self.every_epochs = every_epochs
-        self.every_steps = every_steps
-        self.best = best
-        self.background = background
+        self.every_epochs, self.every_steps = every_epochs, every_steps
+        self.best, self.background = best, background
 
     def save(self, trainer: RunContext) -> None:
         """Save the current state, also if no checkpoint is due. A collective."""

@@ -27,9 +27,6 @@ class EarlyStopping(Callback):
         mode: whether less or more is better; "auto" takes "min" for a loss or an error, else "max".
         restore_best: restore the weights of the best epoch when the run ends early. Checkpoints then hold two
             states, the present and the best.
-
-    Raises:
-        ValueError: negative patience or min_delta, or an unknown mode.
     """
 
     def __init__(
@@ -45,10 +42,8 @@ class EarlyStopping(Callback):
             raise ValueError(
                 f"patience and min_delta must be >= 0. Received: patience={patience}, min_delta={min_delta}"
             )
-        self._monitor = monitor
-        self._patience = patience
-        self._sign = sign(monitor, mode)
-        self._min_delta = min_delta
+        self._monitor, self._sign = monitor, sign(monitor, mode)
+        self._patience, self._min_delta = patience, min_delta
         self._restore_best = restore_best
         self._reset()
 

@@ -17,10 +17,6 @@ class Schedule(Callback):
         scheduler: over the optimizer that the Trainer was given.
         every: "epoch" or "step".
         monitor: a metric that `step` is called with, for ReduceLROnPlateau; only with "epoch".
-
-    Raises:
-        TypeError: it has no `step` and `state_dict`.
-        ValueError: another `every`, or a `monitor` that History does not have.
     """
 
     def __init__(
@@ -33,9 +29,7 @@ class Schedule(Callback):
                 f'every must be "epoch" or "step", and monitor goes with "epoch". Received: every={every!r}, '
                 f"monitor={monitor!r}"
             )
-        self._scheduler = scheduler
-        self._every = every
-        self._monitor = monitor
+        self._scheduler, self._every, self._monitor = scheduler, every, monitor
 
     def on_step_end(self, trainer: RunContext, step: int) -> None:
         """Step if `every` is "step"."""
