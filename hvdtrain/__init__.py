@@ -38,17 +38,8 @@ _HOMES = {
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
 __all__ = [
-    "History",
-    "Sharded",
-    "SoloWorld",
-    "Trainer",
-    "World",
-    "__version__",
-    "init",
-    "prepare",
-    "read_parquet",
-    "run",
-]
+    "History", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init", "prepare", "read_parquet", "run",
+]  # fmt: skip
 
 log_filter.begin()
 old_names.install()

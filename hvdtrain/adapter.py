@@ -72,7 +72,6 @@ class Adapter(Protocol):
 
     def start(self) -> None:
         """Broadcast the root's weights and optimizer state. Change nothing else."""
-        ...
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take one optimizer step over `batches` (several with accumulation), reduced over all ranks.
@@ -80,15 +79,12 @@ class Adapter(Protocol):
         The step equals the step of one process over the samples of all ranks: each sample has the same weight. A batch
         with local_count 0 adds nothing, but its rank takes part in the reduction.
         """
-        ...
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to the metrics, without training; a batch with local_count 0 adds nothing."""
-        ...
 
     def predict_step(self, inputs: Any) -> NDArray[Any]:
         """Return the model's outputs for a batch: (local_batch, ...)."""
-        ...
 
     def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
         """Return the metrics since the last reset, exact over all ranks, and reset them.
@@ -97,29 +93,21 @@ class Adapter(Protocol):
             reduce: sums a float64 vector over ranks; call it exactly once, with all that the metrics need.
             keep: do not reset them: the epoch is not over.
         """
-        ...
 
     def settle(self) -> None:
         """Synchronize state that no gradient trains, such as running means; called after each epoch."""
-        ...
 
     def state(self) -> State:
         """Return weights, optimizer state and precision scaler. The next step may change the arrays."""
-        ...
 
     def load_state(self, state: State) -> None:
         """Restore what `state` returned. Raises ValueError naming the first tensor that does not fit."""
-        ...
 
 
 def adapter_for(
     model: Any, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
 ) -> Adapter:
-    """Return the adapter of the framework that `model` belongs to.
-
-    Raises:
-        TypeError: the model is neither a keras.Model nor a torch.nn.Module.
-    """
+    """Return the adapter of the framework that `model` belongs to; see `framework_of`."""
     adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
         model, optimizer=optimizer, loss=loss, metrics=metrics, options=options, world=world
     )
@@ -127,11 +115,7 @@ def adapter_for(
 
 
 def framework_of(model: Any) -> str:
-    """Return "keras" or "torch" for a model, without importing either.
-
-    Raises:
-        TypeError: the model is neither.
-    """
+    """Return "keras" or "torch" for a model, without importing either; TypeError for anything else."""
     homes = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     # Keras first: with its torch backend a Keras model is a torch.nn.Module too.
     for framework in ("keras", "torch"):

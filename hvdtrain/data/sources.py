@@ -68,14 +68,12 @@ class Source(Protocol):
 
         Before it returns, it draws orders and starts workers. Later it draws random numbers only batch by batch.
         """
-        ...
 
     def example(self, epoch: int) -> Batch | None:
         """Return a batch with the data's shapes, or None if there is no data. The orders of later epochs do not change.
 
         A collective. Random states may change.
         """
-        ...
 
 
 @dataclass(frozen=True)
