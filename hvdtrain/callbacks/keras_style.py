@@ -6,13 +6,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
 
 # By callback, what it held when it was first wrapped: the user's own, which no checkpoint needs. One may be wrapped
 # again after it has trained: by each elastic round, and by another fit.
-_given: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, list[NDArray[Any]]]]] = WeakKeyDictionary()
+_given: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 class KerasStyle(Callback):
@@ -25,8 +24,7 @@ class KerasStyle(Callback):
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
-        # Copy each list: one that is filled in place is no longer the list that was given.
-        self._given = self._numbers(), {name: list(arrays) for name, arrays in self._lists().items()}
+        self._given = self._values()
         try:
             self._given = _given.setdefault(callback, self._given)
         except TypeError:
@@ -42,43 +40,38 @@ class KerasStyle(Callback):
 
         Options stay the user's, and so do arrays that the user gave it, such as validation data.
         """
-        given, given_lists = self._given
-        numbers = {name: value for name, value in self._numbers().items() if given.get(name) != value}
-        return numbers | {
-            f"{name}.{index}": array
-            for name, arrays in self._lists().items()
-            if [id(array) for array in arrays] != [id(array) for array in given_lists.get(name, [])]
-            for index, array in enumerate(arrays)
-        }
+        changed: dict[str, Any] = {}
+        for name, value in self._values().items():
+            given = self._given.get(name)
+            if not isinstance(value, list):
+                changed |= {name: value} if given != value else {}
+            elif not isinstance(given, list) or list(map(id, value)) != list(map(id, given)):
+                changed |= {f"{name}.{index}": array for index, array in enumerate(value)}
+        return changed
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         lists: dict[str, dict[int, Any]] = {}
         for name, value in state.items():
             attribute, _, index = name.partition(".")
-            if attribute not in vars(self._callback):
-                continue
-            if index:
+            if attribute in vars(self._callback) and index:
                 lists.setdefault(attribute, {})[int(index)] = value
-            else:
+            elif attribute in vars(self._callback):
                 setattr(self._callback, attribute, value)
         for attribute, arrays in lists.items():
             setattr(self._callback, attribute, [arrays[index] for index in sorted(arrays)])
 
-    def _numbers(self) -> dict[str, Any]:
-        return {
-            name: value.item() if isinstance(value, np.generic) else value
-            for name, value in vars(self._callback).items()
-            if not name.startswith("_") and isinstance(value, bool | int | float | np.generic)
-        }
-
-    def _lists(self) -> dict[str, list[NDArray[Any]]]:
-        return {
-            name: value
-            for name, value in vars(self._callback).items()
-            if not name.startswith("_") and isinstance(value, list)
-            if value and all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in value)
-        }
+    def _values(self) -> dict[str, Any]:
+        """Return the callback's numbers and lists of arrays. A list is copied: it may be filled in place."""
+        found: dict[str, Any] = {}
+        for name, value in vars(self._callback).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(value, bool | int | float | np.generic):
+                found[name] = value.item() if isinstance(value, np.generic) else value
+            elif isinstance(value, list) and value and all(map(_is_numeric, value)):
+                found[name] = list(value)
+        return found
 
     def on_fit_begin(self, trainer: RunContext) -> None:
         """Call set_params, set_model and on_train_begin."""
@@ -119,3 +112,7 @@ def as_callback(callback: Any) -> Callback:
     raise TypeError(
         f"A callback must be a hvdtrain.callbacks.Callback or a keras.callbacks.Callback. Received: {callback!r}"
     )
+
+
+def _is_numeric(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype.kind in "biuf"
