@@ -1,13 +1,23 @@
-"""How far a run has come."""
+"""Which run this is, and how far it has come."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hvdtrain.callbacks.base import RunId
+from hvdtrain.callbacks.run_folder import default_name
 from hvdtrain.data.sources import NOTHING, Batch, Consumed
+from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError
+from hvdtrain.system.settings import RUN_ID, RUN_NAME
+
+_runs_here = itertools.count(1)  # of a job that has an id
 
 
 class History(dict[str, list[float]]):
@@ -75,3 +85,19 @@ def check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
                 f"{now.get(name)!r}. Samples would be seen twice or never: give the same data and seed, or resume from "
                 "a checkpoint of an epoch's end."
             )
+
+
+def agree_on_run(world: World) -> tuple[list[str], RunId]:
+    """Return each rank's host, and a new run's id; a collective call.
+
+    A resumed run has the id in its checkpoint. All starts of one `hvdtrain run` are one run, of which
+    there may be no checkpoint yet: their first run has one id, their second another, and so on.
+    """
+    job = os.environ.get(RUN_ID)
+    own = RunId(
+        id=f"{job}-{next(_runs_here)}" if job else uuid.uuid4().hex,
+        name=os.environ.get(RUN_NAME) or default_name(),
+        resumed=bool(job),
+    )
+    everyones = world.allgather_object([socket.gethostname(), asdict(own)], name="hosts")
+    return [str(host) for host, _ in everyones], RunId(**everyones[0][1])

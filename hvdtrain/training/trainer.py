@@ -19,10 +19,11 @@ from hvdtrain.data.sources import IndexedSource, as_source, leaves, tree_map
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import SoloWorld, World, init
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.training import checkpointing, learning_rate, preemption, run_id
+from hvdtrain.training import checkpointing, learning_rate, preemption
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.nan_policy import POLICIES
 from hvdtrain.training.progress import History as History
+from hvdtrain.training.progress import agree_on_run
 
 log = logging.getLogger("hvdtrain")
 
@@ -215,7 +216,7 @@ class Trainer:
         self._fit_config = {"epochs": epochs, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
-        self.hosts, new_run = run_id.agree(self.world)
+        self.hosts, new_run = agree_on_run(self.world)
         checkpoints = [hook for hook in hooks if isinstance(hook, Checkpoint)]
         schedules = [each.schedule for each in checkpoints]
         facts = {"epochs": epochs, "validation": held_out is not None, "checkpoints": schedules, "resume": resume}

@@ -17,7 +17,7 @@ from hvdtrain.callbacks import Callback, CSVLogger, Logger, MLflowLogger, Tensor
 from hvdtrain.callbacks.loggers import logger
 from hvdtrain.errors import PackageMissingError
 from hvdtrain.system import settings
-from hvdtrain.training import run_id
+from hvdtrain.training import progress
 
 
 class Listen:
@@ -123,7 +123,7 @@ def test_starts_of_one_job_are_one_run_without_a_checkpoint_too(fit, monkeypatch
     sink = Listen()
     monkeypatch.setenv(settings.RUN_ID, "job")  # as `hvdtrain run` does
     for _ in ("killed", "started anew"):
-        monkeypatch.setattr(run_id, "_runs_here", itertools.count(1))
+        monkeypatch.setattr(progress, "_runs_here", itertools.count(1))
         fit(Logger(sink), epochs=1)
         fit(Logger(sink), epochs=1)  # the script's second run
     ids = [run.id for run in sink.runs]

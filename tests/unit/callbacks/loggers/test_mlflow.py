@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.callbacks import MLflowLogger
 from hvdtrain.callbacks.loggers import logger
 from hvdtrain.system import settings
-from hvdtrain.training import run_id
+from hvdtrain.training import progress
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install 'hvdtrain[loggers]'"),
@@ -82,7 +82,7 @@ def test_a_run_that_is_started_anew_before_its_first_checkpoint_is_one_run(
 ):
     monkeypatch.setenv(settings.RUN_ID, "job")
     fit_until(2, MLflowLogger(tmp_path / "ml", every_s=0))
-    monkeypatch.setattr(run_id, "_runs_here", itertools.count(1))
+    monkeypatch.setattr(progress, "_runs_here", itertools.count(1))
     fit(MLflowLogger(tmp_path / "ml", every_s=0), epochs=1)
     reader = client(tmp_path / "ml")
     (run,) = the_runs(reader)
