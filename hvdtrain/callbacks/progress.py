@@ -15,7 +15,7 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.telemetry.interval import PARTS, Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
-    from hvdtrain.callbacks.live import Display
+    from rich.live import Live
 
 log = logging.getLogger("hvdtrain")
 
@@ -47,7 +47,7 @@ class Progress(Callback):
         if not every_s >= 0:
             raise ValueError(f"every_s must be >= 0. Received: every_s={every_s!r}")
         self._style, self._every_s = style, every_s
-        self._live: Display | None = None
+        self._live: Live | None = None
         self._lines = False
         self._printed = self._began = 0.0
         self._sum = _Sum()
@@ -64,9 +64,9 @@ class Progress(Callback):
         if self._style == "live" or (
             self._style == "auto" and sys.stdout.isatty() and launch_environment.detect() is None
         ):
-            from hvdtrain.callbacks.live import Display  # which loads rich
+            from rich.live import Live
 
-            self._live = Display(steps=trainer.steps_per_epoch)
+            self._live = Live(transient=True)
             self._live.start()
         else:
             self._lines = True
@@ -77,7 +77,7 @@ class Progress(Callback):
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Reset the display's bar: an epoch may end before its first interval."""
         if self._live is not None:
-            self._live.show(_place(trainer, epoch), 0, steps=trainer.steps_per_epoch)
+            _draw(self._live, _place(trainer, epoch), 0, trainer.steps_per_epoch)
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Show how the latest steps went."""
@@ -92,7 +92,7 @@ class Progress(Callback):
             steps_left = (trainer.epochs - interval.epoch) * steps - interval.step
             left = f"{_clock(steps_left * interval.seconds / interval.steps)} left"
         if self._live is not None:
-            self._live.show(place, interval.step, steps=steps, words="  ".join(words), left=left)
+            _draw(self._live, place, interval.step, steps, left=left, words="  ".join(words))
         elif self._lines and time.monotonic() - self._printed >= self._every_s:
             self._printed = time.monotonic()
             step = f"step {interval.step}/{steps}" if steps else f"step {interval.step}"
@@ -161,6 +161,15 @@ class _Sum:
             whose = f"rank {slowest} on host {trainer.hosts[slowest]}"
             line += f" ({whose}, the slowest: {100 * above:.0f} % above the median)"
         return line
+
+
+def _draw(live: Live, place: str, step: int, steps: int | None, *, left: str = "", words: str = "") -> None:
+    """Redraw two lines at the bottom of the terminal: a bar, and how the latest steps went. 80 columns hold no more."""
+    from rich import console, progress_bar, table, text
+
+    bar = table.Table.grid(padding=(0, 1))
+    bar.add_row(place, progress_bar.ProgressBar(steps, step, width=40), f"{step}/{steps or '?'}", left)
+    live.update(console.Group(bar, text.Text(words, no_wrap=True, overflow="ellipsis")))
 
 
 def _place(trainer: RunContext, epoch: int) -> str:
