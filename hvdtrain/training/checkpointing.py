@@ -79,10 +79,9 @@ class RunCheckpoints:
 
         def check() -> None:
             self._lock.describe(Holder(run.id, run.name, os.environ.get(RUN_ID)))
-            # State that the first step creates is not counted, such as that of most optimizers and of lazy modules. So
-            # a disk that is large enough is never refused.
+            # State that the first step creates is not counted: a disk that is large enough is never refused.
             num_bytes = 0
-            with suppress(ValueError):
+            with suppress(ValueError):  # from a lazy module
                 num_bytes = sum(array.nbytes for array in adapter.state().arrays.values())
             self._store.check_writable(num_bytes)
 
@@ -164,22 +163,17 @@ def save(directory: Any, adapter: Adapter, snapshot: Snapshot, *, world: World) 
     agreement.together(write, world=world, name="save")
 
 
-def read_config(directory: Any, *, world: World) -> dict[str, Any]:
+def read_config(directory: Any, *, world: World) -> Any:
     """Return the options that the checkpoint's Trainer had."""
-    config: dict[str, Any] = agreement.together(
+    return agreement.together(
         lambda: checkpoint.read_meta(scratch.found(directory))["config"], world=world, name="load"
     )
-    return config
 
 
-def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) -> Snapshot:
+def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) -> Snapshot | None:
     """Load a checkpoint on the root; `adapter.start` gives the others, which need not see its disk, the root's state.
 
-    Returns:
-        Its meta data, and this rank's own state, to be loaded after everything else.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another model; names the tensor.
+    The Snapshot, with this rank's own state, is to be loaded after everything else.
     """
 
     def find() -> tuple[Path, Contents]:
@@ -189,10 +183,7 @@ def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) ->
             _warn_not_finite(place, "load an earlier one.")
         return place, contents
 
-    found = restore(find, adapter, lr_factor=lr_factor, world=world)
-    if found is None:
-        raise CheckpointError(f"Checkpoint {directory} is missing.")
-    return found
+    return restore(find, adapter, lr_factor=lr_factor, world=world)
 
 
 def _warn_not_finite(directory: Any, advice: str) -> None:
@@ -232,10 +223,8 @@ def restore(
         return None
     mine = rank_state.deal(arrays, world=world)
     names = [name for name in mine if name.startswith(_OF_CALLBACKS)]
-    meta["callbacks"] = with_arrays(
-        meta["callbacks"], {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
-    )
-    return Snapshot(mine, meta)
+    theirs = {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
+    return Snapshot(mine, {**meta, "callbacks": with_arrays(meta["callbacks"], theirs)})
 
 
 def unpack(contents: Contents) -> State:
