@@ -17,7 +17,6 @@ from hvdtrain.errors import NonFiniteError
 
 log = logging.getLogger("hvdtrain")
 
-POLICIES = ("raise", "skip", "stop")
 _MOST_IN_A_ROW = 100
 _NAMED = 16  # sample indices in a message
 _ADVICE = (

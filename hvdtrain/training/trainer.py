@@ -13,22 +13,23 @@ from numpy.typing import NDArray
 from hvdtrain.adapter import Options, State, adapter_for, framework_of
 from hvdtrain.callbacks.base import CallbackList, RunId
 from hvdtrain.callbacks.checkpoint import Checkpoint
-from hvdtrain.callbacks.defaults import with_defaults
+from hvdtrain.callbacks.keras_style import as_callback
+from hvdtrain.callbacks.loggers.logger import Logger
+from hvdtrain.callbacks.progress import Progress
 from hvdtrain.callbacks.run_folder import RunFolder
+from hvdtrain.callbacks.stragglers import Stragglers
+from hvdtrain.callbacks.sync_check import SyncCheck
 from hvdtrain.data.sources import IndexedSource, as_source, leaves, tree_map
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import SoloWorld, World, init
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.system import scratch
 from hvdtrain.training import checkpointing, learning_rate, preemption
 from hvdtrain.training.loop import Loop
-from hvdtrain.training.nan_policy import POLICIES
 from hvdtrain.training.progress import History as History
 from hvdtrain.training.progress import agree_on_run
 
 log = logging.getLogger("hvdtrain")
-
-PRECISIONS = ("fp32", "bf16", "fp16")
-COMPRESSIONS = ("none", "fp16", "bf16")
 
 
 class Trainer:
@@ -88,10 +89,10 @@ class Trainer:
         nan_policy: str | None = None,
         seed: int | None = None,
     ) -> None:
-        check_choice("precision", precision, PRECISIONS)
-        check_choice("compression", compression, COMPRESSIONS)
+        check_choice("precision", precision, ("fp32", "bf16", "fp16"))
+        check_choice("compression", compression, ("none", "fp16", "bf16"))
         if nan_policy is not None:
-            check_choice("nan_policy", nan_policy, POLICIES)
+            check_choice("nan_policy", nan_policy, ("raise", "skip", "stop"))
         check_positive("accumulate", accumulate, int)
         if clip_norm is not None:
             check_positive("clip_norm", clip_norm, float)
@@ -183,7 +184,7 @@ class Trainer:
         run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)
 
         def fit_round() -> None:
-            hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
+            hooks = _with_defaults(callbacks, run_folder, checkpoint_dir, progress)
             self._fit_round(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
 
         restore_signals = preemption.install()  # once for all rounds: a signal in one round may be handled in the next
@@ -209,10 +210,9 @@ class Trainer:
             self._lr.scale_to(self.world.size)
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         seed, accumulate = self._config["seed"], self._config["accumulate"]
-        source = as_source(train, batch_size=batch_size, world=self.world, seed=seed)
-        held_out = None
-        if validation is not None:
-            held_out = as_source(validation, batch_size=batch_size, world=self.world, seed=seed)
+        of_rank: dict[str, Any] = {"batch_size": batch_size, "world": self.world, "seed": seed}
+        source = as_source(train, **of_rank)
+        held_out = None if validation is None else as_source(validation, **of_rank)
         self._fit_config = {"epochs": epochs, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
@@ -357,6 +357,27 @@ class Trainer:
     def stop(self) -> None:
         """End the run after this epoch, on every rank; one rank's call is enough."""
         self._loop.stop_requested = True
+
+
+def _with_defaults(
+    given: Sequence[Any], run_folder: RunFolder | None, checkpoint_dir: str | None, progress: bool
+) -> CallbackList:
+    """Return the callbacks of a fit: the user's, and a Progress, Stragglers, SyncCheck and RunFolder if there is none.
+
+    While `hvdtrain bench` runs the script, callbacks that write files are left out, and checkpoints go to a temporary
+    folder.
+    """
+    hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
+    for kind in (*[Progress] * progress, Stragglers, SyncCheck):
+        if not any(isinstance(hook, kind) for hook in hooks):
+            hooks.append(kind())
+    if run_folder is not None and not any(isinstance(hook, RunFolder) for hook in hooks):
+        hooks.append(run_folder)
+    if scratch.is_on():
+        hooks = [hook for hook in hooks if not isinstance(hook, RunFolder | Logger)]
+    if checkpoint_dir:
+        hooks.append(Checkpoint(checkpoint_dir))
+    return CallbackList(hooks)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
