@@ -260,9 +260,7 @@ class Loop:
                 recorder.ended("other")
                 adapter.train_step(group)
                 recorder.ended("compute")
-                if adapter.fault is None:
-                    self._nan_policy.step_taken()
-                elif self._nan_policy.step_refused(adapter.fault, group, step=step, epoch=epoch):
+                if self._nan_policy.must_stop(adapter.fault, group, step=step, epoch=epoch):
                     self._save_and_wait()
                     stopped = True
                     break

@@ -6,7 +6,6 @@ import logging
 import math
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -44,22 +43,24 @@ class NanPolicy:
             log.warning("Epoch %d: %s is %s. %s", epoch + 1, bad[0], logs[bad[0]], advice)
         self._warned = bool(bad)
 
-    def step_taken(self) -> None:
-        """Note that a step was taken."""
-        self._in_a_row = 0
-
-    def step_refused(self, fault: Fault, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
-        """Handle a step that the adapter refused; return whether training must stop, equal on all ranks."""
+    def must_stop(self, fault: Fault | None, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
+        """Return whether training must stop before a step that the adapter refused, equal on all ranks."""
+        if fault is None:
+            self._in_a_row = 0
+            return False
         self._in_a_row += 1
-        indices = [batch.indices for batch in batches if batch.indices is not None]
-        report = {
-            "host": socket.gethostname(),
-            "own": fault.own,
-            "loss": str(fault.loss),  # JSON has no NaN
-            "samples": np.concatenate(indices)[:_NAMED].tolist() if indices else None,
-            "more": max(0, sum(map(len, indices)) - _NAMED),
-        }
-        text = describe(fault, self._world.allgather_object(report, name="nan_policy"), step=step, epoch=epoch)
+        text = f"Step {step + 1} of epoch {epoch + 1}: "
+        reports = enumerate(self._world.allgather_object(_report(fault, batches), name="nan_policy"))
+        found = [(rank, *report) for rank, report in reports if report is not None]
+        if found:
+            rank, host, what = found[0]
+            more = f" (and on {len(found) - 1} more ranks)" if found[1:] else ""
+            text += f"on rank {rank} ({host}){more} {what}."
+        else:
+            text += (
+                f"the gradient of {fault.reduced} is not finite over all ranks, though it is on each: their sum "
+                "overflows, or fp16 compression does."
+            )
         if self._policy == "raise":
             raise NonFiniteError(
                 f"{text} The step was not taken. Look at those samples and the learning rate; clip_norm bounds large "
@@ -72,24 +73,16 @@ class NanPolicy:
         return self._policy == "stop"
 
 
-def describe(fault: Fault, reports: Sequence[dict[str, Any]], *, step: int, epoch: int) -> str:
-    """Return one or two sentences that name the step, ranks, gradients and samples."""
-    where = f"Step {step + 1} of epoch {epoch + 1}"
-    culprits = [(rank, report) for rank, report in enumerate(reports) if report["own"] is not None]
-    if not culprits:
-        return (
-            f"{where}: the gradient of {fault.reduced} is not finite over all ranks, though it is on each: their sum "
-            "overflows, or fp16 compression does."
-        )
-    rank, report = culprits[0]
+def _report(fault: Fault, batches: Sequence[Batch]) -> tuple[str, str] | None:
+    """Return this host, and which gradient, samples and loss of this rank are not finite; None if its gradients are."""
+    if fault.own is None:
+        return None
     samples = "of samples whose indices are not known"
-    if report["samples"] is not None:
-        more = f" and {report['more']} more" if report["more"] else ""
-        samples = f"of the samples {', '.join(map(str, report['samples']))}{more}"
-    others = f" (and on {len(culprits) - 1} more ranks)" if len(culprits) > 1 else ""
-    loss = float(report["loss"])
-    shown = "not finite either" if not math.isfinite(loss) else f"{loss:.6g}"
-    return (
-        f"{where}: on rank {rank} ({report['host']}){others} the gradient of {report['own']} is not finite, {samples}; "
-        f"the loss there is {shown}."
-    )
+    known = [batch.indices for batch in batches if batch.indices is not None]
+    if known:
+        indices = np.concatenate(known)
+        more = f" and {len(indices) - _NAMED} more" if len(indices) > _NAMED else ""
+        samples = f"of the samples {', '.join(map(str, indices[:_NAMED]))}{more}"
+    loss = f"{fault.loss:.6g}" if math.isfinite(fault.loss) else "not finite either"
+    what = f"the gradient of {fault.own} is not finite, {samples}; the loss there is {loss}"
+    return socket.gethostname(), what
