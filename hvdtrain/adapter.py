@@ -33,34 +33,21 @@ class Options:
 
 @dataclass
 class State:
-    """The state that training changes in the same way on all ranks: arrays by name, and JSON values.
+    """The state that training changes in the same way on all ranks: arrays by name, and JSON values."""
 
-    Attributes:
-        arrays: names begin with "model." or "optimizer.".
-        meta: settings of the optimizer, state of the precision scaler.
-        unsettled: names of arrays that each rank changes by itself between two calls of `Adapter.settle`.
-        trained: names of arrays that gradients change.
-    """
-
-    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-    unsettled: frozenset[str] = frozenset()
-    trained: frozenset[str] = frozenset()
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # names begin with "model." or "optimizer."
+    meta: dict[str, Any] = field(default_factory=dict)  # settings of the optimizer, state of the precision scaler
+    unsettled: frozenset[str] = frozenset()  # arrays that each rank changes by itself until `Adapter.settle`
+    trained: frozenset[str] = frozenset()  # arrays that gradients change
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a step was not taken: a reduced gradient, equal on all ranks, is not finite.
+    """Why a step was not taken: a reduced gradient, equal on all ranks, is not finite."""
 
-    Attributes:
-        reduced: name of the first such parameter.
-        own: name of the first parameter whose gradient before the reduction is not finite on this rank, or None.
-        loss: this rank's mean loss over its batches.
-    """
-
-    reduced: str
-    own: str | None
-    loss: float
+    reduced: str  # name of the first such parameter
+    own: str | None  # the first parameter whose gradient is not finite on this rank, before the reduction
+    loss: float  # this rank's mean over its batches
 
 
 class Adapter(Protocol):

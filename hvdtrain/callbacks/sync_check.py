@@ -34,10 +34,9 @@ _ADVICE = (
     "Weights that differ make every later step wrong. Faulty memory does this, and so does code that treats the model "
     "differently on one rank: a callback, a layer with its own state, a weight set by hand."
 )
-_STOPPED = (
+_AGAIN = (
     "Start the run again from a checkpoint written while ranks were equal: with checkpoint_dir it resumes from the "
-    "newest, which is rank 0's. If a host is named again, exclude it. "
-    'SyncCheck(on_divergence="repair") continues with rank 0\'s instead of stopping.'
+    "newest, which is rank 0's. If a host is named again, exclude it."
 )
 
 
@@ -142,13 +141,11 @@ class SyncCheck(Callback):
     def _diverged(self, trainer: RunContext, what: str, root_is_odd: bool, when: str, *, settled: bool) -> None:
         facts = f"Ranks no longer hold the same weights and optimizer state: {what}. Found {when}; equal {self._equal}."
         if self._on_divergence == "stop":
-            raise DesyncError(f"{facts} {_ADVICE} {_STOPPED}")
+            other = 'SyncCheck(on_divergence="repair") continues with rank 0\'s instead of stopping.'
+            raise DesyncError(f"{facts} {_ADVICE} {_AGAIN} {other}")
         if root_is_odd:
-            raise DesyncError(
-                f"{facts} {_ADVICE} Most ranks agree and rank 0 is not among them, so a repair, which spreads rank "
-                "0's, would spread the damage. Start the run again: with checkpoint_dir it resumes from its newest "
-                "checkpoint. If a host is named again, exclude it."
-            )
+            why = "Most ranks agree and rank 0 is not among them: a repair, which spreads rank 0's, would do damage."
+            raise DesyncError(f"{facts} {_ADVICE} {why} {_AGAIN}")
         trainer.repair()
         mine = digests(trainer.state(copy=False), settled=settled)
         if not equal(mine, world=trainer.world)[0]:

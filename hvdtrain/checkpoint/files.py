@@ -70,10 +70,7 @@ class Manifest(NamedTuple):
 def write(directory: str | os.PathLike[str], contents: Contents) -> None:
     """Write a checkpoint at `directory`, and replace one that is there; its arrays must not change meanwhile.
 
-    Raises:
-        CheckpointError: the disk is full, the folder is read-only or holds other things, an array is of a type that
-            cannot be stored, ...; an older checkpoint at this path stays.
-        ValueError: a group of arrays has no plain name.
+    If it cannot be written, a CheckpointError says why, and an older checkpoint at this path stays.
     """
     target = Path(os.path.realpath(directory))
     files = {_file_of(stem): _writable(stem, arrays) for stem, arrays in contents.arrays.items()}

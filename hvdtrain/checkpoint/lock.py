@@ -56,10 +56,8 @@ class FolderLock:
         """Lock the folder; do nothing if it cannot be written or its filesystem has no locks.
 
         Wait up to `limit_s` for an earlier start of this run (`is_own`), which is about to end, and for a holder on
-        another host: if that host is lost, a shared disk holds its lock for some time.
-
-        Raises:
-            CheckpointError: another run holds it.
+        another host: if that host is lost, a shared disk holds its lock for some time. CheckpointError if another run
+        holds it.
         """
         began, is_said = time.monotonic(), False
         while self not in _held:

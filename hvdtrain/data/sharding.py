@@ -57,9 +57,6 @@ class EpochOrder:
             # A hash: numpy.random takes 60 ms to import. No random state is read or changed.
             self._keys = np.frombuffer(hashlib.shake_128(b"%d %d" % (seed, epoch)).digest(8 * _ROUNDS), "<u8")
 
-    def __len__(self) -> int:
-        return self._num_samples
-
     def at(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, of the shape of `positions`, which lie in [0, num_samples)."""
         if not self._shuffle:
