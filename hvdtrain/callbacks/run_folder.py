@@ -25,7 +25,7 @@ from hvdtrain.telemetry.interval import PARTS, Interval
 
 log = logging.getLogger("hvdtrain")
 
-Facts = dict[str, Any]
+Json = dict[str, Any]
 
 RUNS = "HVDTRAIN_RUNS"
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
@@ -46,7 +46,7 @@ _runs_here = itertools.count(1)  # of a job with a name
 class RecordingCallback(Callback):
     """Calls `record` for intervals and epochs; `RunFolder` documents its arguments, and what a record holds."""
 
-    def __init__(self, every_s: float, options: dict[str, Any] | None) -> None:
+    def __init__(self, every_s: float, options: Json | None) -> None:
         if not every_s >= 0:
             raise ValueError(f"every_s must be >= 0. Received: every_s={every_s!r}")
         json.dumps(options)
@@ -55,7 +55,7 @@ class RecordingCallback(Callback):
         self._recorded_at = -math.inf
         self._newest: Interval | None = None  # not recorded yet
 
-    def record(self, facts: Facts) -> None:
+    def record(self, facts: Json) -> None:
         """Record an interval or an epoch."""
         raise NotImplementedError
 
@@ -103,11 +103,7 @@ class RunFolder(RecordingCallback):
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        every_s: float = 5.0,
-        options: dict[str, Any] | None = None,
+        self, folder: str | os.PathLike[str] | None = None, *, every_s: float = 5.0, options: Json | None = None
     ) -> None:
         super().__init__(every_s, options)
         self.folder = None if folder is None else Path(folder)
@@ -135,7 +131,7 @@ class RunFolder(RecordingCallback):
             except OSError as problem:
                 log.warning("the last records in %s may be missing: %s", self.folder, problem)
 
-    def record(self, facts: Facts) -> None:
+    def record(self, facts: Json) -> None:
         """Append a line to metrics.jsonl."""
         if self._file is None:
             return

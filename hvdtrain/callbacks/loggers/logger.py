@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.callbacks.base import RunContext
-from hvdtrain.callbacks.run_folder import Facts, RecordingCallback, describe_environment, plain
+from hvdtrain.callbacks.run_folder import Json, RecordingCallback, describe_environment, plain
 from hvdtrain.errors import PackageMissingError
 from hvdtrain.system import redact
 
@@ -139,7 +139,7 @@ class Logger(RecordingCallback):
         sink: Sink,
         *,
         every_s: float = 5.0,
-        options: dict[str, Any] | None = None,
+        options: Json | None = None,
         name: str | None = None,
         package: Package | None = None,
     ) -> None:
@@ -194,13 +194,13 @@ class Logger(RecordingCallback):
             background, self._background = self._background, None
             background.close(well=self._finished, limit_s=CLOSE_LIMIT_S)
 
-    def record(self, facts: Facts) -> None:
+    def record(self, facts: Json) -> None:
         """Write to the sink, in the background."""
         if self._background is not None:
             self._background.submit(partial(self._sink.write, _record(facts)))
 
 
-def _record(facts: Facts) -> Record:
+def _record(facts: Json) -> Record:
     # What callbacks put into logs may be of NumPy's types, or no number at all.
     values = {
         name: float(value)
