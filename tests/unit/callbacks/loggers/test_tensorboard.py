@@ -66,9 +66,9 @@ def test_no_framework_is_imported_for_it(tmp_path):
     code = f"""
 import sys
 from hvdtrain.callbacks.loggers.logger import Record, Run
-from hvdtrain.callbacks.loggers.tensorboard import _PACKAGE, _EventFile
+from hvdtrain.callbacks.loggers.tools import _TENSORBOARD, _EventFile
 from pathlib import Path
-_PACKAGE.load()
+_TENSORBOARD.load()
 sink = _EventFile(Path({str(tmp_path)!r}))
 sink.open(Run("id", "name", False, 0, {{}}, {{}}))
 sink.write(Record("epoch", 1.0, 0, None, 1, {{"loss": 1.0}}))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.callbacks import WandbLogger
-from hvdtrain.callbacks.loggers import wandb
 from hvdtrain.callbacks.loggers.logger import Record, Run
+from hvdtrain.callbacks.loggers.tools import _OfflineRun
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="pip install 'hvdtrain[loggers]'")
 
@@ -98,7 +98,7 @@ def test_a_run_that_raises_is_one_that_crashed(fit_until, tmp_path):
 
 
 def test_what_is_logged_is_soon_where_a_kill_leaves_it(tmp_path):
-    sink = wandb._OfflineRun("mine", tmp_path)
+    sink = _OfflineRun("mine", tmp_path)
     sink.open(Run("id", "name", False, 0, {}, {}))
     for step in (1, 2):  # W&B has a row when the next begins
         sink.write(Record("interval", 1.0, 0, step, step, {"loss": 0.5}))
