@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what one holds (`files`), a run's folder of them (`store`), writing behind training (`writer`).
+"""Checkpoints on disk: what one holds (`files`), and a run's folder of them (`store`), with one writer (`lock`).
 
 Knows nothing of frameworks or ranks: arrays by name plus JSON, never pickle.
 """
@@ -6,7 +6,6 @@ Knows nothing of frameworks or ranks: arrays by name plus JSON, never pickle.
 from __future__ import annotations
 
 from hvdtrain.checkpoint.files import Arrays, Contents, read, read_meta, write
-from hvdtrain.checkpoint.store import Store
-from hvdtrain.checkpoint.writer import Writer
+from hvdtrain.checkpoint.store import Store, Writer
 
 __all__ = ["Arrays", "Contents", "Store", "Writer", "read", "read_meta", "write"]

@@ -17,9 +17,8 @@ from hvdtrain import checkpoint
 from hvdtrain.adapter import Adapter, State
 from hvdtrain.callbacks.base import RunId, with_arrays, without_arrays
 from hvdtrain.callbacks.checkpoint import Checkpoint
-from hvdtrain.checkpoint import Contents
+from hvdtrain.checkpoint import Contents, Writer
 from hvdtrain.checkpoint.lock import FolderLock, Holder
-from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.distributed import agreement, rank_state
 from hvdtrain.distributed.rank_state import Arrays
 from hvdtrain.distributed.world import World

@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -74,7 +74,7 @@ class Loop:
         meta = {
             "config": self._config,
             "run": self.run_id and {"id": self.run_id.id, "name": self.run_id.name},
-            "position": replace(self.progress, seconds=seconds).to_json(),
+            "position": asdict(replace(self.progress, seconds=seconds)),
             "history": self.history,
             "metrics": last,
             "data": self._facts,

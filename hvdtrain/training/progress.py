@@ -57,13 +57,9 @@ class RunProgress:
         """Count an epoch."""
         self.epoch, self.step, self.consumed, self.seconds = self.epoch + 1, 0, NOTHING, 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> RunProgress:
-        """Return what `to_json` was called on, a later version's too, which may have more fields."""
+        """Return what `asdict` was called on, a later version's too, which may have more fields."""
         known = {name: value[name] for name in ("epoch", "step", "global_step", "seconds")}
         consumed = {name: value["consumed"][name] for name in ("samples", "batches", "size")}
         return cls(**known, consumed=Consumed(**consumed))
