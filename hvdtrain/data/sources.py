@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -83,6 +83,9 @@ class Sharded:
     data: Any
 
 
+_newest_shards = lru_cache(maxsize=8)(sharding.shard)  # of training, validation, fillers and a prefetched epoch
+
+
 class IndexedSource:
     """Samples that can be read by index."""
 
@@ -94,7 +97,6 @@ class IndexedSource:
         self._batch_size = batch_size
         self._world = world
         self._seed = seed
-        self._newest: tuple[Any, sharding.Shard | None] = (None, None)
         self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size, "seed": seed}
         self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
 
@@ -126,36 +128,22 @@ class IndexedSource:
         return first if len(first) else np.zeros(1, np.int64)
 
     def _shard(self, epoch: int, shuffle: bool, start: int) -> sharding.Shard:
-        rank, size = self._world.rank, self._world.size
-        key = (epoch, shuffle, start, rank, size)
-        newest, mine = self._newest
-        if mine is None or newest != key:
-            mine = sharding.shard(
-                self._num_samples, rank=rank, size=size, epoch=epoch, seed=self._seed, shuffle=shuffle, start=start
-            )
-            self._newest = (key, mine)  # in one assignment: a prefetching thread may read another epoch
-        return mine
+        where = {"rank": self._world.rank, "size": self._world.size, "seed": self._seed}
+        return _newest_shards(self._num_samples, **where, epoch=epoch, shuffle=shuffle, start=start)
 
 
-class ArraySource(IndexedSource):
-    """Arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each of them a tree."""
-
-    def __init__(self, parts: Sequence[Any], *, batch_size: int, world: World, seed: int) -> None:
-        num_samples = _common_length(parts, world)
-        # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
-        columns = [tree_map(as_array, part) for part in parts]
-        super().__init__(
-            num_samples,
-            lambda rows: unpack([take(column, rows) for column in columns]),
-            batch_size=batch_size,
-            world=world,
-            seed=seed,
-        )
-        # They differ if each rank passes its own part of the data, which would be sharded again.
-        ends = np.array([0, num_samples - 1])
-        self.facts["first and last sample (crc32)"] = [
-            zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)
-        ]
+def _array_source(parts: Sequence[Any], world: World, **options: Any) -> IndexedSource:
+    """Return a source of arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each a tree."""
+    num_samples = _common_length(parts, world)
+    # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
+    columns = [tree_map(as_array, part) for part in parts]
+    fetch: Fetch = lambda rows: unpack([take(column, rows) for column in columns])  # noqa: E731
+    source = IndexedSource(num_samples, fetch, world=world, **options)
+    # They differ if each rank passes its own part of the data, which would be sharded again.
+    ends = [0, num_samples - 1]
+    crcs = [zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)]
+    source.facts["first and last sample (crc32)"] = crcs
+    return source
 
 
 class IteratedSource:
@@ -223,9 +211,9 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
         elif isinstance(data, Sharded):
             source = IteratedSource(_own_share(data.data, **of_rank), world=world)
         elif several and all(part is None or _is_arrays(part) for part in data):
-            source = ArraySource(list(data), **of_rank)
+            source = _array_source(list(data), **of_rank)
         elif _is_arrays(data):  # inputs alone, as for predict
-            source = ArraySource([data], **of_rank)
+            source = _array_source([data], **of_rank)
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             fetch = lambda rows: unpack(collate([data[int(row)] for row in rows]))  # noqa: E731
             source = IndexedSource(len(data), fetch, **of_rank)
