@@ -1,7 +1,7 @@
 """The contract between the Trainer and a framework, on one screen.
 
-The Trainer decides what happens and when. An adapter does it with one framework. An adapter reduces over ranks in its
-optimizer. It reads the world size from World, and uses its own rank in messages only.
+The Trainer decides what happens and when. An adapter does it with one framework, whose folder has `make_adapter`. An
+adapter reduces over ranks in its optimizer. It reads the world size from World, and uses its own rank in messages only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.sources import Batch
-from hvdtrain.distributed import frameworks
-from hvdtrain.distributed.world import World
 
 Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
@@ -89,16 +87,6 @@ class Adapter(Protocol):
 
     def load_state(self, state: State) -> None:
         """Restore what `state` returned. Raises ValueError naming the first tensor that does not fit."""
-
-
-def adapter_for(
-    model: Any, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
-) -> Adapter:
-    """Return the adapter of the framework that `model` belongs to; see `framework_of`."""
-    adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
-        model, optimizer=optimizer, loss=loss, metrics=metrics, options=options, world=world
-    )
-    return adapter
 
 
 def framework_of(model: Any) -> str:

@@ -77,22 +77,17 @@ class Store:
 
     def check_writable(self, num_bytes: int) -> None:
         """Create the folder; CheckpointError if no checkpoint of this size can be written to it."""
+        failed = f"No checkpoint can be written to {self.root} on host {socket.gethostname()}"
         try:
             folders.make(self.root)
             with folders.temporary(self.place(0)) as probe:
                 (probe / "probe").write_bytes(bytes(_PROBE_BYTES))
             free = folders.free_bytes(self.root)
         except OSError as error:
-            raise CheckpointError(
-                f"No checkpoint can be written to {self.root} on host {socket.gethostname()}: {error}. Give a folder "
-                "that this user can write to."
-            ) from error
+            raise CheckpointError(f"{failed}: {error}. Give a folder that this user can write to.") from error
         if free is not None and free < num_bytes:
-            raise CheckpointError(
-                f"No checkpoint can be written to {self.root} on host {socket.gethostname()}: one takes at least "
-                f"{num_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free. Free some space, or give a folder on "
-                "another disk."
-            )
+            sizes = f"one takes at least {num_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+            raise CheckpointError(f"{failed}: {sizes}. Free some space, or give a folder on another disk.")
 
     def prune(self) -> None:
         """Delete all checkpoints but the newest ones, the best one, and the newest finite one.

@@ -132,13 +132,12 @@ class IndexedSource:
         return _newest_shards(self._num_samples, **where, epoch=epoch, shuffle=shuffle, start=start)
 
 
-def _array_source(parts: Sequence[Any], world: World, **options: Any) -> IndexedSource:
+def _array_source(parts: Sequence[Any], **options: Any) -> IndexedSource:
     """Return a source of arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each a tree."""
-    num_samples = _common_length(parts, world)
+    num_samples = _common_length(parts, options["world"])
     # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
     columns = [tree_map(as_array, part) for part in parts]
-    fetch: Fetch = lambda rows: unpack([take(column, rows) for column in columns])  # noqa: E731
-    source = IndexedSource(num_samples, fetch, world=world, **options)
+    source = IndexedSource(num_samples, lambda rows: unpack([take(each, rows) for each in columns]), **options)
     # They differ if each rank passes its own part of the data, which would be sharded again.
     ends = [0, num_samples - 1]
     crcs = [zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)]

@@ -116,13 +116,7 @@ class Loop:
     # Epochs
 
     def begin(
-        self,
-        facts: dict[str, Any],
-        hooks: CallbackList,
-        run_id: RunId,
-        checkpoints: list[RunCheckpoints],
-        *,
-        resume: str,
+        self, facts: dict[str, Any], hooks: CallbackList, run_id: RunId, checkpoints: list[RunCheckpoints], resume: str
     ) -> None:
         """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint."""
         commit = None if self.commits is None else self.commits.find(lr_factor=self._lr.factor)

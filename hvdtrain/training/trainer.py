@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import Options, State, adapter_for, framework_of
+from hvdtrain.adapter import Adapter, Options, State, framework_of
 from hvdtrain.callbacks.base import CallbackList, RunId
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.keras_style import as_callback
@@ -20,7 +20,7 @@ from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.callbacks.stragglers import Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck
 from hvdtrain.data.sources import IndexedSource, as_source, leaves, tree_map
-from hvdtrain.distributed import agreement, launch_environment
+from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import SoloWorld, World, init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.system import scratch
@@ -118,7 +118,7 @@ class Trainer:
         if not self._elastic:
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         options = Options(accumulate, clip_norm, precision, compression, nan_policy)
-        self._adapter = adapter_for(
+        self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
             model, optimizer=optimizer, loss=loss, metrics=metrics, options=options, world=self.world
         )
         self._lr = learning_rate.LearningRate(
@@ -227,7 +227,7 @@ class Trainer:
                 "Use warmup_epochs=0, or data with a length."
             )
         with checkpointing.held(checkpoints, new_run, before=self.run, world=self.world) as folders:
-            self._loop.begin(source.facts, hooks, new_run, folders, resume=resume)
+            self._loop.begin(source.facts, hooks, new_run, folders, resume)
             # A DataLoader has its own batch size; an iterable dataset need not have one.
             self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)
             for line in self.decisions if self.world.is_root else ():
