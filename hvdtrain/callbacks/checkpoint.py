@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.checkpoint.store import Mode, Store
@@ -55,11 +54,6 @@ class Checkpoint(Callback):
     def save(self, trainer: RunContext) -> None:
         """Save the current state, also if no checkpoint is due. A collective."""
         trainer.save_checkpoint(self)
-
-    @property
-    def schedule(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks, because saving is a collective."""
-        return {"every_epochs": self.every_epochs, "every_steps": self.every_steps, "best": self.best}
 
     def is_due(self, global_step: int) -> bool:
         """Return whether a checkpoint is due after this step."""

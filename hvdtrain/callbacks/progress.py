@@ -50,12 +50,13 @@ class Progress(Callback):
         self._live: Live | None = None
         self._lines = False
         self._printed = self._began = 0.0
-        self._sum = _Sum()
+        self._intervals = self._steps = 0
+        self._rows: Any = 0.0  # times of all steps, by part and rank
 
     def on_fit_begin(self, trainer: RunContext) -> None:
         """Open the display, and show the decisions about the batch and the learning rate."""
         self._began = self._printed = time.monotonic()
-        self._sum, self._lines = _Sum(), False
+        self._intervals, self._lines = 0, False
         if sys.stdout is None:  # the parent process has closed it
             self._style = "off"
         if not trainer.world.is_root or self._style in ("off", "epochs"):
@@ -81,7 +82,11 @@ class Progress(Callback):
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Show how the latest steps went."""
-        self._sum.add(interval)
+        if self._intervals < 2:  # the first one, which compiles and connects, counts only until there is another
+            self._steps, self._rows = 0, 0.0
+        self._intervals += 1
+        self._steps += interval.steps
+        self._rows = self._rows + np.stack(list(vars(interval.times).values())) * interval.steps
         if not trainer.world.is_root:
             return
         place, steps = _place(trainer, interval.epoch), trainer.steps_per_epoch
@@ -109,8 +114,9 @@ class Progress(Callback):
     def on_fit_end(self, trainer: RunContext) -> None:
         """Close the display, and say where the time went."""
         self.close()
-        if trainer.world.is_root and self._style not in ("off", "epochs") and self._sum.steps:
-            self._write(self._sum.describe(trainer, time.monotonic() - self._began))
+        if trainer.world.is_root and self._style not in ("off", "epochs") and self._intervals:
+            times = RankTimes(*(self._rows / self._steps))
+            self._write(_summary(trainer, times, time.monotonic() - self._began))
 
     def close(self) -> None:
         """Close the display."""
@@ -131,36 +137,18 @@ class Progress(Callback):
             log.warning("progress is shown no more: %s", problem)
 
 
-class _Sum:
-    """Each rank's mean times of a step, over all intervals."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._intervals = 0
-        self._rows: Any = 0.0
-
-    def add(self, interval: Interval) -> None:
-        """Add an interval. The first one, which compiles and connects, counts only until there is another."""
-        rows = np.stack(list(vars(interval.times).values())) * interval.steps
-        if self._intervals == 1:
-            self.steps, self._rows = 0, 0.0
-        self._intervals += 1
-        self.steps += interval.steps
-        self._rows = self._rows + rows
-
-    def describe(self, trainer: RunContext, seconds: float) -> str:
-        """Return one line: the time of a step, and its parts on the slowest rank."""
-        times = RankTimes(*(self._rows / self.steps))
-        slowest, size = int(times.own.argmax()), trainer.world.size
-        step = float(times.step[slowest])
-        parts = [part for part in PARTS if size > 1 or part != "reduction"]
-        shares = ", ".join(f"{part} {100 * getattr(times, part)[slowest] / step:.0f} %" for part in parts)
-        line = f"trained for {_clock(seconds)}: a step {1000 * step:,.1f} ms, {shares}"
-        if size > 1:
-            above = times.own[slowest] / max(lower_median(times.own), 1e-9) - 1
-            whose = f"rank {slowest} on host {trainer.hosts[slowest]}"
-            line += f" ({whose}, the slowest: {100 * above:.0f} % above the median)"
-        return line
+def _summary(trainer: RunContext, times: RankTimes, seconds: float) -> str:
+    """Return one line: the time of a step, and its parts on the slowest rank."""
+    slowest, size = int(times.own.argmax()), trainer.world.size
+    step = float(times.step[slowest])
+    parts = [part for part in PARTS if size > 1 or part != "reduction"]
+    shares = ", ".join(f"{part} {100 * getattr(times, part)[slowest] / step:.0f} %" for part in parts)
+    line = f"trained for {_clock(seconds)}: a step {1000 * step:,.1f} ms, {shares}"
+    if size > 1:
+        above = times.own[slowest] / max(lower_median(times.own), 1e-9) - 1
+        whose = f"rank {slowest} on host {trainer.hosts[slowest]}"
+        line += f" ({whose}, the slowest: {100 * above:.0f} % above the median)"
+    return line
 
 
 def _draw(live: Live, place: str, step: int, steps: int | None, *, left: str = "", words: str = "") -> None:

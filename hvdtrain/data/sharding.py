@@ -40,9 +40,6 @@ class EpochOrder:
         epoch: counts from 0; each epoch has another order.
         seed: must be equal on all ranks.
         shuffle: False keeps the dataset's order.
-
-    Raises:
-        ValueError: if num_samples, epoch or seed is negative.
     """
 
     def __init__(self, num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> None:

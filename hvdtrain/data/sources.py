@@ -134,7 +134,12 @@ class IndexedSource:
 
 def _array_source(parts: Sequence[Any], **options: Any) -> IndexedSource:
     """Return a source of arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each a tree."""
-    num_samples = _common_length(parts, options["world"])
+    num_samples, *others = {num_rows(leaf) for leaf in leaves(list(parts))}
+    if others:
+        named = zip(("inputs", "targets", "sample_weight"), parts, strict=False)
+        lengths = {name: num_rows(part) for name, part in named if part is not None}
+        rank = options["world"].rank
+        raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {rank}")
     # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
     columns = [tree_map(as_array, part) for part in parts]
     source = IndexedSource(num_samples, lambda rows: unpack([take(each, rows) for each in columns]), **options)
@@ -325,12 +330,3 @@ def collate(samples: Sequence[Any]) -> Any:
 def _is_arrays(tree: Any) -> bool:
     found = leaves(tree)
     return bool(found) and all(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and leaf.shape for leaf in found)
-
-
-def _common_length(parts: Sequence[Any], world: World) -> int:
-    names = ("inputs", "targets", "sample_weight")
-    lengths = {name: num_rows(part) for name, part in zip(names, parts, strict=False) if part is not None}
-    every = {num_rows(leaf) for part in parts if part is not None for leaf in leaves(part)}
-    if len(every) > 1:
-        raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {world.rank}")
-    return every.pop()

@@ -218,7 +218,7 @@ class Trainer:
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
         self.hosts, new_run = agree_on_run(self.world)
         checkpoints = [hook for hook in hooks if isinstance(hook, Checkpoint)]
-        schedules = [each.schedule for each in checkpoints]
+        schedules = [[each.every_epochs, each.every_steps, each.best] for each in checkpoints]
         facts = {"epochs": epochs, "validation": held_out is not None, "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")
         if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
@@ -238,10 +238,7 @@ class Trainer:
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """Return loss and metrics over all of `data`: exact over all ranks, each sample counted once.
 
-        A collective: call it on every rank. All ranks get the same numbers.
-
-        Raises:
-            HvdTrainError: it was called within an epoch of `fit`.
+        A collective: call it on every rank, not within an epoch of `fit`. All ranks get the same numbers.
         """
         if self._loop.in_epoch:
             raise HvdTrainError(
@@ -254,8 +251,7 @@ class Trainer:
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """Return the model's outputs for all of `x`, in input order, on every rank: arrays of shape (len(x), ...).
 
-        Raises:
-            TypeError: `x` can only be iterated, so it has no order that ranks could share.
+        What can only be iterated has no order that ranks could share: a TypeError.
         """
         samples = isinstance(x, list) and any(isinstance(item, tuple) for item in x)  # (inputs, targets), as in `fit`
         if isinstance(x, tuple | list) and not samples and all(hasattr(leaf, "shape") for leaf in leaves(x)):
@@ -284,11 +280,7 @@ class Trainer:
         return tree_map(lambda _: next(outputs), shards[0])
 
     def save(self, directory: str) -> None:
-        """Write weights, optimizer state and options to `directory`. A collective; rank 0 writes.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written.
-        """
+        """Write weights, optimizer state and options to `directory`. A collective; rank 0 writes."""
         checkpointing.save(directory, self._adapter, self._loop.snapshot(), world=self.world)
 
     @classmethod

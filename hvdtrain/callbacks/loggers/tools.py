@@ -127,8 +127,7 @@ class TensorBoardLogger(Logger):
 
     Args:
         folder: the run's folder.
-        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
-        options: the script's own options, as JSON; logged with the configuration.
+        every_s, options: as of `Logger`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every_s: float = 5.0, options: Json | None = None) -> None:
@@ -196,9 +195,7 @@ class MLflowLogger(Logger):
     Args:
         tracking_uri: a folder, or the address of a server. None for MLFLOW_TRACKING_URI, or the folder mlruns.
         experiment: that the run belongs to; made if there is none.
-        name: of the run; None for HVDTRAIN_RUN_NAME, or the script's and the time.
-        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
-        options: the script's own options, as JSON; logged with the configuration.
+        name, every_s, options: as of `Logger`.
     """
 
     def __init__(
@@ -289,9 +286,7 @@ class WandbLogger(Logger):
     Args:
         project: the run's project.
         folder: where the folder wandb is; None for WANDB_DIR, or the working directory.
-        name: the run's name; None for HVDTRAIN_RUN_NAME, or script and time.
-        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
-        options: the script's own options, as JSON; logged with the configuration.
+        name, every_s, options: as of `Logger`.
     """
 
     def __init__(
