@@ -55,10 +55,6 @@ class Checkpoint(Callback):
         """Save the current state, also if no checkpoint is due. A collective."""
         trainer.save_checkpoint(self)
 
-    def is_due(self, global_step: int) -> bool:
-        """Return whether a checkpoint is due after this step."""
-        return self.every_steps is not None and global_step % self.every_steps == 0
-
     def is_due_after(self, epoch: int, logs: Logs) -> bool:
         """Return whether a checkpoint is due after this epoch; ValueError if it has no metric `best`."""
         if self.best is not None and self.best not in logs:

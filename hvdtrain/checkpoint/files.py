@@ -12,8 +12,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -200,7 +199,7 @@ def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result
     while True:
         found = folders.locate(Path(directory))
         try:
-            with _opened(found, os.O_DIRECTORY) as folder:
+            with folders.opened(found) as folder:
                 try:
                     return action(folder)
                 except CheckpointError as error:
@@ -238,7 +237,7 @@ def _read_file(folder: int, name: str, entry: FileEntry | None) -> bytes:
     """Return a file's content; with an entry, only if it is what the manifest says."""
     try:
         # A symlink may lead anywhere, and opening a pipe may never return.
-        with _opened(name, os.O_NOFOLLOW | os.O_NONBLOCK, folder) as descriptor:
+        with folders.opened(name, os.O_NOFOLLOW | os.O_NONBLOCK, folder) as descriptor:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{name} is not a file")
@@ -265,15 +264,6 @@ def _parse_arrays(name: str, content: bytes) -> Arrays:
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         # Its hash is right, so it was written like this.
         raise CheckpointError(f"{name} is no safetensors file that numpy can hold: {error!r}") from error
-
-
-@contextmanager
-def _opened(path: str | Path, flags: int, folder: int | None = None) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | flags, dir_fd=folder)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _file_of(stem: str) -> str:

@@ -43,17 +43,26 @@ def target_of(path: Path) -> Path:
 
 
 @contextmanager
+def opened(path: str | Path, flags: int = os.O_DIRECTORY, folder: int | None = None) -> Iterator[int]:
+    """Open a folder, or what is in an open one, for reading."""
+    descriptor = os.open(path, os.O_RDONLY | flags, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def temporary(target: Path) -> Iterator[Path]:
     """Make a locked, empty folder beside `target`, and remove what is left of it in the end."""
     path = _temporary_name(target)
     private_files.make_folder(path, exist_ok=False)
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _try_lock(lock)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+    with opened(path) as descriptor:
+        try:
+            _try_lock(descriptor)
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def put(source: Path, target: Path) -> None:
@@ -99,14 +108,12 @@ def free_bytes(path: Path) -> int | None:
 
 def sync(path: Path) -> None:
     """Wait until the names in a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # filesystems that sync no folders
-            raise
-    finally:
-        os.close(descriptor)
+    with opened(path) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # filesystems that sync no folders
+                raise
 
 
 def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> None:
@@ -146,15 +153,12 @@ def _temporary_name(target: Path) -> Path:
 
 def _is_dead(path: Path, host: str) -> bool:
     """Return whether no process works in a temporary folder any more."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(path) as descriptor:
         locked = _try_lock(descriptor)
         if locked is None or (locked and host != _HOST):
             # Locks of other hosts need not be seen here: there, what was touched since this process began is alive.
             return max(each.lstat().st_mtime for each in (path, *path.iterdir())) < _STARTED
         return locked
-    finally:
-        os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool | None:

@@ -302,7 +302,7 @@ class Loop:
         for hook in self._hooks:
             hook.on_step_end(context, step)
         for each in self._checkpoints:
-            if each.options.is_due(self.progress.global_step):
+            if each.options.every_steps and self.progress.global_step % each.options.every_steps == 0:
                 self._save(each)
         requested = preemption.requested() is not None
         report = self._heartbeat.beat(requested or (self.commits is not None and self.commits.hosts_have_changed))
