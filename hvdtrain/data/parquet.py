@@ -203,7 +203,7 @@ def _unpack(
             for num_rows, arrays, file in table.batches(columns):
                 rows += num_rows
                 for output, (name, group) in zip(outputs, wanted.items(), strict=True):
-                    array = _side_by_side([arrays[column] for column in group])
+                    array = np.column_stack([arrays[each] for each in group]) if len(group) > 1 else arrays[group[0]]
                     array = array.astype(casts.get(name, array.dtype), copy=False)
                     _, shape = kinds.setdefault(name, (array.dtype.str, array.shape[1:]))
                     if shape != array.shape[1:]:
@@ -233,19 +233,11 @@ def _array(column: Any, name: str, file: str, first: int) -> NDArray[Any]:
         raise ValueError(f"column {name!r} of {file} holds a null, in row {first} or below it. Fill or drop such rows")
     if hasattr(column, "offsets"):
         lengths = np.diff(np.asarray(column.offsets))
-        if len(lengths) and (odd := np.flatnonzero(lengths != lengths[0])).size:
-            raise ValueError(
-                f"lists of column {name!r} must have one length. Received: {lengths[0]} numbers in row {first} of "
-                f"{file}, {lengths[odd[0]]} in row {first + odd[0]}. Pad or cut them before"
-            )
+        if lengths.min() != lengths.max():
+            found = f"{lengths.min()} to {lengths.max()} numbers"
+            raise ValueError(f"lists of {name!r} of {file} have {found}, in row {first} or below it: pad or cut them")
     array = np.ascontiguousarray(values.to_numpy(zero_copy_only=False))
     return array.reshape(len(column), -1) if is_list else array
-
-
-def _side_by_side(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate([array if array.ndim > 1 else array[:, None] for array in arrays], axis=1)
 
 
 def _cache(given: str | os.PathLike[str] | None) -> Path:
