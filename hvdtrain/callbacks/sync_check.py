@@ -180,10 +180,7 @@ def interval(*, cost: float, step: float) -> int:
 
 
 def digests(state: State, *, settled: bool) -> dict[str, bytes]:
-    """Return the digest of each tensor and of the settings, by name.
-
-    settled=False leaves out what each rank changes on its own until `Adapter.settle`.
-    """
+    """Return digests of tensors and settings, by name; unless settled, not of what ranks change until `settle`."""
     arrays = {name: array for name, array in state.arrays.items() if settled or name not in state.unsettled}
     tensors = {name: checksums.of_array(array) for name, array in arrays.items()}
     return tensors | {SETTINGS: checksums.of_json(state.meta)}
@@ -206,11 +203,7 @@ def difference(mine: Mapping[str, bytes], *, world: World) -> tuple[str, bool]:
 
 
 def describe(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-    """Say which tensor differs first, on which ranks and hosts, by each rank's host and digests.
-
-    Returns:
-        A message; and whether rank 0 is in a minority, with this tensor or a later one.
-    """
+    """Say which tensor differs first, and where; and whether rank 0 is in a minority, with this or a later tensor."""
     size, hosts = len(reports), [report["host"] for report in reports]
     names = dict.fromkeys(name for report in reports for name in report["digests"])
     groups = {name: _groups([report["digests"].get(name) for report in reports]) for name in names}

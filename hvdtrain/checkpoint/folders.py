@@ -117,10 +117,7 @@ def sync(path: Path) -> None:
 
 
 def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> None:
-    """Remove what killed processes left in `parent` of the folders whose names are ours, and undo half replacements.
-
-    Left alone: what another process is still writing, and what cannot be removed, with a warning.
-    """
+    """Remove what killed processes left in `parent` of the folders whose names are ours, and undo half replacements."""
     try:
         paths = sorted(parent.iterdir())
     except OSError:

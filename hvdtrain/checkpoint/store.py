@@ -90,10 +90,7 @@ class Store:
             raise CheckpointError(f"{failed}: {sizes}. Free some space, or give a folder on another disk.")
 
     def prune(self) -> None:
-        """Delete all checkpoints but the newest ones, the best one, and the newest finite one.
-
-        A checkpoint that cannot be read is neither counted nor deleted. A warning names one that cannot be deleted.
-        """
+        """Delete all checkpoints but the newest, the best, the newest finite one, and those that cannot be read."""
         if self._keep_last is None:
             return
         metas = {}

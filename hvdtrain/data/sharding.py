@@ -90,16 +90,11 @@ def _random_below(base: np.uint64, numbers: NDArray[np.uint64], key: np.uint64) 
 
 
 class Shard:
-    """A rank's samples of an epoch, in order: a sequence that computes its items on demand.
-
-    Args:
-        at: positions -> samples, such as `EpochOrder(...).at`.
-        positions: this rank's positions.
-    """
+    """A rank's samples of an epoch, in order: a sequence that computes its items on demand."""
 
     def __init__(self, at: Callable[[Indices], Indices], positions: range) -> None:
-        self._at = at
-        self._positions = positions
+        self._at = at  # positions -> samples, such as `EpochOrder(...).at`
+        self._positions = positions  # this rank's
         self._block: tuple[int, Indices] = (0, np.zeros(0, np.int64))  # (start, samples), one object because of threads
 
     def __len__(self) -> int:

@@ -111,10 +111,7 @@ class IndexedSource:
         return self.batch(epoch, 0, shuffle=True)
 
     def batch(self, epoch: int, step: int, *, shuffle: bool, start: int = 0) -> Batch:
-        """Return this rank's batch of a step; steps count from the epoch's first `start` samples.
-
-        It takes O(batch_size) time and memory, for any number of samples.
-        """
+        """Return this rank's batch of a step, in O(batch_size); steps count from the epoch's first `start` samples."""
         mine = self._shard(epoch, shuffle, start)
         left = self._num_samples - start
         held = sharding.samples_in_step(step, left, batch_size=self._batch_size, size=self._world.size)
@@ -196,10 +193,7 @@ class IteratedSource:
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Source:
-    """Return the source of steps for the user's data: `Trainer.fit` says of what kinds. A collective.
-
-    If it fails on one rank, or ranks have different numbers of samples, arrays or options, every rank raises.
-    """
+    """Return the source of steps for the user's data. A collective: if ranks' data differ, or one fails, all raise."""
     with agreement.everywhere(world=world, name="data"):
         sharding.check_batch_size(batch_size)
         batch_size = int(batch_size)

@@ -15,11 +15,7 @@ from hvdtrain.training.checkpointing import Snapshot
 
 
 class FitState(elastic.State):
-    """The last commit, and what Horovod's driver reports of hosts.
-
-    A commit is in every rank's memory, because any rank may die. `fit` gives all ranks the root's commit, like a
-    checkpoint.
-    """
+    """The last commit, in every rank's memory, because any rank may die; and what Horovod's driver reports of hosts."""
 
     def __init__(self, adapter: Adapter, world: World) -> None:
         super().__init__(bcast_object=world.broadcast_object, get_rank=lambda: world.rank)

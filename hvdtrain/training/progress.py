@@ -86,8 +86,7 @@ def check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
 def agree_on_run(world: World) -> tuple[list[str], RunId]:
     """Return each rank's host, and a new run's id; a collective call.
 
-    A resumed run has the id in its checkpoint. All starts of one `hvdtrain run` are one run, of which
-    there may be no checkpoint yet: their first run has one id, their second another, and so on.
+    A resumed run has the id in its checkpoint. All starts of one `hvdtrain run` are one run, also without a checkpoint.
     """
     job = os.environ.get(RUN_ID)
     own = RunId(

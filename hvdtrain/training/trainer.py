@@ -354,11 +354,7 @@ class Trainer:
 def _with_defaults(
     given: Sequence[Any], run_folder: RunFolder | None, checkpoint_dir: str | None, progress: bool
 ) -> CallbackList:
-    """Return the callbacks of a fit: the user's, and a Progress, Stragglers, SyncCheck and RunFolder if there is none.
-
-    While `hvdtrain bench` runs the script, callbacks that write files are left out, and checkpoints go to a temporary
-    folder.
-    """
+    """Return the user's callbacks, without those that write files under `hvdtrain bench`, and those of every run."""
     hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
     for kind in (*[Progress] * progress, Stragglers, SyncCheck):
         if not any(isinstance(hook, kind) for hook in hooks):

@@ -230,8 +230,7 @@ class Background:
     """Makes calls in a separate thread, one after the other, and `release`, with whether all succeeded, in the end.
 
     The first call that raises causes one warning and is the last call: after a full disk or a lost server, later calls
-    would fail too. A call that does not return while a thousand others wait ends it in the same way. Call the methods
-    from one thread. `who` is the logger's name, for warnings.
+    would fail too. A call that does not return while a thousand others wait ends it in the same way.
     """
 
     def __init__(self, who: str, release: Callable[[bool], object]) -> None:

@@ -135,11 +135,7 @@ class TensorBoardLogger(Logger):
 
 
 class _EventFile:
-    """A file of TensorBoard's events.
-
-    It writes records one by one, without the package's EventFileWriter, which imports TensorFlow if that is installed
-    and reports a failure only later.
-    """
+    """A file of events, without the package's EventFileWriter, which imports TensorFlow and reports failures late."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
