@@ -51,7 +51,9 @@ class Stragglers(Callback):
         if self._first or not self._factor or trainer.world.size == 1:
             self._first = False
             return
-        late = _late(interval.times, self._factor)
+        own, median = interval.times.own, lower_median(interval.times.own)
+        costs_much = own - median > _LEAST_SHARE * interval.times.step.max()
+        late = np.flatnonzero((own > self._factor * median) & costs_much).tolist()
         self._times = {rank: self._times.get(rank, 0) + 1 for rank in late}
         for rank in [rank for rank, times in self._times.items() if times >= _IN_A_ROW and rank not in self.slow]:
             self.slow[rank] = describe(rank, trainer.hosts[rank], interval.times)
@@ -61,13 +63,6 @@ class Stragglers(Callback):
             del self.slow[rank]
             if trainer.world.is_root:
                 log.warning("rank %d on host %s is as fast as the others again", rank, trainer.hosts[rank])
-
-
-def _late(times: RankTimes, factor: float) -> list[int]:
-    """Return the ranks above `factor` times the median own time that cost the others much of a step."""
-    own, median = times.own, lower_median(times.own)
-    lost = own - median
-    return [int(rank) for rank in np.flatnonzero((own > factor * median) & (lost > _LEAST_SHARE * times.step.max()))]
 
 
 def describe(rank: int, host: str, times: RankTimes) -> str:
