@@ -129,22 +129,23 @@ class IndexedSource:
         return _newest_shards(self._num_samples, **where, epoch=epoch, shuffle=shuffle, start=start)
 
 
-def _array_source(parts: Sequence[Any], **options: Any) -> IndexedSource:
-    """Return a source of arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each a tree."""
-    num_samples, *others = {num_rows(leaf) for leaf in leaves(list(parts))}
-    if others:
-        named = zip(("inputs", "targets", "sample_weight"), parts, strict=False)
-        lengths = {name: num_rows(part) for name, part in named if part is not None}
-        rank = options["world"].rank
-        raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {rank}")
-    # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
-    columns = [tree_map(as_array, part) for part in parts]
-    source = IndexedSource(num_samples, lambda rows: unpack([take(each, rows) for each in columns]), **options)
-    # They differ if each rank passes its own part of the data, which would be sharded again.
-    ends = [0, num_samples - 1]
-    crcs = [zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)]
-    source.facts["first and last sample (crc32)"] = crcs
-    return source
+class ArraySource(IndexedSource):
+    """Arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each of them a tree."""
+
+    def __init__(self, parts: Sequence[Any], **options: Any) -> None:
+        num_samples, *others = {num_rows(leaf) for leaf in leaves(list(parts))}
+        if others:
+            named = zip(("inputs", "targets", "sample_weight"), parts, strict=False)
+            lengths = {name: num_rows(part) for name, part in named if part is not None}
+            rank = options["world"].rank
+            raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {rank}")
+        # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
+        columns = [tree_map(as_array, part) for part in parts]
+        super().__init__(num_samples, lambda rows: unpack([take(each, rows) for each in columns]), **options)
+        # They differ if each rank passes its own part of the data, which would be sharded again.
+        ends = [0, num_samples - 1]
+        crcs = [zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)]
+        self.facts["first and last sample (crc32)"] = crcs
 
 
 class IteratedSource:
@@ -209,9 +210,9 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
         elif isinstance(data, Sharded):
             source = IteratedSource(_own_share(data.data, **of_rank), world=world)
         elif several and all(part is None or _is_arrays(part) for part in data):
-            source = _array_source(list(data), **of_rank)
+            source = ArraySource(list(data), **of_rank)
         elif _is_arrays(data):  # inputs alone, as for predict
-            source = _array_source([data], **of_rank)
+            source = ArraySource([data], **of_rank)
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             fetch = lambda rows: unpack(collate([data[int(row)] for row in rows]))  # noqa: E731
             source = IndexedSource(len(data), fetch, **of_rank)
