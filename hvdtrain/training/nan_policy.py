@@ -55,7 +55,7 @@ class NanPolicy:
         if found:
             rank, host, what = found[0]
             more = f" (and on {len(found) - 1} more ranks)" if found[1:] else ""
-            text += f"on rank {rank} ({host}){more} {what}."
+            text += f"on rank {rank} ({host}){more} the gradient of {what}."
         else:
             text += (
                 f"the gradient of {fault.reduced} is not finite over all ranks, though it is on each: their sum "
@@ -84,5 +84,5 @@ def _report(fault: Fault, batches: Sequence[Batch]) -> tuple[str, str] | None:
         more = f" and {len(indices) - _NAMED} more" if len(indices) > _NAMED else ""
         samples = f"of the samples {', '.join(map(str, indices[:_NAMED]))}{more}"
     loss = f"{fault.loss:.6g}" if math.isfinite(fault.loss) else "not finite either"
-    what = f"the gradient of {fault.own} is not finite, {samples}; the loss there is {loss}"
+    what = f"{fault.own} is not finite, {samples}; the loss there is {loss}"
     return socket.gethostname(), what
