@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -149,22 +150,14 @@ def make_folder() -> Path:
 
     The run of a script's second Trainer is <name>-2, in every start.
     """
-    runs = Path(os.environ.get(RUNS, "runs"))
+    runs, name = Path(os.environ.get(RUNS, "runs")), os.environ.get(RUN_NAME)
     private_files.make_folder(runs)
-    if os.environ.get(RUN_NAME):
-        return runs / _numbered(os.environ[RUN_NAME], next(_runs_here))
-    for number in itertools.count(1):
-        folder = runs / _numbered(default_name(), number)
-        try:
-            private_files.make_folder(folder, exist_ok=False)
-        except FileExistsError:
-            continue
-        return folder
+    for number in _runs_here if name else itertools.count(1):
+        folder = runs / ((name or default_name()) + (f"-{number}" if number > 1 else ""))
+        with suppress(FileExistsError):
+            private_files.make_folder(folder, exist_ok=bool(name))
+            return folder
     raise AssertionError
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"
 
 
 def default_name() -> str:

@@ -94,9 +94,7 @@ class Loop:
 
     def save_checkpoint(self, options: Checkpoint) -> None:
         """Save the current state; a collective call."""
-        if options not in self._savers:
-            self._savers[options] = RunCheckpoints(options, self._world)
-        self._save(self._savers[options])
+        self._save(self._savers.setdefault(options, RunCheckpoints(options, self._world)))
 
     def _save(self, checkpoints: RunCheckpoints) -> None:
         if self.progress.step:  # an epoch's end has its own commit
