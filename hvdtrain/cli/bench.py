@@ -7,38 +7,33 @@ from typing import Annotated
 
 import typer
 
-from hvdtrain.cli.shared import FILE, SECONDS, Debug, one_of, whole_number
+from hvdtrain.cli.shared import COUNT, FILE, SECONDS, Debug, one_of, option
+
+_FRAMEWORK = one_of("torch", "keras")
 
 
 def bench(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own arguments, after --.")
     ] = None,
-    ranks: Annotated[int, typer.Option("-np", "--ranks", help="Number of ranks.", **whole_number())] = 2,
+    ranks: Annotated[int, option("Number of ranks.", "-np", "--ranks", **COUNT)] = 2,
     hosts: Annotated[
-        str | None, typer.Option("-H", "--hosts", metavar="LIST", help="host1:slots,host2:slots; default: here.")
+        str | None, option("host1:slots,host2:slots; default: here.", "-H", "--hosts", metavar="LIST")
     ] = None,
-    script: Annotated[Path | None, typer.Option(help="Time the steps of this script of yours instead.", **FILE)] = None,
+    script: Annotated[Path | None, option("Time the steps of this script of yours instead.", **FILE)] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(help="Measured steps; default 30, with a script 100. 0: until the script ends.", **whole_number()),
+        int | None, option("Measured steps; default 30, with a script 100. 0: until the script ends.", **COUNT)
     ] = None,
     framework: Annotated[
-        str | None,
-        typer.Option(
-            help="Default: torch, or keras on KERAS_BACKEND where there is no torch.", **one_of("torch", "keras")
-        ),
+        str | None, option("Default: torch, or keras on KERAS_BACKEND where there is no torch.", **_FRAMEWORK)
     ] = None,
-    max_bytes: Annotated[
-        int | None, typer.Option(help="The largest message; default 64 MiB.", **whole_number())
-    ] = None,
+    max_bytes: Annotated[int | None, option("The largest message; default 64 MiB.", **COUNT)] = None,
     link: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Speed between hosts, such as 25Gb/s: the floor of a flat ring over it."),
+        str | None, option("Speed between hosts, such as 25Gb/s: the floor of a flat ring over it.", metavar="RATE")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Up to 1 MiB, a small model and few steps.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds after which everything is ended.", **SECONDS)] = 300,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object; hvdtrain plan reads it.")] = False,
+    quick: Annotated[bool, option("Up to 1 MiB, a small model and few steps.", "--quick")] = False,
+    timeout: Annotated[float, option("Seconds after which everything is ended.", **SECONDS)] = 300,
+    json: Annotated[bool, option("Print one JSON object; hvdtrain plan reads it.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
     """Measure allreduce and the parts of a step, and say what to do.

@@ -7,78 +7,56 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from hvdtrain.cli.shared import FILE, NUMBER, Debug, one_of, quantity, whole_number
+from hvdtrain.cli.shared import COUNT, FILE, NUMBER, Debug, one_of, option, quantity
 from hvdtrain.errors import UsageError
 from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast, read_measured
 from hvdtrain.tools.quantities import format_time, parse_rate, parse_size, parse_time
 
+Amount = float | None
 _TIME, _SIZE, _RATE = quantity(parse_time, "TIME"), quantity(parse_size, "SIZE"), quantity(parse_rate, "RATE")
+_ALGORITHM = one_of(*(each.value for each in Algorithm))
 
 
 def plan(
-    step: Annotated[
-        float | None, typer.Option(help="T_comp: a rank's step without communication, e.g. 200ms.", **_TIME)
-    ] = None,
+    step: Annotated[Amount, option("T_comp: a rank's step without communication, e.g. 200ms.", **_TIME)] = None,
     gradients: Annotated[
-        float | None, typer.Option(help="What a rank reduces in a step, e.g. 80MB: 4 bytes a weight in fp32.", **_SIZE)
+        Amount, option("What a rank reduces in a step, e.g. 80MB: 4 bytes a weight in fp32.", **_SIZE)
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples that one rank takes in a step.", **whole_number())
-    ] = None,
+    batch_size: Annotated[int | None, option("Samples that one rank takes in a step.", **COUNT)] = None,
     backward_share: Annotated[
-        float | None,
-        typer.Option(help=f"Backward's share of the step, up to 1.  [default: {Step.backward_share:.2f}]", **NUMBER),
+        Amount, option(f"Backward's share of the step, up to 1.  [default: {Step.backward_share:.2f}]", **NUMBER)
     ] = None,
-    spread: Annotated[
-        float | None, typer.Option(help="Standard deviation of the step's time.  [default: 0s]", **_TIME)
-    ] = None,
+    spread: Annotated[Amount, option("Standard deviation of the step's time.  [default: 0s]", **_TIME)] = None,
     measured: Annotated[
-        Path | None,
-        typer.Option(help="Take what is not given from a file of: hvdtrain bench --script X --json", **FILE),
+        Path | None, option("Take what is not given from a file of: hvdtrain bench --script X --json", **FILE)
     ] = None,
-    link: Annotated[
-        float | None, typer.Option(help="Link between hosts, each direction, e.g. 25Gb/s or 3.1GB/s.", **_RATE)
-    ] = None,
+    link: Annotated[Amount, option("Link between hosts, each direction, e.g. 25Gb/s or 3.1GB/s.", **_RATE)] = None,
     link_efficiency: Annotated[
-        float | None,
-        typer.Option(help=f"What headers leave of it; 1 if measured.  [default: {Cluster.link_efficiency}]", **NUMBER),
+        Amount, option(f"What headers leave of it; 1 if measured.  [default: {Cluster.link_efficiency}]", **NUMBER)
     ] = None,
-    ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.", **whole_number())] = 1,
-    intra: Annotated[
-        float | None, typer.Option(help="What an allreduce reaches within a host, e.g. 10GB/s.", **_RATE)
-    ] = None,
+    ranks_per_host: Annotated[int, option("Ranks that share a host and its link.", **COUNT)] = 1,
+    intra: Annotated[Amount, option("What an allreduce reaches within a host, e.g. 10GB/s.", **_RATE)] = None,
     latency: Annotated[
-        float | None, typer.Option(help=f"A hop between hosts.  [default: {format_time(Cluster.latency_s)}]", **_TIME)
+        Amount, option(f"A hop between hosts.  [default: {format_time(Cluster.latency_s)}]", **_TIME)
     ] = None,
     intra_latency: Annotated[
-        float | None,
-        typer.Option(help=f"A hop within a host.  [default: {format_time(Cluster.intra_latency_s)}]", **_TIME),
+        Amount, option(f"A hop within a host.  [default: {format_time(Cluster.intra_latency_s)}]", **_TIME)
     ] = None,
     overhead: Annotated[
-        float | None,
-        typer.Option(help=f"Starting an allreduce.  [default: {format_time(Cluster.overhead_s)}]", **_TIME),
+        Amount, option(f"Starting an allreduce.  [default: {format_time(Cluster.overhead_s)}]", **_TIME)
     ] = None,
     bucket: Annotated[
-        float | None,
-        typer.Option(help=f"Gradients reduced together.  [default: {Cluster.bucket_bytes / 2**20:g}MiB]", **_SIZE),
+        Amount, option(f"Gradients reduced together.  [default: {Cluster.bucket_bytes / 2**20:g}MiB]", **_SIZE)
     ] = None,
     overlap: Annotated[
-        float, typer.Option(help="1: allreduce runs beside backward; 0: it takes the cores that compute.", **NUMBER)
+        float, option("1: allreduce runs beside backward; 0: it takes the cores that compute.", **NUMBER)
     ] = Cluster.overlap,
-    algorithm: Annotated[
-        str, typer.Option(help="How an allreduce travels.", **one_of(*(each.value for each in Algorithm)))
-    ] = Cluster.algorithm.value,
-    max_ranks: Annotated[int, typer.Option(help="Forecast for 1, 2, 4, ... up to this.", **whole_number())] = 4096,
-    samples: Annotated[
-        int, typer.Option(help="Samples of the run whose time and cost are shown.", **whole_number())
-    ] = 1_000_000,
-    price: Annotated[
-        float | None, typer.Option(help="Of one rank for one hour.  [default: show rank-hours]", **NUMBER)
-    ] = None,
-    worth: Annotated[float, typer.Option(help="What an added rank must bring, of a lone rank's work.", **NUMBER)] = 0.5,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    algorithm: Annotated[str, option("How an allreduce travels.", **_ALGORITHM)] = Cluster.algorithm.value,
+    max_ranks: Annotated[int, option("Forecast for 1, 2, 4, ... up to this.", **COUNT)] = 4096,
+    samples: Annotated[int, option("Samples of the run whose time and cost are shown.", **COUNT)] = 1_000_000,
+    price: Annotated[Amount, option("Of one rank for one hour.  [default: show rank-hours]", **NUMBER)] = None,
+    worth: Annotated[float, option("What an added rank must bring, of a lone rank's work.", **NUMBER)] = 0.5,
+    json: Annotated[bool, option("Print one JSON object.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
     """Forecast speed and cost on 1 to 4096 ranks from one measured step.

@@ -23,6 +23,7 @@ from hvdtrain.cli.shared import (
     TyperUsageError,
     check_page,
     one_of,
+    option,
     quantity,
     whole_number,
 )
@@ -58,7 +59,7 @@ def _version(asked: bool) -> None:
 @app.callback(epilog=_EXIT_STATUSES)
 def hvdtrain(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+        bool, option("Say which version this is.", "--version", callback=_version, is_eager=True)
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -86,43 +87,28 @@ def _architectures(text: str) -> str:
     return text
 
 
+_PARTS, _ARCHITECTURES = one_of("torch", "tensorflow", "mpi", "nccl"), quantity(_architectures, "LIST")
+
+
 @app.command(cls=Command)
 def build(
-    without: Annotated[
-        list[str] | None,
-        typer.Option(help="Build without this part; may be repeated.", **one_of("torch", "tensorflow", "mpi", "nccl")),
-    ] = None,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even if the cache has the wheel.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be built, and stop.")] = False,
+    without: Annotated[list[str] | None, option("Build without this part; may be repeated.", **_PARTS)] = None,
+    rebuild: Annotated[bool, option("Compile even if the cache has the wheel.", "--rebuild")] = False,
+    dry_run: Annotated[bool, option("Say what would be built, and stop.", "--dry-run")] = False,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force", help="Accept framework versions older than tested ones, and untested ones whose proof failed."
-        ),
+        option("Accept framework versions older than tested ones, and untested ones whose proof failed.", "--force"),
     ] = False,
-    wheel_dir: Annotated[
-        Path | None, typer.Option(help="Put a copy of the wheel there.", **quantity(_folder, "DIR"))
-    ] = None,
-    sdist: Annotated[
-        Path | None, typer.Option(help="Horovod's sdist as a file, for machines without a network.", **FILE)
-    ] = None,
+    wheel_dir: Annotated[Path | None, option("Put a copy of the wheel there.", **quantity(_folder, "DIR"))] = None,
+    sdist: Annotated[Path | None, option("Horovod's sdist as a file, for machines without a network.", **FILE)] = None,
     through_host: Annotated[
-        bool,
-        typer.Option(
-            "--through-host", help="Let GPU tensors travel through host memory: NCCL refuses two ranks on one GPU."
-        ),
+        bool, option("Let GPU tensors travel through host memory: NCCL refuses two ranks on one GPU.", "--through-host")
     ] = False,
     cuda_arch: Annotated[
-        str | None,
-        typer.Option(
-            help='GPU architectures, e.g. "80,90"; default: the GPUs that are here.',
-            **quantity(_architectures, "LIST"),
-        ),
+        str | None, option('GPU architectures, e.g. "80,90"; default: the GPUs that are here.', **_ARCHITECTURES)
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Compiler processes at once; default: one per core.", **whole_number(1))
-    ] = None,
-    install: Annotated[bool, typer.Option(help="Install the wheel into this environment and prove it.")] = True,
+    jobs: Annotated[int | None, option("Compiler processes at once; default: one per core.", **whole_number(1))] = None,
+    install: Annotated[bool, option("Install the wheel into this environment and prove it.")] = True,
     debug: Debug = False,
 ) -> None:
     """Build Horovod for the frameworks installed here, and prove it.
@@ -157,15 +143,15 @@ def build(
 
 @app.command(cls=Command)
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, option("Print one JSON object.", "--json")] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Print Markdown to paste into an issue: no addresses, names or secrets.")
+        bool, option("Print Markdown to paste into an issue: no addresses, names or secrets.", "--report")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report there instead of printing it.", readable=False)
+        Path | None, option("Write the report there instead of printing it.", metavar="FILE", readable=False)
     ] = None,
     no_allreduce: Annotated[
-        bool, typer.Option("--no-allreduce", help="Start no processes: only check that what is installed fits.")
+        bool, option("Start no processes: only check that what is installed fits.", "--no-allreduce")
     ] = False,
     debug: Debug = False,
 ) -> None:

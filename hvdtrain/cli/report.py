@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hvdtrain.cli.shared import FILE, Debug, check_page
+from hvdtrain.cli.shared import FILE, Debug, check_page, option
 from hvdtrain.errors import UsageError
 from hvdtrain.system import private_files
 from hvdtrain.tools.plan.model import read_measured
@@ -26,23 +26,16 @@ def report(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="The page; default: report.html in RUN, for two runs in this folder.", readable=False
-        ),
+        option("The page; default: report.html in RUN, for two runs in this folder.", metavar="FILE", readable=False),
     ] = None,
     measured: Annotated[
-        Path | None,
-        typer.Option(help="Show the allreduce floor, from a file of: hvdtrain bench --script X --json", **FILE),
+        Path | None, option("Show the allreduce floor, from a file of: hvdtrain bench --script X --json", **FILE)
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(
-            metavar="RATE", help="Speed between ranks, for the floor: 25Gb/s of a link, 9GB/s through memory."
-        ),
+        option("Speed between ranks, for the floor: 25Gb/s of a link, 9GB/s through memory.", metavar="RATE"),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as one JSON object; a page only with --out.")
-    ] = False,
+    json: Annotated[bool, option("Print the numbers as one JSON object; a page only with --out.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
     """Make a page of a run, or of two compared, that opens offline.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvdtrain.cli.shared import Command, Debug
+from hvdtrain.cli.shared import Command, Debug, completed, option
 from hvdtrain.errors import UsageError
 from hvdtrain.system.settings import RUN_NAME
 
@@ -43,28 +43,21 @@ class RunCommand(Command):
 
 def run(
     ctx: typer.Context,
-    ranks: Annotated[str | None, typer.Option("-np", "--num-proc", metavar="N", help="Number of ranks.")] = None,
+    ranks: Annotated[str | None, option("Number of ranks.", "-np", "--num-proc", metavar="N")] = None,
     max_restarts: Annotated[
-        str | None,
-        typer.Option(metavar="K", help="Restart a failed job at most K times; 0 for never.  [default: 3]"),
+        str | None, option("Restart a failed job at most K times; 0 for never.  [default: 3]", metavar="K")
     ] = None,
     grace: Annotated[
         str | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time for ranks to write a checkpoint after SIGTERM, SIGINT or SIGUSR1.  [default: 30]",
+        option(
+            "Time for ranks to write a checkpoint after SIGTERM, SIGINT or SIGUSR1.  [default: 30]", metavar="SECONDS"
         ),
     ] = None,
     launcher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="horovodrun|mpirun",
-            help="What starts the ranks.  [default: horovodrun]",
-            autocompletion=lambda incomplete: [n for n in ("horovodrun", "mpirun") if n.startswith(incomplete)],
-        ),
+        str | None, option("What starts the ranks.  [default: horovodrun]", **completed("horovodrun", "mpirun"))
     ] = None,
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Read options from this YAML file; the command line wins.")
+        str | None, option("Read options from this YAML file; the command line wins.", metavar="FILE")
     ] = None,
     debug: Debug = False,
 ) -> None:

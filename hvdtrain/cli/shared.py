@@ -18,8 +18,22 @@ from hvdtrain.system.suggestions import did_you_mean
 TyperUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-def quantity(parse: Callable[[str], Any], metavar: str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return typer's options for a value that `parse` reads; its ValueError is what the value must be."""
+def option(text: str, *names: str, **form: Any) -> Any:
+    """Return typer's option with its help; `form` is one of those below, or typer's own."""
+    return typer.Option(*names, help=text, **form)
+
+
+def completed(*names: str) -> dict[str, Any]:
+    """Return the form of a value whose `names` the shell completes."""
+    # Typer calls this with as many of (context, arguments so far, beginning) as it has parameters.
+    return {
+        "metavar": "|".join(names),
+        "autocompletion": lambda incomplete: [name for name in names if name.startswith(incomplete)],
+    }
+
+
+def quantity(parse: Callable[[str], Any], metavar: str) -> dict[str, Any]:
+    """Return the form of a value that `parse` reads; its ValueError is what the value must be."""
 
     def checked(value: Any) -> Any:
         try:
@@ -27,13 +41,11 @@ def quantity(parse: Callable[[str], Any], metavar: str, names: Sequence[str] = (
         except ValueError as problem:
             raise typer.BadParameter(str(problem)) from None
 
-    # Typer calls this with as many of (context, arguments so far, beginning) as it has parameters.
-    complete = {"autocompletion": lambda incomplete: [name for name in names if name.startswith(incomplete)]}
-    return {"parser": checked, "metavar": metavar, **(complete if names else {})}
+    return {"parser": checked, "metavar": metavar}
 
 
 def whole_number(least: int | None = None) -> dict[str, Any]:
-    """Return the options of a whole number, of at least `least`."""
+    """Return the form of a whole number, of at least `least`."""
 
     def parse(text: str) -> int:
         try:
@@ -55,11 +67,11 @@ def _number(text: str) -> float:
         raise ValueError(f"must be a number. Received: {text}") from None
 
 
-NUMBER, SECONDS = quantity(_number, "X"), quantity(_number, "SECONDS")
+COUNT, NUMBER, SECONDS = whole_number(), quantity(_number, "X"), quantity(_number, "SECONDS")
 
 
 def one_of(*names: str) -> dict[str, Any]:
-    """Return the options of a value that is one of `names`."""
+    """Return the form of a value that is one of `names`."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -67,7 +79,7 @@ def one_of(*names: str) -> dict[str, Any]:
             raise ValueError(f"must be {choices}. Received: {text}{did_you_mean(text, names)}")
         return text
 
-    return quantity(parse, "|".join(names), names)
+    return {**quantity(parse, ""), **completed(*names)}
 
 
 def _file(text: str) -> Path:
@@ -98,9 +110,7 @@ def _debug(asked: bool) -> None:
 
 
 # Commands take it as a parameter that they do not read: its callback sets a variable for this process and for ranks.
-Debug = Annotated[
-    bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show the traceback of whatever goes wrong.")
-]
+Debug = Annotated[bool, option("Show the traceback of whatever goes wrong.", "--debug", callback=_debug, is_eager=True)]
 
 
 class Command(TyperCommand):
