@@ -291,25 +291,19 @@ def hosts(passed: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def check_ranks(
-    ranks: int,
-    *,
-    slots: Mapping[str, int],
-    elastic: bool,
-    cores: int,
-    name: str = "-np ",
-    insist: str = "-H localhost:{}",
-) -> str:
-    """Raise a UsageError for more ranks than slots or cores; return a note on ranks that share cores, or "".
+def listed(slots: Mapping[str, int]) -> str:
+    """Return hosts as -H takes them."""
+    return ",".join(f"{name}:{number}" for name, number in slots.items())
 
-    In messages `name` precedes the number, and `insist` is what allows any number.
-    """
-    if slots:
-        if ranks > sum(slots.values()):
-            named = ",".join(f"{name}:{n}" for name, n in slots.items())
-            raise UsageError(f"{name}{ranks} is more than the {sum(slots.values())} slots of {named}")
-        return ""
-    if elastic:
+
+def check_ranks(
+    ranks: int, *, slots: Mapping[str, int], elastic: bool, cores: int,
+    name: str = "-np ", room: str = "slots of {}", insist: str = "-H localhost:{}",
+) -> str:  # fmt: skip
+    """Raise a UsageError, of `name`, `room` and `insist`, for too many ranks; return a note on crowded cores, or ""."""
+    if slots and ranks > sum(slots.values()):
+        raise UsageError(f"{name}{ranks} is more than the {sum(slots.values())} {room.format(listed(slots))}")
+    if slots or elastic:
         return ""
     if ranks > MAX_RANKS_A_CORE * cores:
         raise UsageError(

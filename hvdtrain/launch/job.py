@@ -18,8 +18,8 @@ from typing import IO
 
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exit_cause import Listener
-from hvdtrain.launch.other_hosts import SshRoute
 from hvdtrain.launch.rank_output import MarkedLines, without_mark
+from hvdtrain.launch.ssh import SshRoute
 from hvdtrain.system import log_filter, open_mpi, process_tree
 
 _PR_SET_CHILD_SUBREAPER = 36

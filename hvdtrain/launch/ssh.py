@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.launch.other_hosts import SshRoute
-from hvdtrain.system import process_tree
+from hvdtrain.launch.arguments import LaunchSpec
+from hvdtrain.system import network, open_mpi, process_tree
 
 # Waits for a number of seconds, or until a child ends; returns whether to give up.
 Wait = Callable[[float], object]
 
-_LIMIT_S = 15.0  # ssh's own limit is only for the connection
+_CONNECT_S = 10
+_LIMIT_S = 15.0  # for all of it
 _BETWEEN_S = 2.0
 _SSH_FAILED = 255
 _NOT_THERE = "does not run"
@@ -27,6 +30,38 @@ _PERMANENT = (
     "Permission denied", "Host key verification failed", "bad configuration", "Bad port", "Name or service not known",
     "does not start", _NOT_THERE, _OTHER_KEY,
 )  # fmt: skip
+# Another way of starting something on other hosts than ssh, which Open MPI takes where it finds one of them.
+_SCHEDULERS = (
+    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", "OMPI_MCA_plm", "PRTE_MCA_plm", "PRTE_MCA_plm_ssh_agent",
+)  # fmt: skip
+_OTHER_ROUTES = {"plm", "plm_rsh_agent", "plm_ssh_agent", "launch-agent"}
+
+
+@dataclass(frozen=True)
+class SshRoute:
+    """How other hosts are reached: by the launcher's own ssh command line, without the host."""
+
+    hosts: tuple[str, ...]
+    ssh: tuple[str, ...]
+
+
+def ssh_route(spec: LaunchSpec, environment: Mapping[str, str]) -> SshRoute | None:
+    """Return how the launcher reaches other hosts than this one; None where there are none, or it is not by ssh."""
+    environment = open_mpi.for_both(environment)
+    others = () if spec.elastic else tuple(host for host in spec.hosts if not network.is_here([host]))
+    limits = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}")
+    if not others or "PRTE_MCA_plm_ssh_agent" in environment:
+        return None
+    if not spec.is_mpirun:
+        port, key = spec.option("-p", "--ssh-port"), spec.option("-i", "--ssh-identity-file")
+        options = [*(("-p", port) if port else ()), *(("-i", key) if key else ())]
+        return SshRoute(others, ("ssh", *limits, "-o", "StrictHostKeyChecking=accept-new", *options))
+    if any(name in environment for name in _SCHEDULERS) or _OTHER_ROUTES & spec.option_names():
+        return None
+    words = itertools.pairwise(spec.options)
+    given = next((text for name, text in words if name in ("plm_rsh_args", "plm_ssh_args")), None)
+    given = given or environment.get("PRTE_MCA_plm_ssh_args", "")
+    return SshRoute(others, ("ssh", "-x", *shlex.split(given), *limits))
 
 
 def on_every_host(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.launch import loopback
+from hvdtrain.launch import prepare
 from hvdtrain.system import process_tree, start_ranks
 
 HERE = Path(__file__).parent
@@ -68,7 +68,7 @@ def run(
     found = ["--host-discovery-script", str(discovery)]
     size = ["-np", str(len(hosts) * slots), "--min-np", "1", "--max-np", str(2 * slots)]
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    launcher = [*start_ranks.horovodrun(Path(sys.executable)), *size, *given, *found, *loopback.elastic_flags(found)]
+    launcher = [*start_ranks.horovodrun(Path(sys.executable)), *size, *given, *found, *prepare.elastic_flags(found)]
     command = [*launcher, sys.executable, str(HERE / script), str(folder), scenario, *more]
     # A file: a pipe would keep us waiting for whoever still holds it.
     with (folder / "output").open("w+") as output:

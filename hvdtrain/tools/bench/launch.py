@@ -17,7 +17,7 @@ from subprocess import DEVNULL
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.launch import arguments, other_hosts, ssh
+from hvdtrain.launch import arguments, ssh
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.rank_output import Line, OutputLines
 from hvdtrain.system import process_tree
@@ -92,7 +92,7 @@ def run_ranks(
     """Run `python PROGRAM...` on every rank; once `answers` lines begin with `mark`, the ranks get 20 s to end."""
     line = [*_horovodrun(spec), sys.executable, *program]
     given = rank_environment({"PYTHONUNBUFFERED": "1", **environment})
-    route = other_hosts.ssh_route(spec, given)
+    route = ssh.ssh_route(spec, given)
     lost = {} if route is None else ssh.on_every_host(route, "end", Path(tempfile.gettempdir(), "hvdtrain-bench"))
     if lost:
         raise BenchError("; ".join(f"host {host} {why}" for host, why in lost.items()))

@@ -115,6 +115,8 @@ def test_slots_come_from_the_list_or_the_file(tmp_path: Path) -> None:
 def test_more_ranks_than_room_are_refused() -> None:
     with pytest.raises(UsageError, match="more than the 3 slots"):
         arguments.check_ranks(4, slots={"a": 1, "b": 2}, elastic=False, cores=8)
+    with pytest.raises(UsageError, match="-np 4 is more than the 3 tasks of this job on a:1,b:2"):
+        arguments.check_ranks(4, slots={"a": 1, "b": 2}, room="tasks of this job on {}", elastic=False, cores=8)
     with pytest.raises(UsageError, match="insist with -H localhost:9"):
         arguments.check_ranks(9, slots={}, elastic=False, cores=2)
     assert arguments.check_ranks(9, slots={"localhost": 9}, elastic=False, cores=2) == ""

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch import ssh
-from hvdtrain.launch.other_hosts import SshRoute
+from hvdtrain.launch.arguments import LaunchSpec
+from hvdtrain.launch.ssh import SshRoute
 from hvdtrain.system import process_tree
 
 SSH = """#!/bin/sh
@@ -23,6 +24,8 @@ fi
 echo "$host" >> reached
 exec sh -c "$2"
 """
+THERE = {"localhost": 1, "198.51.100.1": 2, "198.51.100.2": 1}
+LIMITS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
 @pytest.fixture
@@ -120,3 +123,36 @@ def test_without_ssh_there_is_a_word_for_it(tmp_path: Path) -> None:
     nothing = SshRoute(("a",), (str(tmp_path / "ssh"),))
     problem = ssh.wait_for_hosts(nothing, tmp_path, limit_s=1e9, wait=time.sleep, say=print)
     assert "does not start" in problem
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "environment", "expected"),
+    [
+        ("horovodrun", "", {}, ("ssh", *LIMITS, "-o", "StrictHostKeyChecking=accept-new")),
+        (
+            "horovodrun", "-p 2222 --ssh-identity-file=key", {},
+            ("ssh", *LIMITS, "-o", "StrictHostKeyChecking=accept-new", "-p", "2222", "-i", "key"),
+        ),
+        ("mpirun", "", {}, ("ssh", "-x", *LIMITS)),
+        ("mpirun", "", {"OMPI_MCA_plm_rsh_args": "-p 2222"}, ("ssh", "-x", "-p", "2222", *LIMITS)),
+        ("mpirun", "", {"SLURM_JOB_ID": "7"}, None),
+        ("mpirun", "--mca plm_rsh_agent rsh", {}, None),
+    ],
+)  # fmt: skip
+def test_other_hosts_are_reached_as_the_launcher_reaches_them(
+    launcher: str, options: str, environment: dict[str, str], expected: tuple[str, ...] | None
+) -> None:
+    route = None if expected is None else SshRoute(("198.51.100.1", "198.51.100.2"), expected)
+    assert ssh.ssh_route(LaunchSpec(launcher, 4, options.split(), THERE), environment) == route
+
+
+def test_a_job_of_this_host_needs_no_way() -> None:
+    assert ssh.ssh_route(LaunchSpec(hosts={"localhost": 2}), {}) is None
+    assert ssh.ssh_route(LaunchSpec("mpirun"), {}) is None
+
+
+def test_mpiruns_ssh_arguments_may_be_options() -> None:
+    options = ["--mca", "plm_rsh_args", "-p 2222 -o 'ProxyJump a b'"]
+    found = ssh.ssh_route(LaunchSpec("mpirun", 4, options, THERE), {})
+    assert found is not None
+    assert found.ssh[2:6] == ("-p", "2222", "-o", "ProxyJump a b")
