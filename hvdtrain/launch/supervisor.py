@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.distributed import watchdog
-from hvdtrain.launch import exit_cause, job_folder, restarts, ssh
+from hvdtrain.launch import exit_cause, job_folder, ssh
 from hvdtrain.launch.arguments import LaunchSpec
-from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.launch.exit_cause import Cause, RankError
 from hvdtrain.launch.job import Guard, Job, Launch, adopt_orphans
 from hvdtrain.system import redact
 from hvdtrain.system.settings import EXIT_STOPPED
@@ -33,6 +33,14 @@ _STARTING_S = 30.0  # for hosts, before the first start
 _AWAY_S = 600.0  # for hosts, before a restart; HVDTRAIN_STALL_S if that is shorter
 _CLOSING_S = 5.0  # for a launcher whose ranks have ended: it reports their status
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# An attempt that reported no step counts as progress if it lasted this long.
+LONG_S = 60.0
+_ATTEMPTS_WITHOUT_PROGRESS = 3
+_ATTEMPTS_WITH_ONE_ERROR = 2
+_LONGEST_PAUSE_S = 30.0
+# Errors that would occur in every attempt.
+_PERMANENT_ERRORS = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
+_USAGE = (2, 126, 127)  # wrong arguments; no such program
 
 
 class Signals:
@@ -103,7 +111,7 @@ def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple
 
 
 def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
-    attempts: list[restarts.Attempt] = []
+    attempts: list[Attempt] = []
     while True:
         # A host that has just died may reboot, which takes minutes: wait as long as a rank may wait for others.
         limit_s = min(watchdog.limit_s(), _AWAY_S) if attempts else _STARTING_S
@@ -126,8 +134,8 @@ def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
             return 0
         error = exit_cause.first_error(run_dir, listener=job.listener, cause=cause)
         step = exit_cause.latest_step(run_dir, rank=cause.rank)
-        attempts.append(restarts.Attempt(cause, seconds, step, error))
-        decision = restarts.judge(attempts, max_restarts=launch.max_restarts)
+        attempts.append(Attempt(cause, seconds, step, error))
+        decision = judge(attempts, max_restarts=launch.max_restarts)
         if cause.code == EXIT_STOPPED or signals.requests or decision.pause_s is None:
             if launch.ssh is not None:  # a killed launcher leaves ranks running on other hosts
                 ssh.on_every_host(launch.ssh, "end", run_dir)
@@ -206,8 +214,68 @@ def _cause(job: Job, status: int | None, launcher: str) -> Cause:
     return Cause(launcher, 128 - status if status < 0 else status)
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A start of the job that failed."""
+
+    cause: Cause
+    seconds: float
+    step: int | None = None  # the last one that the failed rank reported, or any rank
+    error: RankError | None = None
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    """Restart after a pause, or give up for a reason."""
+
+    pause_s: float | None  # None to give up
+    reason: str
+    first: Attempt  # whose error is the root cause
+
+
+def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
+    """Decide what to do after `attempts`: all failed attempts, oldest first, at least one."""
+    last = attempts[-1]
+    if permanent := _permanent_failure(last):
+        return RestartDecision(None, permanent, last)
+    stuck = _attempts_without_progress(attempts)
+    errors = [a.error.last_line if a.error else None for a in stuck[-_ATTEMPTS_WITH_ONE_ERROR:]]
+    one_error = len(errors) == _ATTEMPTS_WITH_ONE_ERROR and errors[0] is not None and len(set(errors)) == 1
+    if len(stuck) >= _ATTEMPTS_WITHOUT_PROGRESS or one_error:
+        return RestartDecision(None, f"{len(stuck)} attempts in a row made no progress", stuck[0])
+    if len(attempts) > max_restarts:
+        used_up = f"all {max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0"
+        return RestartDecision(None, used_up, last)
+    # After progress restart at once: the job itself works. Without progress double the pause.
+    return RestartDecision(min(_LONGEST_PAUSE_S, 2.0 ** (len(stuck) - 1)) if stuck else 0.0, "", last)
+
+
+def _permanent_failure(attempt: Attempt) -> str:
+    """Return why another attempt would fail in the same way; "" if it might not."""
+    if attempt.step is not None:
+        return ""
+    if attempt.cause.code in _USAGE:
+        return "it would end the same way again"
+    name = attempt.error.last_line.partition(":")[0].rpartition(".")[2] if attempt.error else ""
+    return "it would fail the same way again" if name in _PERMANENT_ERRORS else ""
+
+
+def _attempts_without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts since the last progress, oldest first. Progress is a step beyond all earlier ones."""
+    trailing: list[Attempt] = []
+    best = -1
+    for attempt in attempts:
+        if attempt.step is not None and attempt.step > best:
+            best, trailing = attempt.step, []
+        elif attempt.step is None and attempt.seconds >= LONG_S:
+            trailing = []
+        else:
+            trailing.append(attempt)
+    return trailing
+
+
 def _say_how_it_ended(
-    attempts: Sequence[restarts.Attempt], decision: restarts.RestartDecision, requests: Sequence[signal.Signals]
+    attempts: Sequence[Attempt], decision: RestartDecision, requests: Sequence[signal.Signals]
 ) -> None:
     last = attempts[-1]
     if last.cause.code == EXIT_STOPPED:

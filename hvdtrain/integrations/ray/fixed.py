@@ -15,7 +15,7 @@ from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray.cluster import POLL_S, RayCluster, Request, Worker, placement_group
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
-from hvdtrain.launch.outcome import Outcome
+from hvdtrain.launch.function_job import Outcome
 from hvdtrain.system import network
 from hvdtrain.system.settings import EXIT_STOPPED
 

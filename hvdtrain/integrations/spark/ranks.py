@@ -17,8 +17,7 @@ from hvdtrain.integrations.spark import wire
 from hvdtrain.integrations.spark.task import RankEnd, TaskPlan, run_rank
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
-from hvdtrain.launch.function_job import GRACE_S, until_ended
-from hvdtrain.launch.outcome import Outcome
+from hvdtrain.launch.function_job import GRACE_S, Outcome, until_ended
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.system.settings import EXIT_STOPPED
 

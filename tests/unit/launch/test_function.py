@@ -19,7 +19,7 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.launch import job_folder
 from hvdtrain.launch.exchange import Message, pack
 from hvdtrain.launch.exit_cause import Cause
-from hvdtrain.launch.outcome import Outcome
+from hvdtrain.launch.function_job import Outcome
 
 
 def nothing() -> None: ...

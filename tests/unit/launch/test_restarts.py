@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.launch.exit_cause import Cause, RankError
-from hvdtrain.launch.restarts import LONG_S, Attempt, judge
+from hvdtrain.launch.supervisor import LONG_S, Attempt, judge
 
 KILLED = Cause("rank 1 on host h", 137, 1)
 FAILED = Cause("rank 1 on host h", 1, 1)
