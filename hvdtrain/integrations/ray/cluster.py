@@ -1,4 +1,4 @@
-"""A Ray cluster for ranks: connect, start actors, notice when they end, and leave nothing behind."""
+"""A Ray cluster for ranks: connect, start each in an actor, notice how they end, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -6,24 +6,67 @@ import contextlib
 import importlib
 import logging
 import math
+import os
 import re
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError, PackageMissingError, UsageError
-from hvdtrain.integrations.ray import actor
 from hvdtrain.integrations.ray.session import Session
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
-from hvdtrain.launch.function_job import GRACE_S, until_ended
+from hvdtrain.launch.function_job import GRACE_S, Outcome, until_ended
+from hvdtrain.system import network, process_tree
+from hvdtrain.system.settings import EXIT_STOPPED
 
 log = logging.getLogger("hvdtrain")
 
 POLL_S = 0.2
 _LEAVING_S = 10.0  # for a rank's exit handlers, such as a logger that writes its last lines
+
+
+class Rank:
+    """A process that becomes a rank by `run`, which uses the main thread, so that signals reach a Trainer."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name  # the prefix of the lines that it prints
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def facts(self) -> dict[str, Any]:
+        """Return where this process is: pid, host, node, the interface that has the node's address, and its GPUs."""
+        ray = importlib.import_module("ray")
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "interface": network.interface(ray.util.get_node_ip_address()),
+            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
+        }
+
+    def run(self, environment: Mapping[str, str], facts: Mapping[str, Any], pickled: bytes) -> tuple[Any, bytes]:
+        """Call the function of a task, given as facts and pickled; return the answer as (facts, pickled)."""
+        os.environ.update(environment)
+        # What the caller can import can be imported here; this node's own packages come first.
+        sys.path += [path for path in facts["path"] if path not in sys.path]
+        from hvdtrain.launch import rank  # with a Horovod of this node
+
+        answer, _ = rank.perform(rank.load(Message(dict(facts), pickled)))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        return answer.facts, answer.pickled
+
+
+def signal_processes(pids: Sequence[int], number: int) -> None:
+    """Send a signal to processes of this node."""
+    for pid in pids:
+        process_tree.send(pid, number)
 
 
 @dataclass(frozen=True)
@@ -54,6 +97,36 @@ class Worker:
     def who(self, rank: int) -> str:
         """Return what it is called in messages."""
         return f"rank {rank} on host {self.facts['host']} (pid {self.facts['pid']})"
+
+
+class RayOutcome(Outcome):
+    """How a job ended, noted rank by rank; Ray has shown what ranks printed."""
+
+    def take(self, rank: int, answer: Message | Cause, worker: Worker) -> None:
+        """Note how a rank ended."""
+        is_explained = self.is_explained
+        if isinstance(answer, Message):
+            self.answers[rank] = answer
+            if answer.facts["kind"] == "exit" and not is_explained:
+                self.cause = Cause(worker.who(rank), answer.facts["code"], rank)
+        elif not is_explained:
+            self.cause = answer
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has ended in a way that the others cannot continue."""
+        return (self.cause is not None and self.cause.killed) or any(map(_is_failure, self.answers.values()))
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the cause of the failure is known."""
+        return self.cause is not None or any(
+            _is_failure(answer) and not answer.facts.get("others") for answer in self.answers.values()
+        )
+
+
+def _is_failure(answer: Message) -> bool:
+    return answer.facts["kind"] == "error" or answer.facts.get("code") not in (None, 0, EXIT_STOPPED)
 
 
 class RayCluster:
@@ -98,7 +171,7 @@ class RayCluster:
     def start(self, name: str, request: Request, **options: Any) -> Worker:
         """Request an actor; Ray starts it when it has room."""
         options |= {"num_cpus": request.cpus, "num_gpus": request.gpus, "max_restarts": 0}
-        handle = self.ray.remote(actor.Rank).options(**options).remote(name)
+        handle = self.ray.remote(Rank).options(**options).remote(name)
         self._workers.append(Worker(handle, handle.facts.remote()))
         return self._workers[-1]
 
@@ -150,8 +223,8 @@ class RayCluster:
         for worker in workers:
             if worker.facts:
                 nodes.setdefault(worker.facts["node"], []).append(worker.facts["pid"])
-        actor.signal_processes(nodes.pop(self.node(), []), signal.SIGTERM)
-        send = self.ray.remote(actor.signal_processes)
+        signal_processes(nodes.pop(self.node(), []), signal.SIGTERM)
+        send = self.ray.remote(signal_processes)
         for node, pids in nodes.items():
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": affinity(node, soft=False)}
             send.options(**options).remote(pids, int(signal.SIGTERM))

@@ -16,8 +16,7 @@ from typing import Any
 from hvdtrain.errors import HvdTrainError, RankFailedError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
-from hvdtrain.integrations.ray.cluster import POLL_S, RayCluster, Request, Worker
-from hvdtrain.integrations.ray.fixed import RayOutcome
+from hvdtrain.integrations.ray.cluster import POLL_S, RayCluster, RayOutcome, Request, Worker
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 

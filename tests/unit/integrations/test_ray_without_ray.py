@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import PackageMissingError, UsageError
-from hvdtrain.integrations.ray import cluster, fixed, job, run
+from hvdtrain.integrations.ray import cluster, job, run
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.system import network
@@ -102,8 +102,8 @@ An unexpected internal error occurred."""
 
 
 def test_each_local_rank_finds_its_own_gpu_in_its_place_and_sees_the_others() -> None:
-    assert fixed._gpus([["4", "5"], ["6", "7"]]) == {"CUDA_VISIBLE_DEVICES": "4,6,5,7"}
-    assert fixed._gpus([[], []]) == {}
+    assert job._gpus([["4", "5"], ["6", "7"]]) == {"CUDA_VISIBLE_DEVICES": "4,6,5,7"}
+    assert job._gpus([[], []]) == {}
 
 
 WORKER = cluster.Worker(None, None, {"host": "h", "pid": 5})
@@ -127,7 +127,7 @@ DEATH = Cause("rank 1", 137, 1, "died (gone)")
 def test_what_ended_a_job_is_what_came_first_unless_others_caused_it(
     answers: list[Any], failed: bool, explained: bool, cause: Cause | None
 ) -> None:
-    outcome = fixed.RayOutcome(2)
+    outcome = cluster.RayOutcome(2)
     for rank, answer in enumerate(answers):
         outcome.take(rank, answer, WORKER)
     assert (outcome.has_failed, outcome.is_explained, outcome.cause) == (failed, explained, cause)

@@ -10,7 +10,7 @@ pytest.importorskip("horovod.runner.common.util.proven_server", reason="no Horov
 from horovod.runner.common.util import proof
 from horovod.runner.http import http_client
 
-from hvdtrain.integrations.ray import fixed
+from hvdtrain.integrations.ray import job
 from hvdtrain.integrations.spark import task
 
 
@@ -30,7 +30,7 @@ def test_ranks_on_ray_have_a_key_of_their_job(monkeypatch: pytest.MonkeyPatch) -
     worker = SimpleNamespace(facts={"node": "node", "interface": "lo", "gpus": []})
     keys = []
     for _ in range(2):
-        with fixed._rendezvous(cluster, [worker, worker]) as (first, second):
+        with job._rendezvous(cluster, [worker, worker]) as (first, second):
             assert first[proof.VARIABLE] == second[proof.VARIABLE]
             meets(first, bytes(32))
             keys.append(first[proof.VARIABLE])
