@@ -1,18 +1,6 @@
-"""The file of `hvdtrain run --config`, and its combination with the command line.
+"""The file of `hvdtrain run --config`, and its combination with the command line, whose options win.
 
-    np: 4
-    hosts: host1:2,host2:2
-    max-restarts: 3
-    grace: 30
-    launcher: horovodrun
-    launcher-options: [--network-interfaces, eth0]
-    environment:
-      OMP_NUM_THREADS: 1
-    script: train.py
-    arguments: [--epochs, 90]
-
-A key is an option without its dashes; each is optional. Options on the command line win. Values are used as written,
-and checked like options.
+A key is an option without its dashes; each is optional. Values are used as written, and checked like options.
 """
 
 from __future__ import annotations
@@ -94,7 +82,7 @@ class Settings:
                 options += words
         grace = self.grace and float(self.grace)
         program = redact.words(self.program)
-        whole = {
+        found = {
             "np": self.ranks and int(self.ranks),
             "hosts": hosts,
             "max-restarts": self.max_restarts and int(self.max_restarts),
@@ -105,7 +93,7 @@ class Settings:
             "script": program[0] if program else None,
             "arguments": program[1:],
         }
-        return {key: value for key, value in whole.items() if value not in (None, [], {})}
+        return {key: value for key, value in found.items() if value not in (None, [], {})}
 
     def save(self, runs: str, name: str) -> Path | None:
         """Write them into the run's folder, beside config.json; return the file, None where runs have no folder."""
@@ -138,31 +126,25 @@ def _meaning(name: str, words: Sequence[str]) -> str | frozenset[str]:
 def read(path: str) -> Settings:
     """Return what a file says; a UsageError of one line names the file, the line and the key that is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
         # Composed, not loaded: nothing in it becomes an object, and each value has its line and its spelling.
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as problem:
         raise UsageError(f"--config {path} cannot be read: {problem.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"--config {path} is not text in UTF-8") from None
-    except yaml.MarkedYAMLError as problem:
-        mark = problem.problem_mark or problem.context_mark
-        where = f", line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{where} is not YAML: {problem.problem or problem.context}") from None
     except (yaml.YAMLError, RecursionError) as problem:
-        raise UsageError(f"{path} is not YAML: {str(problem).splitlines()[0]}") from None
+        mark = getattr(problem, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        what = getattr(problem, "problem", None) or str(problem).splitlines()[0]
+        raise UsageError(f"{path}{where} is not YAML: {what}") from None
     found = {} if root is None else _mapping(root, path)
-    script, words = found.get("script"), found.get("arguments", [])
-    if words and script is None:
+    if found.get("arguments") and "script" not in found:
         raise UsageError(f"{path}: arguments are a script's. Add the key script, such as script: train.py")
     settings = Settings(
-        ranks=found.get("np"),
-        max_restarts=found.get("max-restarts"),
-        grace=found.get("grace"),
-        launcher=found.get("launcher"),
+        *(found.get(key) for key in ("np", "max-restarts", "grace", "launcher")),
         options=[*(["-H", found["hosts"]] if "hosts" in found else []), *found.get("launcher-options", [])],
         environment=found.get("environment", {}),
-        program=[] if script is None else [script, *words],
+        program=[found["script"], *found.get("arguments", [])] if "script" in found else [],
     )
     try:
         for name, given in arguments.options(settings.options, settings.launcher or HOROVODRUN):
@@ -207,7 +189,7 @@ def _value(node: yaml.Node, form: type, must_be: str, check: Callable[[str], boo
     if form is list and isinstance(node, yaml.SequenceNode):
         return [_text(each, must_be) for each in node.value]
     if form is dict and isinstance(node, yaml.MappingNode):
-        return dict(_variable(name, value, must_be) for name, value in node.value)
+        return {_name(key, must_be): _text(each, "text or a number", of=f"{key.value} ") for key, each in node.value}
     if form is not str:
         raise ValueError(f"must be {must_be}. Received: {_shown(node)}")
     text = _text(node, must_be)
@@ -216,31 +198,23 @@ def _value(node: yaml.Node, form: type, must_be: str, check: Callable[[str], boo
     return text
 
 
-def _variable(name_node: yaml.Node, node: yaml.Node, must_be: str) -> tuple[str, str]:
-    name = _text(name_node, must_be)
-    if not name or "=" in name:
+def _name(node: yaml.Node, must_be: str) -> str:
+    if not (name := _text(node, must_be)) or "=" in name:
         raise ValueError(f"must be {must_be}. Received the name: {name!r}")
-    try:
-        return name, _text(node, "text or a number")
-    except ValueError as problem:
-        raise ValueError(f"{name} {problem}") from None
+    return name
 
 
-def _text(node: yaml.Node, must_be: str) -> str:
+def _text(node: yaml.Node, must_be: str, *, of: str = "") -> str:
     """Return a text or a number as it is written."""
-    if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALARS:
-        raise ValueError(f"must be {must_be}. Received: {_shown(node)}")
-    text = str(node.value)
-    if redact.HIDDEN in text:
-        raise ValueError(
-            f"was a secret, and secrets are not saved. Write it in place of {redact.HIDDEN}, or leave it out"
-        )
-    if "\0" in text:
-        raise ValueError(f"must be {must_be}. Received: text with a NUL in it")
-    return text
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALARS or "\0" in node.value:
+        raise ValueError(f"{of}must be {must_be}. Received: {_shown(node)}")
+    if redact.HIDDEN in node.value:
+        it = f"Write it in place of {redact.HIDDEN}, or leave it out"
+        raise ValueError(f"{of}was a secret, and secrets are not saved. {it}")
+    return str(node.value)
 
 
 def _shown(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return node.value or "nothing"
+        return repr(node.value) if "\0" in node.value else node.value or "nothing"
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
