@@ -82,11 +82,7 @@ class Split:
 
 
 def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] = lambda file: None) -> Split:
-    """Split the words after `hvdtrain run`. The program begins with the first that is no option and no option's value.
-
-    `launcher_in` returns which launcher a --config file names. An option that does not exist, or has no value, is a
-    UsageError.
-    """
+    """Split the words after `hvdtrain run`; `launcher_in` returns which launcher a --config file names."""
     problems: list[UsageError] = []
     # How many values an option takes depends on the launcher, which is among the options: try each.
     for launcher in (HOROVODRUN, MPIRUN):
@@ -106,7 +102,7 @@ def split(arguments: Sequence[str], *, launcher_in: Callable[[str], str | None] 
 
 
 def options(arguments: Sequence[str], launcher: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option's name with its words, then "" with those of the program."""
+    """Yield each option's name with its words, then "" with the program's, from the first word that is no option's."""
     i = 0
     while i < len(arguments):
         word = arguments[i]
@@ -187,17 +183,18 @@ class LaunchSpec:
         return {word.lstrip("-") for word in self.options}
 
 
+def _names(options: Sequence[str]) -> set[str]:
+    return {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
+
+
 def places_ranks(options: Sequence[str]) -> bool:
     """Return whether mpirun's `options` choose the cores of ranks."""
-    names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
-    return bool(names & _MPIRUN_PLACES) or any("binding_policy" in word for word in options)
+    return bool(_names(options) & _MPIRUN_PLACES) or any("binding_policy" in word for word in options)
 
 
-def marks(launcher: str, options: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the option with which mpirun marks each line with its rank, as horovodrun does, for lines in pieces."""
-    names = {word.lstrip("-").partition("=")[0] for word in options if word.startswith("-")}
-    unwanted = environment.get("OMPI_MCA_orte_tag_output") == "0" or names & {"tag-output", "output", "xml"}
-    if launcher != MPIRUN or unwanted:
+def marks(options: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the options with which mpirun marks each line with its rank, as horovodrun does, for lines in pieces."""
+    if environment.get("OMPI_MCA_orte_tag_output") == "0" or _names(options) & {"tag-output", "output", "xml"}:
         return []
     return ["--tag-output", *(open_mpi.MARK_PIECES if open_mpi.mixes_lines() else ())]
 
@@ -212,13 +209,6 @@ def whole_number(name: str, text: str | None, *, least: int) -> int:
 def is_count(text: str, *, least: int) -> bool:
     """Return whether `text` is a whole number of at least `least`, and one that Python reads."""
     return text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= least
-
-
-def seconds(name: str, text: str) -> float:
-    """Return `text` as a time."""
-    if not is_seconds(text):
-        raise UsageError(f"{name} must be a number of seconds, 0 or more. Received: {name} {text}")
-    return float(text)
 
 
 def is_seconds(text: str) -> bool:
@@ -265,29 +255,29 @@ def _script(name: str) -> str:
 
 def hosts(passed: Sequence[str]) -> dict[str, int]:
     """Return {host: slots} as -H or --hostfile names them; {} without these."""
-    listed = value(passed, "-H", "--hosts", "-host", "--host")
+    named = value(passed, "-H", "--hosts", "-host", "--host")
     file = value(passed, "-hostfile", "--hostfile", "-machinefile", "--machinefile")
-    found: dict[str, int] = {}
-    if listed is not None:
-        for item in listed.split(","):
-            name, _, slots = item.strip().rpartition(":") if ":" in item else (item.strip(), "", "1")
-            if not name or not is_count(slots, least=1):
-                raise UsageError(f"-H must be like host1:2,host2:2. Received: -H {listed}")
-            found[name] = found.get(name, 0) + int(slots)
+    pairs: list[tuple[str, str]] = []
+    wrong = f"-H must be like host1:2,host2:2. Received: -H {named}"
+    if named is not None:
+        items = [item.strip() for item in named.split(",")]
+        pairs = [(item.rpartition(":")[0], item.rpartition(":")[2]) if ":" in item else (item, "1") for item in items]
     elif file is not None:
         try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            lines = [line.partition("#")[0].split() for line in Path(file).read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as problem:
             raise UsageError(f"the host file {file} cannot be read: {problem}") from None
-        for line in lines:
-            words = line.partition("#")[0].split()
-            if words:
-                slots = next((w.partition("=")[2] for w in words[1:] if w.startswith("slots=")), "1")
-                if not is_count(slots, least=1):
-                    raise UsageError(f"a line of a host file is like `host1 slots=2`. Received: {line!r} in {file}")
-                found[words[0]] = found.get(words[0], 0) + int(slots)
-        if not found:
+        wrong = f"each line of the host file {file} must be like `host1 slots=2`"
+        for words in filter(None, lines):
+            slots = next((word.partition("=")[2] for word in words[1:] if word.startswith("slots=")), "1")
+            pairs.append((words[0], slots))
+        if not pairs:
             raise UsageError(f"the host file {file} names no host")
+    found: dict[str, int] = {}
+    for name, slots in pairs:
+        if not name or not is_count(slots, least=1):
+            raise UsageError(wrong + f". Received: {name} slots={slots}" * (named is None))
+        found[name] = found.get(name, 0) + int(slots)
     return found
 
 

@@ -35,7 +35,8 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
         raise UsageError("say how many ranks: hvdtrain run -np 2 train.py")
     ranks = arguments.whole_number("-np", settings.ranks, least=1)
     max_restarts = arguments.whole_number("--max-restarts", settings.max_restarts, least=0)
-    grace_s = arguments.seconds("--grace", settings.grace or "")
+    if not arguments.is_seconds(grace := settings.grace or ""):
+        raise UsageError(f"--grace must be a number of seconds, 0 or more. Received: --grace {grace}")
     job_environment.check_place()
     program = arguments.program(settings.program)
     options = settings.options
@@ -56,6 +57,7 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
         launcher = [open_mpi.program(spec.launcher) or ""]
         if not launcher[0]:
             raise UsageError("there is no mpirun on PATH. Try: pip install 'hvdtrain[mpi]', or leave --launcher out")
+        options = [*arguments.marks(options, environment), *options]
         flags += job_environment.exports(spec, environment) if not network.is_here(named) else []
     else:
         launcher = start_ranks.horovodrun(Path(sys.executable))
@@ -63,17 +65,11 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
         is_bare = any(host and ":" not in host for host in (spec.option("-H", "--hosts") or "").split(","))
         flags += ["-H", arguments.listed(spec.hosts)] if given or is_bare else []
         flags += elastic_flags(options) if elastic else []
-    marks = arguments.marks(spec.launcher, options, environment)
     is_here = "--network-interfaces" in flags if elastic and not spec.hosts else spec.is_here
-    return Launch(
-        spec,
-        [*launcher, "-np", str(ranks), *marks, *options, *flags, *program],
-        environment,
-        max_restarts,
-        grace_s,
-        ssh=ssh.ssh_route(spec, environment),
-        by_rank=() if is_here else by_rank(spec, own=socket.gethostname()),
-    ), run_dir
+    where = () if is_here else by_rank(spec, own=socket.gethostname())
+    line = [*launcher, "-np", str(ranks), *options, *flags, *program]
+    route = ssh.ssh_route(spec, environment)
+    return Launch(spec, line, environment, max_restarts, float(grace), ssh=route, by_rank=where), run_dir
 
 
 def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:

@@ -82,5 +82,5 @@ def test_only_5_with_an_older_pmix_needs_a_mark_for_each_piece_of_a_line(
         write(mpirun.with_name("prte_info"), f"    PRTE: 3.0.8\n    PMIx: OpenPMIx {pmix} (PMIx Standard: 5.1,")
     assert open_mpi.mixes_lines() is expected
     added = ["--output", ":raw"] if expected else []
-    assert arguments.marks("mpirun", [], {}) == ["--tag-output", *added]
+    assert arguments.marks([], {}) == ["--tag-output", *added]
     assert arguments.marks("mpirun", ["--output", "xml"], {}) == []
