@@ -83,4 +83,4 @@ def test_only_5_with_an_older_pmix_needs_a_mark_for_each_piece_of_a_line(
     assert open_mpi.mixes_lines() is expected
     added = ["--output", ":raw"] if expected else []
     assert arguments.marks([], {}) == ["--tag-output", *added]
-    assert arguments.marks("mpirun", ["--output", "xml"], {}) == []
+    assert arguments.marks(["--output", "xml"], {}) == []
