@@ -19,7 +19,7 @@ import hvdtrain
 from hvdtrain.errors import PackageMissingError
 from hvdtrain.integrations import spark
 from hvdtrain.integrations.spark import wire
-from hvdtrain.integrations.spark.ranks import SparkJob
+from hvdtrain.integrations.spark.driver import SparkJob
 from hvdtrain.integrations.spark.task import Place, rank_order, visible_gpus
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import RankFailedError, UsageError
-from hvdtrain.integrations.spark import ranks, wire
+from hvdtrain.integrations.spark import driver, wire
 from hvdtrain.integrations.spark.task import RankEnd
 from hvdtrain.launch.exchange import Message
 
@@ -69,8 +69,8 @@ def ended(task: Any, code: int, answer: str) -> None:
 
 def follow(monkeypatch: pytest.MonkeyPatch, task: Task, *, limit_s: float = 60.0) -> Any:
     shown: list[Any] = []
-    monkeypatch.setattr(ranks, "SparkJob", lambda _: Job(task))
-    found = ranks.Ranks(CONTEXT, 2, show=shown.extend, deadline=time.monotonic() + limit_s, limit_s=limit_s)
+    monkeypatch.setattr(driver, "SparkJob", lambda _: Job(task))
+    found = driver.Ranks(CONTEXT, 2, show=shown.extend, deadline=time.monotonic() + limit_s, limit_s=limit_s)
     try:
         found.run(Message({}), {})
     finally:
@@ -141,7 +141,7 @@ def test_a_rank_that_stops_later_than_another_is_waited_for(monkeypatch: pytest.
             time.sleep(0.2)  # the caller has heard both
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         heard.append(wire.receive(task.connection))
-        time.sleep(2 * ranks._LAST_WORDS_S * rank)
+        time.sleep(2 * driver._LAST_WORDS_S * rank)
         if task.connection.poll():
             heard.append(wire.receive(task.connection))
         ended(task, 1, "")
