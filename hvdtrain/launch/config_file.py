@@ -141,11 +141,11 @@ def read(path: str) -> Settings:
     if found.get("arguments") and "script" not in found:
         raise UsageError(f"{path}: arguments are a script's. Add the key script, such as script: train.py")
     settings = Settings(
-        *(found.get(key) for key in ("np", "max-restarts", "grace", "launcher")),
+        found.get("np"), found.get("max-restarts"), found.get("grace"), found.get("launcher"),
         options=[*(["-H", found["hosts"]] if "hosts" in found else []), *found.get("launcher-options", [])],
         environment=found.get("environment", {}),
         program=[found["script"], *found.get("arguments", [])] if "script" in found else [],
-    )
+    )  # fmt: skip
     try:
         for name, given in arguments.options(settings.options, settings.launcher or HOROVODRUN):
             if not name:

@@ -22,7 +22,7 @@ from hvdtrain.system import start_ranks
 
 T = TypeVar("T")
 
-_WORKER = [sys.executable, "-m", "hvdtrain.launch.rank"]
+WORKER = [sys.executable, "-m", "hvdtrain.launch.rank"]
 
 
 def run(
@@ -122,7 +122,7 @@ def _check(
         raise UsageError(f"options are horovodrun's, each word by itself. Received: options={options!r}")
     if arguments.value(parts.passed, "--host-discovery-script", "--min-np", "--min-num-proc") is not None:
         raise UsageError("hvdtrain.run has a fixed number of ranks. `hvdtrain run` starts elastic jobs")
-    spec = LaunchSpec(ranks=np, options=parts.passed, hosts=arguments.hosts(parts.passed), program=_WORKER)
+    spec = LaunchSpec(ranks=np, options=parts.passed, hosts=arguments.hosts(parts.passed), program=WORKER)
     if not spec.is_here:
         named = ", ".join(spec.hosts)
         raise UsageError(f"hvdtrain.run is for this host, and {named} is not all here. Use `hvdtrain run`")

@@ -25,6 +25,7 @@ from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
 from hvdtrain.launch.function_job import GRACE_S, Outcome, until_ended
 from hvdtrain.launch.rank_output import Line
+from hvdtrain.system import network
 from hvdtrain.system.settings import EXIT_STOPPED
 
 T = TypeVar("T")
@@ -49,10 +50,9 @@ def run(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `np` new ranks, one per Spark task, and return what each returned, in rank order.
 
-    This is `hvdtrain.run` on the executors of the active SparkSession. What ranks print appears here at once. An
-    interrupt (Ctrl-C) asks the ranks to stop and gives them 30 s to write a checkpoint; a second one ends them at once.
-    All ranks start together, or none (Spark's barrier mode), so dynamic allocation must be off. hvdtrain and its
-    Horovod must be installed on the executors. Ranks use Gloo, or NCCL if Horovod was built with it.
+    This is `hvdtrain.run` on the executors of the active SparkSession, also for output and interrupts. All ranks start
+    together, or none (Spark's barrier mode), so dynamic allocation must be off. hvdtrain and its Horovod must be
+    installed on the executors. Ranks use Gloo, or NCCL if Horovod was built with it.
 
     Args:
         fn: what to call. Its data should be loaded in it, on each rank: arguments are copied to all of them.
@@ -60,8 +60,8 @@ def run(
         kwargs: its keyword arguments.
         np: number of ranks.
         output: "all" shows every rank's lines, behind "[rank] "; "root" shows rank 0's as they are.
-        environment: variables for the ranks. They also get their executor's, and this process's HVDTRAIN_...,
-            HOROVOD_... and KERAS_BACKEND.
+        environment: variables for ranks, besides their executor's, and this process's HVDTRAIN_*, HOROVOD_* and
+            KERAS_BACKEND.
         start_timeout_s: how long to wait for executors, and for task slots that other jobs use.
 
     Raises:
@@ -80,10 +80,8 @@ def run(
     deadline = time.monotonic() + start_timeout_s
     _wait_for_slots(context, np, deadline, start_timeout_s)
     task = function.make_task(fn, args, kwargs)
-    chosen = {
-        **rendezvous.environment(function.name_of(fn), environment or {}, passed=_PASSED_ON),
-        proof.VARIABLE: proof.new_key(),
-    }
+    chosen = rendezvous.environment(function.name_of(fn), environment or {}, passed=_PASSED_ON)
+    chosen[proof.VARIABLE] = proof.new_key()
     show = functools.partial(function.show_lines, output=output)
     ranks = Ranks(context, np, show=show, deadline=deadline, limit_s=start_timeout_s)
     try:
@@ -91,8 +89,7 @@ def run(
             ranks.run(task, chosen)
     finally:
         ranks.close()
-    problem = ranks.own_problem()
-    if problem is not None:
+    if (problem := ranks.own_problem()) is not None:
         raise problem
     values, cause = ranks.outcome.values(root_only=output == "root"), ranks.outcome.cause
     if cause is not None and cause.code:
@@ -144,18 +141,15 @@ def _plain_interrupts() -> Iterator[None]:
 
 
 class SparkJob:
-    """One Spark job with a task for each rank. Spark starts all tasks together, and does not retry a failed one.
-
-    `end` is a file descriptor that can be read once the job has ended.
-    """
+    """One Spark job with a task for each rank. Spark starts all tasks together, and does not retry a failed one."""
 
     def __init__(self, context: Any) -> None:
         self.ends: list[RankEnd] = []  # how the ranks ended
         self.error: Exception | None = None  # why the job failed
+        self.end, self._write_end = os.pipe()  # can be read once the job has ended
         self._context = context
         self._group = f"hvdtrain-{secrets.token_hex(4)}"
         self._thread: Any = None
-        self.end, self._write_end = os.pipe()
 
     def start(self, plan: TaskPlan) -> None:
         """Start it, in a separate thread."""
@@ -195,18 +189,19 @@ class SparkJob:
 
 
 class Ranks:
-    """A function's run. Everything happens in the calling thread, so an interrupt can arrive at any moment.
-
-    `show` takes the lines that ranks print, as they arrive, and with rank None lines about the job. All ranks must have
-    been started by `deadline`, of time.monotonic(), which is `limit_s` in messages.
-    """
+    """A function's run. Everything happens in the calling thread, so an interrupt can arrive at any moment."""
 
     def __init__(
-        self, context: Any, np: int, *, show: Callable[[Sequence[Line]], None], deadline: float, limit_s: float
+        self,
+        context: Any,
+        np: int,
+        *,
+        show: Callable[[Sequence[Line]], None],  # takes what ranks print; with rank None what is said about the job
+        deadline: float,  # until when all ranks must have been started, of time.monotonic()
+        limit_s: float,  # the same in messages
     ) -> None:
-        conf = context.getConf()
-        local = bool(context._jsc.sc().isLocal())
-        name = "127.0.0.1" if local else conf.get("spark.driver.host")
+        conf, local = context.getConf(), bool(context._jsc.sc().isLocal())
+        name = network.LOOPBACK if local else conf.get("spark.driver.host")
         self.outcome = Outcome(np, status=1)
         self._np, self._show, self._deadline, self._limit_s = np, show, deadline, limit_s
         self._hosts: dict[int, str] = {}
@@ -246,8 +241,6 @@ class Ranks:
             connection.close()  # the rank's task ends it
         self._job.close(_END_S)
 
-    # ---- while they run
-
     def _follow(self) -> None:
         """Show what ranks print, and end them where necessary, until the job has ended."""
         while True:
@@ -286,8 +279,7 @@ class Ranks:
 
     def _take(self, source: object) -> None:
         if isinstance(source, Connection):
-            message = wire.receive(source)
-            if message is None:
+            if (message := wire.receive(source)) is None:
                 self._lose(source)
             elif message["kind"] == "lines":
                 self._show([(rank, text) for rank, text in message["lines"]])
@@ -298,14 +290,12 @@ class Ranks:
                 self._refuse(message["text"])
             elif (rank := self._connections[source]) is not None:
                 self._note_end(rank, message)
-        elif isinstance(source, socket.socket):
-            connection = self._listener.take(source)
-            if connection is not None:
-                self._connections[connection] = None
-                if self._ending:  # it is late
-                    self._tell("end", connection)
-                if len(self._connections) == self._np:
-                    self._listener.close()
+        elif isinstance(source, socket.socket) and (connection := self._listener.take(source)) is not None:
+            self._connections[connection] = None
+            if self._ending:  # it is late
+                self._tell("end", connection)
+            if len(self._connections) == self._np:
+                self._listener.close()
 
     def _note_end(self, rank: int, message: Mapping[str, Any]) -> None:
         self.outcome.seconds = max(self.outcome.seconds, float(message["seconds"]))
@@ -333,20 +323,21 @@ class Ranks:
     def _refuse(self, problem: str) -> None:
         if self._own is None:
             self._own = UsageError(problem)
-            self._deadline = float("inf")
-            self._cancelled = True
-            self._end()
+            self._cancel()
 
     def _interrupt(self) -> None:
         """Ask the ranks to stop; the second time, or before they have started, end them at once."""
         if self._stopping or len(self._hosts) < self._np:
-            self._deadline = float("inf")
-            self._cancelled = True
-            self._end()
+            self._cancel()
         else:
             self._give_up_at = time.monotonic() + GRACE_S + _END_S
             self._tell("stop", *self._connections)
         self._stopping = True
+
+    def _cancel(self) -> None:
+        self._deadline = float("inf")
+        self._cancelled = True
+        self._end()
 
     def _end(self) -> None:
         self._end_others_at = float("inf")

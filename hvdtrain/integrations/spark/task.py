@@ -1,7 +1,4 @@
-"""One rank, in a task of a Spark job: finds the others, runs the function in its own process, reports to the caller.
-
-The rank is supervised as those of `hvdtrain.run` are: when this task ends, for any reason, nothing of the rank is left.
-"""
+"""One rank, in a task of a Spark job: finds the others, runs the function in its own process, reports to the caller."""
 
 from __future__ import annotations
 
@@ -22,24 +19,19 @@ from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.spark import wire
-from hvdtrain.launch import job_environment, job_folder
+from hvdtrain.launch import function, job_environment, job_folder
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.function_job import FunctionJob
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.system import network, start_ranks
 
-_WORKER = ["-m", "hvdtrain.launch.rank"]
 _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # address and secret of a worker's executor: not for ranks
 
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What every task is given, with the job's key among the variables.
-
-    Spark sends the key with the function, so it is as safe as Spark's own traffic is (spark.authenticate). It is logged
-    nowhere.
-    """
+    """What every task is given. The job's key in it is as safe as Spark's own traffic is (spark.authenticate)."""
 
     address: wire.Address  # the caller's
     task: Message  # the function, for `hvdtrain.launch.rank`
@@ -106,10 +98,7 @@ def rank_order(hosts: Sequence[str]) -> list[int]:
 
 @contextmanager
 def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) -> Iterator[dict[str, str]]:
-    """Let ranks find each other, at a server in rank 0's task; yield the variables that Horovod reads.
-
-    `context` is Spark's, to pass the server's port on; `key` is the job's, which ranks have in their environment.
-    """
+    """Let ranks find each other, at a server in rank 0's task that knows the job's key; yield Horovod's variables."""
     counts = Counter(place.host for place in places)
     slots = rendezvous.slots(counts)
     address, own = (network.LOOPBACK if len(counts) == 1 else place.address for place in (places[0], places[rank]))
@@ -160,16 +149,15 @@ def _call(plan: TaskPlan, rank: int, host: str, found: Mapping[str, str], connec
     run_dir, _ = job_folder.make(0)
     try:
         job = FunctionJob(
-            LaunchSpec("python"), [sys.executable, *_WORKER],
+            LaunchSpec("python"), function.WORKER,
             environment=environment, run_dir=run_dir, task=task, show=show, rank=rank,
         )  # fmt: skip
         with closing(job), suppress(_CallerGoneError, OSError):  # closing it ends the rank
             job.follow({connection: read_request})
     finally:
         job_folder.remove(run_dir)
-    outcome = job.outcome
+    outcome, answer = job.outcome, job.outcome.answers.get(rank)
     code = outcome.cause.code if outcome.cause else 128 + signal.SIGKILL
-    answer = outcome.answers.get(rank)
     with suppress(OSError):
         kind = answer.facts["kind"] if answer else ""
         wire.send(connection, kind="ended", code=code, seconds=outcome.seconds, answer=kind)

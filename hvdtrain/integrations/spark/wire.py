@@ -50,7 +50,7 @@ class _Unproven:  # a connection that has not yet proven that a task made it
 class TaskListener:
     """The caller's side. No connection blocks it: each has a deadline, and must first send a proof."""
 
-    def __init__(self, host: str, name: str) -> None:  # where to listen, and the name by which tasks reach it
+    def __init__(self, host: str, name: str) -> None:  # where to listen, and how tasks reach it
         self.refused = 0
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
@@ -68,9 +68,8 @@ class TaskListener:
         """Return the connection to a task that has proven itself; None if there is none yet."""
         if source is self._listener:
             self._accept()
-        elif source in self._unproven:
-            return self._read_proof(source)
-        return None
+            return None
+        return self._read_proof(source) if source in self._unproven else None
 
     def close(self) -> None:
         """Accept no more connections."""
@@ -90,8 +89,7 @@ class TaskListener:
             crowd = Counter(who.host for who in self._unproven.values()).most_common(1)[0][0]
             oldest = next(found for found, who in self._unproven.items() if who.host == crowd)
             self._refuse(oldest, "has too many connections without a proof")
-        who = _Unproven(host, exchange.challenge(), time.monotonic() + _PROOF_S)
-        self._unproven[found] = who
+        who = self._unproven[found] = _Unproven(host, exchange.challenge(), time.monotonic() + _PROOF_S)
         try:
             found.send(_HEADER.pack(len(who.challenge)) + who.challenge)  # a new connection's buffer holds it
         except OSError:
@@ -107,22 +105,20 @@ class TaskListener:
         except OSError:
             received = b""
         who.received += received
-        length = who.received[: _HEADER.size]
-        if not received or not _HEADER.pack(exchange.ANSWER_BYTES).startswith(length):
+        if not received or not _HEADER.pack(exchange.ANSWER_BYTES).startswith(who.received[: _HEADER.size]):
             self._refuse(found, "sent no valid proof")
-            return None
-        if len(who.received) < whole:
-            return None
-        try:
-            reply = exchange.reply(self.address.key, who.challenge, who.received[_HEADER.size :])
-            found.send(_HEADER.pack(len(reply)) + reply)
-        except (AuthenticationError, OSError):
-            self._refuse(found, "has another key")
-            return None
-        del self._unproven[found]
-        found.setblocking(True)
-        _notice_loss(found)
-        return Connection(found.detach())
+        elif len(who.received) == whole:
+            try:
+                reply = exchange.reply(self.address.key, who.challenge, who.received[_HEADER.size :])
+                found.send(_HEADER.pack(len(reply)) + reply)
+            except (AuthenticationError, OSError):
+                self._refuse(found, "has another key")
+            else:
+                del self._unproven[found]
+                found.setblocking(True)
+                _notice_loss(found)
+                return Connection(found.detach())
+        return None
 
     def _refuse(self, found: socket.socket, why: str) -> None:
         who = self._unproven.pop(found)
