@@ -20,10 +20,7 @@ _NOT_PASSED = (
 
 
 def environment(name: str, given: Mapping[str, str], *, passed: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment that is the same for all ranks of what is run, `name`.
-
-    `given` has the user's variables, which win; `passed` the beginnings of this process's that ranks also get.
-    """
+    """Return the environment of all ranks of `name`: `given`, the user's, over our own that begin as `passed`."""
     ours = tuning.without_ours(start_ranks.rank_environment({}, without=_NOT_PASSED))
     found = {variable: value for variable, value in ours.items() if variable.startswith(passed)}
     run = job_environment.as_new_run(found, name)

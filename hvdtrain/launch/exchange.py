@@ -1,9 +1,8 @@
 """What a caller and a function's ranks send each other, and how each proves its identity.
 
-Both sides unpickle what they receive, which runs code. So nothing is read from disk, and nothing from a socket before
-the other side has proved its identity. They connect through a Unix socket in a folder that only this user may enter,
-and each answers a challenge with a key. The key is new for each call, and only in the environment, which other users
-cannot read. The proofs use HMAC-SHA256; multiprocessing before Python 3.12 uses MD5, which FIPS machines refuse.
+Both sides unpickle what they receive, which runs code: each first answers a challenge with a key, which is new for each
+call, and only in the environment, which other users cannot read. The proofs use HMAC-SHA256; multiprocessing before
+Python 3.12 uses MD5, which FIPS machines refuse.
 """
 
 from __future__ import annotations
@@ -46,9 +45,6 @@ class Message:
         return cls(json.loads(connection.recv_bytes()), connection.recv_bytes())
 
 
-# ---- proofs
-
-
 def challenge() -> bytes:
     """Return what a caller sends to a rank, which proves itself by its answer."""
     return secrets.token_bytes(_BYTES)
@@ -63,8 +59,7 @@ def reply(key: bytes, mine: bytes, answer: bytes) -> bytes:
 
 def prove_caller(connection: Connection, key: bytes) -> None:
     """Let a rank prove itself, and prove this caller to it; an AuthenticationError, EOFError or OSError if it fails."""
-    mine = challenge()
-    connection.send_bytes(mine)
+    connection.send_bytes(mine := challenge())
     connection.send_bytes(reply(key, mine, connection.recv_bytes(ANSWER_BYTES)))
 
 
@@ -94,14 +89,8 @@ def request_task(rank: int) -> tuple[Message, Connection]:
     return Message.receive(connection), connection
 
 
-# ---- pickling
-
-
 def pack(parts: dict[str, Any], *, where: str) -> bytes:
-    """Return the values of `parts` as one tuple, pickled, so that objects in two of them stay shared.
-
-    A TypeError names what cannot be pickled; `where` is its end: "be sent to the ranks".
-    """
+    """Return the values of `parts` pickled as one tuple; a TypeError, which ends in `where`, names what cannot be."""
     try:
         return cloudpickle.dumps(tuple(parts.values()))  # type: ignore[no-any-return]
     except Exception as problem:  # noqa: BLE001, an object's own methods may raise anything

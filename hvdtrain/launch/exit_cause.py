@@ -54,12 +54,9 @@ class Cause:
 
 
 class Listener:
-    """Reads what a launcher prints; stores the end of it, and the first rank that it reports as ended.
+    """Reads what a launcher prints; stores the end of it, and the first rank that it reports as ended."""
 
-    `by_rank` has the host of each rank, "" for an unknown one; without it all are on `host`, this one.
-    """
-
-    def __init__(self, host: str, by_rank: Sequence[str] = ()) -> None:
+    def __init__(self, host: str, by_rank: Sequence[str] = ()) -> None:  # this one; that of each rank, "" where unknown
         self.cause: Cause | None = None  # the first report of a rank's end
         self.is_aborted = False  # whether the launcher has announced that it ends the job
         self._host, self._by_rank = host, by_rank
@@ -118,10 +115,7 @@ class RankError:
 
 
 def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError | None:
-    """Return the exception that ended a rank first, None if it was no exception.
-
-    Ranks write error-<rank>.json; where none has, the end of the launcher's output is searched.
-    """
+    """Return the exception that ended a rank first, by error-<rank>.json or the launcher's output; None if none did."""
     written = sorted(facts(run_dir, "error").values(), key=lambda found: float(found["time"]))
     errors = [RankError(int(found["rank"]), str(found["host"]), str(found["text"]).rstrip()) for found in written]
     if errors or cause.killed:  # what the peers of a killed rank raise is a consequence, not the reason
@@ -158,11 +152,8 @@ def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
 
 
 def latest_step(run_dir: Path, *, rank: int | None) -> int | None:
-    """Return the job's last step by the ranks' progress-<rank>.json; None if no rank has written one.
-
-    If `rank`, which ended first, has written one, it is that: its peers may have taken some more steps, a different
-    number each time.
-    """
+    """Return the job's last step by the ranks' progress-<rank>.json; None if no rank has written one."""
+    # That of `rank`, which ended first, if it has one: its peers may have taken more, each time another number.
     steps = {number: int(found["step"]) for number, found in facts(run_dir, "progress").items()}
     return steps.get(-1 if rank is None else rank, max(steps.values(), default=None))
 

@@ -34,10 +34,7 @@ _REFUSED = "refused a request from "  # how Horovod's servers report a stranger
 
 
 def until_ended(follow: Callable[[], None], interrupt: Callable[[], None]) -> None:
-    """Call `follow`, which may be called again, until it returns; call `interrupt` at each KeyboardInterrupt.
-
-    The first of these is raised at the end, when the job has ended.
-    """
+    """Call `follow`, again after each KeyboardInterrupt and `interrupt`, until it returns; then raise the first one."""
     first: KeyboardInterrupt | None = None
     step = follow
     while True:
@@ -68,12 +65,8 @@ class Outcome:
         return {rank: self.answers[rank] for rank in sorted(self.answers) if self.answers[rank].facts["kind"] == kind}
 
     def values(self, *, root_only: bool = False) -> list[Any]:
-        """Return what the function returned on each rank, or raise `problem`; the answers are gone then.
-
-        What cannot be unpickled here is a TypeError. With `root_only`, only rank 0's lines were shown.
-        """
-        problem = self.problem(root_only=root_only)
-        if problem is not None:
+        """Return what each rank returned, or raise `problem`; with `root_only`, only rank 0's lines were shown."""
+        if (problem := self.problem(root_only=root_only)) is not None:
             raise problem
         return [_value(rank, self.answers.pop(rank)) for rank in range(self.size)]
 
@@ -131,10 +124,7 @@ def _value(rank: int, answer: Message) -> Any:
 
 
 class TaskServer:
-    """Gives each rank that connects the task, and takes its answer; the socket is in `folder`, this user's alone.
-
-    Once `size` ranks have connected, nobody else is let in, and the task is dropped, for it may be large.
-    """
+    """Gives each of `size` ranks the task, and takes its answer; the socket is in `folder`, this user's alone."""
 
     def __init__(self, folder: Path, task: Message, *, size: int) -> None:
         self.answers: dict[int, Message] = {}
@@ -190,16 +180,13 @@ class TaskServer:
             return
         self._ranks[connection] = rank
         self._missing -= 1
-        if not self._missing:
+        if not self._missing:  # nobody else is let in; the task may be large
             self._task = Message({})
             self._listener.close()
 
 
 class FunctionJob:
-    """A job that runs a function; `outcome` is how it ended.
-
-    Everything happens in the calling thread: an interrupt may come at any moment.
-    """
+    """A job that runs a function. All happens in the calling thread, so an interrupt may come at any moment."""
 
     def __init__(
         self,
@@ -242,10 +229,7 @@ class FunctionJob:
         }
 
     def follow(self, also: Mapping[Connection, Callable[[], None]] | None = None) -> None:
-        """Show what ranks print and take their answers, until the job has ended; may be called again.
-
-        `also` has what else to wait for, and whom to call when it is ready.
-        """
+        """Show what ranks print and take their answers until the job has ended; `also` says who else hears of what."""
         also = also or {}
         while self._open:
             found = wait([*self._open, *self._server.sources(), *also])

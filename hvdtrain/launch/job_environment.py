@@ -39,10 +39,7 @@ _OWN = re.compile(
 
 
 def as_new_run(environment: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the environment of ranks of a run of `name` that begins now: with its id and, unless chosen, its own name.
-
-    Restarts of a job have both too, so they are one run: they share a run folder, and an id in loggers.
-    """
+    """Return the environment of a run of `name` that begins now, with an id and a name that restarts of it share."""
     named = {RUN_NAME: f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"}
     return {**named, **environment, RUN_ID: uuid.uuid4().hex}
 

@@ -27,11 +27,7 @@ _held: dict[Path, int] = {}
 
 
 def make(ranks: int) -> tuple[Path, str]:
-    """Make the job's private folder; return it, and a message if it is not in /dev/shm, else "".
-
-    It is there if there is room for the memory that `ranks`, 0 with Gloo, share through Open MPI, since its segments
-    are in it too; else in $TMPDIR. The folders of jobs that were killed together with their launcher are removed.
-    """
+    """Make the folder of a job with `ranks` over MPI, 0 with Gloo; return it, and why it is not in /dev/shm or ""."""
     shared = Path(start_checks.SHARED_MEMORY)
     free, wanted = start_checks.free_bytes(), _BYTES + _BYTES_A_RANK * ranks if ranks else _FACTS_BYTES
     why = ""

@@ -67,10 +67,7 @@ def ssh_route(spec: LaunchSpec, environment: Mapping[str, str]) -> SshRoute | No
 def on_every_host(
     route: SshRoute, task: str, run_dir: Path, *, wait: Wait = time.sleep, limit_s: float = _LIMIT_S
 ) -> dict[str, str]:
-    """Run a task on every other host at the same time; return {host: why} for those where it failed.
-
-    `task` is "end" or "stop", see `hvdtrain.system.process_tree`.
-    """
+    """Run a task of `process_tree`, "end" or "stop", on all other hosts at once; return {host: why} where it failed."""
     probes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for host in route.hosts:
@@ -123,10 +120,7 @@ def _why(host: str, probe: subprocess.Popen[bytes]) -> str:
 def wait_for_hosts(
     route: SshRoute | None, run_dir: Path, *, limit_s: float, wait: Wait, say: Callable[[str], None]
 ) -> str:
-    """Wait until all hosts can be reached, and end processes of an earlier attempt there.
-
-    Return why one cannot be reached in the end, else "". `say` prints why nothing happens.
-    """
+    """Wait for all hosts, and end what an earlier attempt left there; return why one cannot be reached, else ""."""
     began = time.monotonic()
     reported: dict[str, str] = {}
     while route is not None and (lost := on_every_host(route, "end", run_dir, wait=wait)):

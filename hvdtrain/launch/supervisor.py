@@ -44,10 +44,7 @@ _USAGE = (2, 126, 127)  # wrong arguments; no such program
 
 
 class Signals:
-    """Within the block, signals that request a stop are collected, and the end of a child ends `wait`.
-
-    After the block these signals are ignored: the job has ended, and its exit status must be returned.
-    """
+    """Within the block, signals that request a stop are collected, and the end of a child ends `wait`."""
 
     def __init__(self) -> None:
         self.requests: list[signal.Signals] = []
@@ -65,7 +62,7 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ignore further requests."""
+        """Ignore further requests: the job has ended, and its exit status must be returned."""
         for each in _REQUESTS:
             signal.signal(each, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, self._child_before)
@@ -87,11 +84,7 @@ class Signals:
 
 
 def run(launch: Launch, run_dir: Path) -> int:
-    """Run the job to its end and return the exit status.
-
-    0: every rank succeeded. 75: orderly stop. 128 + n: stopped by signal n, not in order. Else the status of the rank
-    that ended first. `run_dir`, the job's private folder, is removed.
-    """
+    """Run the job to its end, remove its folder, and return the exit status: see `hvdtrain --help`."""
     with _supervision(run_dir, ssh.ending(launch.ssh, run_dir)) as (guard, signals):
         return _run(launch, run_dir, guard, signals)
 
@@ -236,8 +229,8 @@ class RestartDecision:
 def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     """Decide what to do after `attempts`: all failed attempts, oldest first, at least one."""
     last = attempts[-1]
-    if permanent := _permanent_failure(last):
-        return RestartDecision(None, permanent, last)
+    if _is_permanent(last):
+        return RestartDecision(None, "it would end the same way again", last)
     stuck = _attempts_without_progress(attempts)
     errors = [a.error.last_line if a.error else None for a in stuck[-_ATTEMPTS_WITH_ONE_ERROR:]]
     one_error = len(errors) == _ATTEMPTS_WITH_ONE_ERROR and errors[0] is not None and len(set(errors)) == 1
@@ -250,14 +243,10 @@ def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     return RestartDecision(min(_LONGEST_PAUSE_S, 2.0 ** (len(stuck) - 1)) if stuck else 0.0, "", last)
 
 
-def _permanent_failure(attempt: Attempt) -> str:
-    """Return why another attempt would fail in the same way; "" if it might not."""
-    if attempt.step is not None:
-        return ""
-    if attempt.cause.code in _USAGE:
-        return "it would end the same way again"
+def _is_permanent(attempt: Attempt) -> bool:
+    """Return whether another attempt would fail in the same way."""
     name = attempt.error.last_line.partition(":")[0].rpartition(".")[2] if attempt.error else ""
-    return "it would fail the same way again" if name in _PERMANENT_ERRORS else ""
+    return attempt.step is None and (attempt.cause.code in _USAGE or name in _PERMANENT_ERRORS)
 
 
 def _attempts_without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
@@ -306,12 +295,8 @@ def say(text: str) -> None:
 
 
 def _once(report: str, grace_s: str, run_dir: str, launcher: str, *line: str) -> None:
-    """Run a job once for `hvdtrain.launch.function_job`, and end it when the calling process ends.
-
-    In a helper process, because this adopts orphans, handles signals and ends all its descendants, which must not
-    happen to a notebook. The launcher's output goes to this process's output. The file descriptor `report` receives
-    lines for people, then one line of JSON: how the job ended.
-    """
+    """Run a job once for `function_job`; the file descriptor `report` receives lines, then how it ended, as JSON."""
+    # In a helper process: this adopts orphans, handles signals and ends its descendants, which a notebook must not do.
     sys.stderr = os.fdopen(int(report), "w", buffering=1, encoding="utf-8")
     os.set_inheritable(int(report), False)
     threading.Thread(target=_end_with_caller, daemon=True).start()

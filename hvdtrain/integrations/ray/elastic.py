@@ -31,10 +31,7 @@ _MOST_STILLBORN = 5  # processes in a row that could not be started
 
 
 class Pool:
-    """The job's processes, as Horovod's driver discovers them: each one that has started is a host with its own name.
-
-    There are at most `most`. One that dies is replaced as soon as Ray has room.
-    """
+    """The job's processes, at most `most`, as Horovod's driver discovers them; one that dies is replaced."""
 
     def __init__(self, cluster: RayCluster, request: Request, *, most: int) -> None:
         self.problem: HvdTrainError | None = None  # why no more processes are started

@@ -45,10 +45,9 @@ def run(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `np` ranks of a Ray cluster and return what it returned on each, in rank order.
 
-    This is `hvdtrain.run` on a cluster. Arguments and results are copied. Ray prints here what ranks print. An
-    interrupt (Ctrl-C) asks the ranks to stop and gives them 30 s to write a checkpoint; a second one ends them at once.
-    Nothing is left on the cluster. If this process is not connected to a cluster, it connects to the one that
-    RAY_ADDRESS names, else to one that this user or the system runs on this host, else to a new one for this call.
+    This is `hvdtrain.run` on a cluster, also for interrupts. Ray prints here what ranks print. Nothing is left on the
+    cluster. If this process is not connected to a cluster, it connects to the one that RAY_ADDRESS names, else to one
+    that this user or the system runs on this host, else to a new one for this call.
 
     With min_np or max_np the job is elastic, for a Trainer or an elastic state in `fn`: when a rank's process dies, the
     others continue from their last commit, and a new process joins them once Ray has room for it. An exception that
@@ -65,8 +64,7 @@ def run(
         max_np: elastic: the largest number of ranks, used if there is room; by default np.
         reset_limit: elastic: how often the job may reset, once for each death and each new rank; None for no limit.
         start_timeout_s: how long to wait for room on the cluster, which may have to grow.
-        environment: variables for the ranks. They also get this process's HVDTRAIN_*, HOROVOD_*, KERAS_*,
-            NCCL_* and TF_*.
+        environment: variables for ranks, besides this process's HVDTRAIN_*, HOROVOD_*, KERAS_*, NCCL_* and TF_*.
 
     Raises:
         TypeError: `fn` cannot be called, or an argument or a returned value cannot be pickled.
@@ -74,8 +72,7 @@ def run(
         PackageMissingError: Ray is not installed.
         UsageError: no ranks can be started from here, or there was no room for them in time.
         RankFailedError: a rank's process died or ended without a result. It is also the cause (`__cause__`) of an
-            exception that `fn` raised on a rank; that exception is raised here as it is.
-            The RankFailedError has the rank and the traceback.
+            exception that `fn` raised on a rank, which is raised here as it is, and has the rank and its traceback.
     """
     check_call(fn, args, np)
     limits = _check(np, cpus_per_rank, gpus_per_rank, min_np, max_np, reset_limit, start_timeout_s)
@@ -170,11 +167,8 @@ def _start(cluster: RayCluster, request: Request, group: Any) -> list[Worker]:
 
 @contextmanager
 def _rendezvous(cluster: RayCluster, workers: Sequence[Worker]) -> Iterator[list[dict[str, str]]]:
-    """Serve the rendezvous of the ranks; yield the environment of each.
-
-    Ray sends the key to them with their task. Whoever can read the cluster's network can read the key, unless Ray uses
-    TLS (RAY_USE_TLS). Whoever can start tasks on the cluster does not need it.
-    """
+    """Serve the rendezvous of the ranks; yield the environment of each."""
+    # The key travels with their task: who can read the network can read it, unless Ray uses TLS (RAY_USE_TLS).
     gpus: dict[str, list[Sequence[str]]] = {}
     for worker in workers:
         gpus.setdefault(worker.facts["node"], []).append(worker.facts["gpus"])
@@ -193,10 +187,8 @@ def _rendezvous(cluster: RayCluster, workers: Sequence[Worker]) -> Iterator[list
 
 
 def _gpus(ranks: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the setting that shows each rank the GPUs of its node's ranks, its own at the index of its local rank.
-
-    Ray shows each rank only its own GPUs. NCCL is faster between GPUs that both sides see.
-    """
+    """Return the setting that shows each rank the GPUs of its node's ranks, its own at the index of its local rank."""
+    # Ray shows each rank only its own. NCCL is faster between GPUs that both sides see.
     if not all(ranks):
         return {}
     first, rest = [gpus[0] for gpus in ranks], [gpu for gpus in ranks for gpu in gpus[1:]]
