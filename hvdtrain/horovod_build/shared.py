@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from hvdtrain.horovod_build.added.horovod.runner.common.util import listen_on, loopback, proof, start_checks
+from hvdtrain.horovod_build.added.horovod.runner.common.util import (
+    listen_on,
+    loopback,
+    proof,
+    proven_server,
+    start_checks,
+)
 
-__all__ = ["listen_on", "loopback", "proof", "start_checks"]
+__all__ = ["listen_on", "loopback", "proof", "proven_server", "start_checks"]

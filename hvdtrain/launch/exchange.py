@@ -23,7 +23,6 @@ import cloudpickle
 
 ADDRESS, KEY = "HVDTRAIN_CALL_SOCKET", "HVDTRAIN_CALL_KEY"
 _BYTES = 32  # of a challenge, and of a SHA-256 digest
-ANSWER_BYTES = 2 * _BYTES  # a rank's own challenge, and its proof
 _DEPTH = 6
 
 
@@ -45,27 +44,18 @@ class Message:
         return cls(json.loads(connection.recv_bytes()), connection.recv_bytes())
 
 
-def challenge() -> bytes:
-    """Return what a caller sends to a rank, which proves itself by its answer."""
-    return secrets.token_bytes(_BYTES)
-
-
-def reply(key: bytes, mine: bytes, answer: bytes) -> bytes:
-    """Return the caller's own proof for a rank that has answered `mine`; AuthenticationError for another key."""
-    theirs = answer[:_BYTES]
-    _check(answer[_BYTES:], _proof(key, b"rank", mine, theirs), "a rank")
-    return _proof(key, b"caller", mine, theirs)
-
-
 def prove_caller(connection: Connection, key: bytes) -> None:
     """Let a rank prove itself, and prove this caller to it; an AuthenticationError, EOFError or OSError if it fails."""
-    connection.send_bytes(mine := challenge())
-    connection.send_bytes(reply(key, mine, connection.recv_bytes(ANSWER_BYTES)))
+    connection.send_bytes(mine := secrets.token_bytes(_BYTES))
+    answer = connection.recv_bytes(2 * _BYTES)  # the rank's own challenge, and its proof
+    theirs = answer[:_BYTES]
+    _check(answer[_BYTES:], _proof(key, b"rank", mine, theirs), "a rank")
+    connection.send_bytes(_proof(key, b"caller", mine, theirs))
 
 
 def prove_rank(connection: Connection, key: bytes) -> None:
     """Prove this rank, and let the caller prove itself; the other side of `prove_caller`."""
-    theirs, mine = connection.recv_bytes(_BYTES), challenge()
+    theirs, mine = connection.recv_bytes(_BYTES), secrets.token_bytes(_BYTES)
     connection.send_bytes(mine + _proof(key, b"rank", theirs, mine))
     _check(connection.recv_bytes(_BYTES), _proof(key, b"caller", theirs, mine), "the caller")
 

@@ -290,7 +290,8 @@ class Ranks:
                 self._refuse(message["text"])
             elif (rank := self._connections[source]) is not None:
                 self._note_end(rank, message)
-        elif isinstance(source, socket.socket) and (connection := self._listener.take(source)) is not None:
+        elif isinstance(source, socket.socket):
+            connection = self._listener.take()
             self._connections[connection] = None
             if self._ending:  # it is late
                 self._tell("end", connection)

@@ -12,21 +12,20 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
-from collections import Counter
+from collections import deque
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from hvdtrain.horovod_build.shared import proven_server
 from hvdtrain.launch import exchange
 
 log = logging.getLogger("hvdtrain")
 
-_PROOF_S = 5.0  # how long a new connection may take to prove that a task made it
-_MOST_UNPROVEN = 64  # connections at once; a task's proof takes milliseconds
 _ATTEMPTS = 5  # attempts of a task: its connection may be dropped to make room for another
-_HEADER = struct.Struct("!i")  # the length, before each message of multiprocessing's
 _LOST_S = 30  # a host that does not answer for so long is lost
 
 
@@ -39,93 +38,59 @@ class Address:
     key: bytes
 
 
-@dataclass
-class _Unproven:  # a connection that has not yet proven that a task made it
-    host: str
-    challenge: bytes
-    until: float
-    received: bytes = b""
-
-
-class TaskListener:
-    """The caller's side. No connection blocks it: each has a deadline, and must first send a proof."""
+class TaskListener(proven_server.ProvenServer):
+    """The caller's side: connections that have proven, each in a thread of its own, that a task made them."""
 
     def __init__(self, host: str, name: str) -> None:  # where to listen, and how tasks reach it
-        self.refused = 0
-        self._listener = socket.create_server((host, 0), backlog=128)
-        self._listener.setblocking(False)
-        self._unproven: dict[socket.socket, _Unproven] = {}
-        self.address = Address(name, self._listener.getsockname()[1], secrets.token_bytes(32))
+        super().__init__((host, 0), None)
+        self.address = Address(name, self.server_address[1], secrets.token_bytes(32))
+        self._tasks: deque[Connection] = deque()
+        self._ready, self._noted = socket.socketpair()  # a byte for each of these
+        self._is_closed = False
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Let a connection prove itself."""
+        connection = Connection(os.dup(request.fileno()))
+        try:
+            exchange.prove_caller(connection, self.address.key)
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+            self.refuse(client_address)
+            return
+        self.prove(request)
+        _notice_loss(request)
+        os.close(request.detach())  # else the server would shut it down
+        self._tasks.append(connection)
+        if self._is_closed:
+            connection.close()
+        else:
+            self._noted.send(b".")
+
+    def refuse(self, client: Any) -> None:
+        """Count a connection without a proof, and report the first."""
+        self.refused += 1
+        if self.refused == 1:
+            log.warning("refused a connection from %s, which has no proof; the job is not affected", client[0])
 
     def sources(self) -> list[socket.socket]:
-        """Return what to wait for; `take` what is ready. Call this at least once a second."""
-        now = time.monotonic()
-        for found in [found for found, who in self._unproven.items() if who.until < now]:
-            self._refuse(found, "sent no proof in time")
-        return [self._listener, *self._unproven] if self._listener.fileno() >= 0 else []
+        """Return what to wait for before `take`."""
+        return [] if self._is_closed else [self._ready]
 
-    def take(self, source: socket.socket) -> Connection | None:
-        """Return the connection to a task that has proven itself; None if there is none yet."""
-        if source is self._listener:
-            self._accept()
-            return None
-        return self._read_proof(source) if source in self._unproven else None
+    def take(self) -> Connection:
+        """Return the connection to a task."""
+        self._ready.recv(1)
+        return self._tasks.popleft()
 
     def close(self) -> None:
         """Accept no more connections."""
-        self._listener.close()
-        for found in self._unproven:
-            found.close()
-        self._unproven.clear()
-
-    def _accept(self) -> None:
-        """Accept a connection, and send a challenge."""
-        try:
-            found, (host, *_) = self._listener.accept()
-        except OSError:  # it is closed already
-            return
-        found.setblocking(False)
-        if len(self._unproven) >= _MOST_UNPROVEN:
-            crowd = Counter(who.host for who in self._unproven.values()).most_common(1)[0][0]
-            oldest = next(found for found, who in self._unproven.items() if who.host == crowd)
-            self._refuse(oldest, "has too many connections without a proof")
-        who = self._unproven[found] = _Unproven(host, exchange.challenge(), time.monotonic() + _PROOF_S)
-        try:
-            found.send(_HEADER.pack(len(who.challenge)) + who.challenge)  # a new connection's buffer holds it
-        except OSError:
-            self._refuse(found, "closed it at once")
-
-    def _read_proof(self, found: socket.socket) -> Connection | None:
-        """Read as much of a proof as there is."""
-        who, whole = self._unproven[found], _HEADER.size + exchange.ANSWER_BYTES
-        try:
-            received = found.recv(whole - len(who.received))
-        except BlockingIOError:
-            return None
-        except OSError:
-            received = b""
-        who.received += received
-        if not received or not _HEADER.pack(exchange.ANSWER_BYTES).startswith(who.received[: _HEADER.size]):
-            self._refuse(found, "sent no valid proof")
-        elif len(who.received) == whole:
-            try:
-                reply = exchange.reply(self.address.key, who.challenge, who.received[_HEADER.size :])
-                found.send(_HEADER.pack(len(reply)) + reply)
-            except (AuthenticationError, OSError):
-                self._refuse(found, "has another key")
-            else:
-                del self._unproven[found]
-                found.setblocking(True)
-                _notice_loss(found)
-                return Connection(found.detach())
-        return None
-
-    def _refuse(self, found: socket.socket, why: str) -> None:
-        who = self._unproven.pop(found)
-        found.close()
-        self.refused += 1
-        if self.refused == 1:
-            log.warning("refused a connection from %s, which %s; the job is not affected", who.host, why)
+        self._is_closed = True
+        self.shutdown()
+        self.server_close()
+        while self._tasks:
+            self._tasks.popleft().close()
+        self._ready.close()
+        self._noted.close()
 
 
 def connect(address: Address) -> Connection:
@@ -143,7 +108,7 @@ def _connect(address: Address) -> Connection:
     connection = Client((address.host, address.port), family="AF_INET")
     try:
         with _as_socket(connection) as known:
-            _limit_reading(known, round(2 * _PROOF_S))
+            _limit_reading(known, round(proven_server.HEAD_LIMIT_S))
             exchange.prove_rank(connection, address.key)
             _limit_reading(known, 0)
             _notice_loss(known)
