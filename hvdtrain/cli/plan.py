@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,23 +76,21 @@ def plan(
     """
     from hvdtrain.tools.plan.report import Plan, as_json, show
 
-    from_file: dict[str, float] = {}
-
     def known(**given: Any) -> dict[str, Any]:
         """Return what was given, else what the file says; the dataclasses know the rest."""
         values = {name: from_file.get(name) if value is None else value for name, value in given.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     try:
-        if measured is not None:
-            from_file = read_measured(measured)
+        from_file: Mapping[str, float] = {} if measured is None else read_measured(measured)
         of_step = known(
             compute_s=step, gradient_bytes=gradients, samples=batch_size, backward_share=backward_share, spread_s=spread
         )
         options = {"compute_s": "--step", "gradient_bytes": "--gradients", "samples": "--batch-size"}
         if missing := [option for name, option in options.items() if name not in of_step]:
-            them = "it" if len(missing) == 1 else "them"
-            raise ValueError(f"{', '.join(missing)} missing: give {them}, or a --measured file")
+            raise ValueError(
+                f"{', '.join(missing)} missing: give {'them' if missing[1:] else 'it'}, or a --measured file"
+            )
         the_step = Step(**of_step)
         the_cluster = Cluster(
             **known(link_bytes_per_s=link, link_efficiency=link_efficiency, ranks_per_host=ranks_per_host),
@@ -104,13 +103,9 @@ def plan(
             )
         if the_cluster.intra_bytes_per_s is None and ranks_per_host > 1:
             raise ValueError("--intra missing: several ranks share a host, so give the speed between them")
+        forecasts = [forecast(the_step, the_cluster, ranks) for ranks in rank_counts(max_ranks)]
         result = Plan(
-            step=the_step,
-            cluster=the_cluster,
-            forecasts=[forecast(the_step, the_cluster, ranks) for ranks in rank_counts(max_ranks)],
-            run_samples=samples,
-            price=price,
-            worth=worth,
+            step=the_step, cluster=the_cluster, forecasts=forecasts, run_samples=samples, price=price, worth=worth
         )
         text = json_format.dumps(as_json(result), indent=2) if json else None
     except ValueError as error:

@@ -11,12 +11,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from hvdtrain.cli.bench import bench
 from hvdtrain.cli.plan import plan
 from hvdtrain.cli.report import report
 from hvdtrain.cli.run import RunCommand, run
 from hvdtrain.cli.shared import (
+    COUNT,
     FILE,
+    SECONDS,
     Command,
     Debug,
     Group,
@@ -87,7 +88,8 @@ def _architectures(text: str) -> str:
     return text
 
 
-_PARTS, _ARCHITECTURES = one_of("torch", "tensorflow", "mpi", "nccl"), quantity(_architectures, "LIST")
+_PARTS, _FRAMEWORK = one_of("torch", "tensorflow", "mpi", "nccl"), one_of("torch", "keras")
+_ARCHITECTURES = quantity(_architectures, "LIST")
 
 
 @app.command(cls=Command)
@@ -125,20 +127,11 @@ def build(
     # For setups that run this command for the user, so that the user cannot add --without.
     if os.environ.get("HVDTRAIN_MPI") == "0":
         left_out.add("mpi")
-    run_build(
-        BuildOptions(
-            without=frozenset(left_out),
-            rebuild=rebuild,
-            dry_run=dry_run,
-            force=force,
-            wheel_dir=wheel_dir,
-            sdist=sdist,
-            through_host=through_host,
-            cuda_arch=cuda_arch,
-            jobs=jobs,
-            install=install,
-        )
-    )
+    chosen = BuildOptions(
+        without=frozenset(left_out), rebuild=rebuild, dry_run=dry_run, force=force, wheel_dir=wheel_dir, sdist=sdist,
+        through_host=through_host, cuda_arch=cuda_arch, jobs=jobs, install=install,
+    )  # fmt: skip
+    run_build(chosen)
 
 
 @app.command(cls=Command)
@@ -174,7 +167,47 @@ def doctor(
     raise typer.Exit(run_doctor(as_json=json, report=report, out=out, allreduce=not no_allreduce))
 
 
-app.command(cls=Command)(bench)
+@app.command(cls=Command)
+def bench(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own arguments, after --.")
+    ] = None,
+    ranks: Annotated[int, option("Number of ranks.", "-np", "--ranks", **COUNT)] = 2,
+    hosts: Annotated[
+        str | None, option("host1:slots,host2:slots; default: here.", "-H", "--hosts", metavar="LIST")
+    ] = None,
+    script: Annotated[Path | None, option("Time the steps of this script of yours instead.", **FILE)] = None,
+    steps: Annotated[
+        int | None, option("Measured steps; default 30, with a script 100. 0: until the script ends.", **COUNT)
+    ] = None,
+    framework: Annotated[
+        str | None, option("Default: torch, or keras on KERAS_BACKEND where there is no torch.", **_FRAMEWORK)
+    ] = None,
+    max_bytes: Annotated[int | None, option("The largest message; default 64 MiB.", **COUNT)] = None,
+    link: Annotated[
+        str | None, option("Speed between hosts, such as 25Gb/s: the floor of a flat ring over it.", metavar="RATE")
+    ] = None,
+    quick: Annotated[bool, option("Up to 1 MiB, a small model and few steps.", "--quick")] = False,
+    timeout: Annotated[float, option("Seconds after which everything is ended.", **SECONDS)] = 300,
+    json: Annotated[bool, option("Print one JSON object; hvdtrain plan reads it.", "--json")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure allreduce and the parts of a step, and say what to do.
+
+    The ranks are started here; allreduce is measured by size, the step is a standard model's or your script's.
+
+    Example: hvdtrain bench -np 2 --script train.py --steps 50 -- --epochs 1
+    """
+    from hvdtrain.tools.bench.run import BenchOptions
+    from hvdtrain.tools.bench.run import run as run_bench
+
+    chosen = BenchOptions(
+        ranks=ranks, hosts=hosts, framework=framework, max_bytes=max_bytes, link=link, quick=quick, steps=steps,
+        timeout_s=timeout, script=script, arguments=arguments or (), as_json=json,
+    )  # fmt: skip
+    run_bench(chosen)
+
+
 app.command(cls=Command)(plan)
 app.command(cls=Command)(report)
 app.command(cls=RunCommand)(run)

@@ -100,13 +100,10 @@ def _floor(summary: Summary, measured: Path, link: str | None) -> float:
         speed = parse_rate(link)
     elif summary.hosts == 1 and "intra_bytes_per_s" in known:
         speed = known["intra_bytes_per_s"]
-    elif summary.hosts == 1:
-        raise UsageError(
-            f"the floor needs the speed between ranks, which {measured} does not have. `hvdtrain bench` without "
-            "--script measures it; then type, say: --link 9GB/s"
-        )
     else:
-        raise UsageError("the floor needs the speed between ranks. Give the link's between hosts: --link 25Gb/s")
+        here = f", which {measured} lacks. `hvdtrain bench` without --script measures it; then type, say: --link 9GB/s"
+        there = ". Give the link's between hosts: --link 25Gb/s"
+        raise UsageError(f"the floor needs the speed between ranks{here if summary.hosts == 1 else there}")
     if not speed > 0:
         raise UsageError(f"the speed between ranks must be above zero. Received: {speed} bytes a second")
     return moved_bytes(known["gradient_bytes"], summary.ranks or 1) / speed
