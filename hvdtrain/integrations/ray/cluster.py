@@ -121,7 +121,7 @@ class RayOutcome(Outcome):
     def is_explained(self) -> bool:
         """Whether the cause of the failure is known."""
         return self.cause is not None or any(
-            _is_failure(answer) and not answer.facts.get("others") for answer in self.answers.values()
+            _is_failure(a) and not a.facts.get("others") for a in self.answers.values()
         )
 
 
@@ -149,9 +149,8 @@ class RayCluster:
             self.session.connect()
             if importlib.import_module("ray.util.client").ray.is_connected():
                 raise UsageError(
-                    "hvdtrain.integrations.ray.run must run on the cluster. This process is connected by Ray Client "
-                    "(ray://), through which ranks cannot reach it. Submit the script: ray job submit -- python "
-                    "train.py"
+                    "hvdtrain.integrations.ray.run must run on the cluster. Ranks cannot reach a process that is "
+                    "connected by Ray Client (ray://). Submit the script: ray job submit -- python train.py"
                 )
         except BaseException:
             self.session.disconnect()
@@ -242,12 +241,12 @@ class RayCluster:
         """Return the address of this process's node."""
         return str(self.ray.util.get_node_ip_address())
 
-    def check_room(self, request: Request) -> str:
-        """Return a message if the cluster is too small at present, else ""; it may grow."""
+    def check_room(self, request: Request) -> None:
+        """Warn if the cluster is too small at present; it may grow."""
         has = self.ray.cluster_resources()
-        if all(has.get(name, 0) >= amount * request.ranks for name, amount in request.resources.items()):
-            return ""
-        return f"there is no room for {_wanted(request)} on this Ray cluster, which has {_amounts(request, has)}"
+        if any(has.get(name, 0) < amount * request.ranks for name, amount in request.resources.items()):
+            text = "there is no room for %s on this Ray cluster, which has %s: waiting up to %g s for it to grow"
+            log.warning(text, _wanted(request), _amounts(request, has), request.start_timeout_s)
 
     def no_room(self, request: Request) -> UsageError:
         """Return the error for ranks that got no room in time."""

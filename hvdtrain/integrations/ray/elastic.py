@@ -1,16 +1,12 @@
-"""An elastic job. Each process is a host with one slot for Horovod's driver, so that its end costs one rank only.
-
-If each node were a host, the driver would drop the whole node when one of its processes dies, and never use it again.
-"""
+"""An elastic job. Each process is a host of one slot to Horovod's driver, which drops a host when a process dies."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError, RankFailedError
@@ -172,19 +168,11 @@ def run(cluster: RayCluster, request: Request, limits: Limits) -> RayOutcome:
         if time.monotonic() > until:
             raise cluster.no_room(request)
         time.sleep(POLL_S)
-    with _own_words():
-        return ElasticJob(cluster, request, limits, pool).run()
-
-
-@contextlib.contextmanager
-def _own_words() -> Iterator[None]:
-    """Keep Horovod's driver from configuring logging for the whole process, as its calls of `logging.info` would."""
-    root = logging.getLogger()
-    if root.handlers or logging.lastResort is None:
-        yield
-        return
-    root.addHandler(logging.lastResort)  # what a process without handlers uses
+    # Keep Horovod's driver from configuring logging for the whole process, as its calls of `logging.info` would.
+    root, own = logging.getLogger(), logging.lastResort or logging.NullHandler()  # what a process without handlers uses
+    if not root.handlers:
+        root.addHandler(own)
     try:
-        yield
+        return ElasticJob(cluster, request, limits, pool).run()
     finally:
-        root.removeHandler(logging.lastResort)
+        root.removeHandler(own)

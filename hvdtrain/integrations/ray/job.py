@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,6 @@ from hvdtrain.integrations.ray.cluster import POLL_S, RayCluster, RayOutcome, Re
 from hvdtrain.launch import job_environment
 from hvdtrain.launch.function import check_call, make_task, name_of
 from hvdtrain.system import network
-
-log = logging.getLogger("hvdtrain")
 
 T = TypeVar("T")
 
@@ -81,8 +78,7 @@ def run(
     with RayCluster() as cluster:
         chosen = _environment(name_of(fn), cpus_per_rank, environment or {})
         request = Request(task, np, cpus_per_rank, gpus_per_rank, start_timeout_s, chosen)
-        if too_small := cluster.check_room(request):
-            log.warning("%s: waiting up to %g s for it to grow", too_small, start_timeout_s)
+        cluster.check_room(request)
         outcome = run_fixed(cluster, request) if limits is None else elastic.run(cluster, request, limits)
     return outcome.values()
 

@@ -1,7 +1,6 @@
 """Choose the Ray that a job uses: one that is running, or a new one, which ends with the job.
 
-Ray itself connects to the address in /tmp/ray/ray_current_cluster, a file that every user can write. Every user can
-also read what ranks print, and change files in the folder of a Ray session.
+Ray itself connects to the address in a file that every user can write, and opens its folder to all users.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ class Session:
         self._is_mine = True
         if named not in ("", "auto", "local"):
             self._ray.init()
-            return
-        address = "" if named == "local" else running()
-        if address:
+        elif named != "local" and (address := running()):
             with _naming(address):
                 self._ray.init()
         elif named == "auto":
@@ -62,8 +59,7 @@ class Session:
                 "RAY_ADDRESS is auto, but neither this user nor the system runs a Ray here. Set an address, or unset it"
             )
         else:
-            base = str(_base())
-            where = base if len(base) <= _LONGEST_BASE else "/tmp"
+            where = _base() if len(str(_base())) <= _LONGEST_BASE else "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="hvdtrain-", dir=where))  # this user's alone
             _close_token()
             self._ray.init(address="local", _temp_dir=str(self._folder / "r"))  # Ray opens this folder to all users
@@ -95,8 +91,7 @@ def running() -> str:
     except OSError as problem:
         why, text = str(problem), ""
     match = _ADDRESS.fullmatch(text)
-    why = why or ("" if match else f"{path} has no address")
-    why = why or (_other_listener(match[1], int(match[2])) if match else "")
+    why = why or (_other_listener(match[1], int(match[2])) if match else f"{path} has no address")
     if why:
         log.warning("%s: a new Ray is started here. To use a running one, set RAY_ADDRESS to its address", why)
         return ""
@@ -106,7 +101,7 @@ def running() -> str:
 @contextlib.contextmanager
 def _naming(address: str) -> Iterator[None]:
     """Give Ray the address in a file that no other user can change: given as an argument, Ray would send no token."""
-    before = os.environ.get("RAY_TMPDIR")
+    before = {name: text for name, text in os.environ.items() if name == "RAY_TMPDIR"}
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         path = Path(folder, "ray", "ray_current_cluster")
         path.parent.mkdir()
@@ -116,7 +111,7 @@ def _naming(address: str) -> Iterator[None]:
             yield
         finally:
             del os.environ["RAY_TMPDIR"]
-            os.environ.update({} if before is None else {"RAY_TMPDIR": before})
+            os.environ.update(before)
 
 
 def _base() -> Path:
