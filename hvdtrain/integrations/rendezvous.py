@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,3 +54,11 @@ def variables(slot: Any, address: str, port: int, interface: str, *, elastic: bo
     gloo = importlib.import_module("horovod.runner.gloo_run")
     found = gloo.create_run_env_vars(address, [interface], port, elastic=elastic) | gloo.create_slot_env_vars(slot)
     return {name: str(value) for name, value in found.items() if value}
+
+
+def visible_gpus(ranks: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return the setting that shows each rank of a host the GPUs of all, its own at the index of its local rank."""
+    if not all(ranks):  # Ray and Spark show each rank only its own; NCCL is faster between GPUs that both sides see
+        return {}
+    first, rest = [gpus[0] for gpus in ranks], [gpu for gpus in ranks for gpu in gpus[1:]]
+    return {"CUDA_VISIBLE_DEVICES": ",".join([*first, *rest])}

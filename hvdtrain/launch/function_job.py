@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -133,12 +134,8 @@ class TaskServer:
         self.environment = {exchange.ADDRESS: str(folder / "call"), exchange.KEY: self._key.hex()}
         self._ranks: dict[Connection, int] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._listener.bind(self.environment[exchange.ADDRESS])
-            self._listener.listen(128)
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener.bind(self.environment[exchange.ADDRESS])
+        self._listener.listen(128)
 
     def sources(self) -> list[socket.socket | Connection]:
         """Return what to wait for: `take` it once it is ready."""
@@ -149,10 +146,8 @@ class TaskServer:
         if source is self._listener:
             self._let_in()
         elif isinstance(source, Connection):
-            try:
+            with contextlib.suppress(EOFError, OSError):  # it has ended, perhaps in its answer: the launcher says how
                 self.answers[self._ranks[source]] = Message.receive(source)
-            except (EOFError, OSError):  # it has ended, perhaps within its answer: the launcher says how
-                pass
             del self._ranks[source]
             source.close()
 
@@ -236,14 +231,12 @@ class FunctionJob:
             for ready in [each for each in also if each in found] or found:  # first: it may close the others
                 if isinstance(ready, Connection) and ready in also:
                     also[ready]()
-                elif isinstance(ready, int):
-                    data = os.read(ready, 2**16)
-                    if data:
-                        self._open[ready](data)
-                    else:
-                        del self._open[ready]
-                else:
+                elif not isinstance(ready, int):
                     self._server.take(ready)
+                elif data := os.read(ready, 2**16):
+                    self._open[ready](data)
+                else:
+                    del self._open[ready]
         for output in self._output:
             self._print(output.end())
         self._server.drain()

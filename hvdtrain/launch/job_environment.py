@@ -90,15 +90,14 @@ def on_loopback(run_dir: Path, spec: LaunchSpec, environment: Mapping[str, str])
     given = " ".join(spec.options)
     # A process that is killed leaves its files behind: they belong in a folder that is removed.
     wanted = {"OMPI_MCA_orte_tmpdir_base": str(run_dir), "OMPI_MCA_btl_vader_backing_directory": str(run_dir)}
-    chosen = {}
-    if environment.get("HVDTRAIN_LOOPBACK") == "0":
-        pass
-    elif spec.is_mpirun:
+    chosen, is_wanted = {}, environment.get("HVDTRAIN_LOOPBACK") != "0"
+    if is_wanted and spec.is_mpirun:
         # One host needs shared memory only. Open MPI's tcp and libfabric's ofi listen on the network, and so does cm.
         wanted |= {"OMPI_MCA_btl": "^openib,tcp,ofi,usnic,uct", "OMPI_MCA_pml": "ob1"}
         chosen = {"LD_PRELOAD": _preload(environment.get("LD_PRELOAD")), "HVDTRAIN_LISTEN_ON": ""}
     elif (
-        not spec.over_gloo
+        is_wanted
+        and not spec.over_gloo
         and spec.option("--network-interfaces", "--network-interface") is None
         and "mpi" in str(installed.record().get("data_planes", "")).split(",")
     ):  # horovodrun starts an mpirun, and keeps it on loopback as it keeps itself

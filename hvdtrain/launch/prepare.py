@@ -82,25 +82,16 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
     # The tasks of each node: 2(x3),1 is 2, 2, 2, 1.
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get(_TASKS, ""))
     tasks = [int(number) for number, times in groups for _ in range(int(times or 1))]
+    line, names, why = ["scontrol", "show", "hostnames", nodes], [], ""  # Slurm knows more than one grammar of these
     try:
-        # By Slurm itself: n[1-3,7] has more than one grammar.
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes],
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_LIMIT_S,
-            check=True,
-        )
+        done = subprocess.run(line, capture_output=True, text=True, timeout=_SCONTROL_LIMIT_S, check=True)
+        names = done.stdout.split()
     except (OSError, subprocess.SubprocessError) as problem:
+        why = f" ({problem})"
+    if not names or len(names) != len(tasks):
         raise UsageError(
-            f"this Slurm job has {count} nodes, {nodes}, but `scontrol show hostnames` does not say which: "
-            f"{problem}. Name them with -H host1:2,host2:2"
-        ) from None
-    names = done.stdout.split()
-    if len(names) != len(tasks):
-        raise UsageError(
-            f"Slurm names {len(names)} nodes ({_NODES}={nodes}), but tasks for {len(tasks)} "
-            f"({_TASKS}={environment.get(_TASKS, '')}). Name them with -H host1:2,host2:2"
+            f"this Slurm job has tasks for {len(tasks)} nodes ({_TASKS}={environment.get(_TASKS, '')}), but "
+            f"`{' '.join(line)}` names {len(names)}{why}. Name them with -H host1:2,host2:2"
         )
     return dict(zip(names, tasks, strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import socket
@@ -34,11 +35,9 @@ def main() -> None:
     call = load(task)
     del task  # which may hold as much as the arguments
     answer, exit_request = perform(call)
-    try:
+    with contextlib.suppress(OSError):  # the caller has been interrupted, and takes no more answers
         answer.send(connection)
         connection.close()
-    except OSError:
-        pass  # the caller has been interrupted, and takes no more answers
     if exit_request is not None:
         raise exit_request
     if answer.facts["kind"] == "error":

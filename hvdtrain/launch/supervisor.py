@@ -287,11 +287,9 @@ def _time(seconds: float) -> str:
 
 def say(text: str) -> None:
     """Print one line of hvdtrain's, without the secrets that a command line or a rank's error may contain."""
-    try:
+    with contextlib.suppress(OSError):
         sys.stderr.write(f"hvdtrain run: {redact.text(text)}\n")
         sys.stderr.flush()
-    except OSError:
-        pass
 
 
 def _once(report: str, grace_s: str, run_dir: str, launcher: str, *line: str) -> None:

@@ -177,15 +177,6 @@ def _rendezvous(cluster: RayCluster, workers: Sequence[Worker]) -> Iterator[list
         server.init(slots)
         yield [
             rendezvous.variables(slot, address, port, "lo" if local else worker.facts["interface"])
-            | {proof.VARIABLE: key, **_gpus(gpus[worker.facts["node"]])}
+            | {proof.VARIABLE: key, **rendezvous.visible_gpus(gpus[worker.facts["node"]])}
             for worker, slot in zip(workers, slots, strict=True)
         ]
-
-
-def _gpus(ranks: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the setting that shows each rank the GPUs of its node's ranks, its own at the index of its local rank."""
-    # Ray shows each rank only its own. NCCL is faster between GPUs that both sides see.
-    if not all(ranks):
-        return {}
-    first, rest = [gpus[0] for gpus in ranks], [gpu for gpus in ranks for gpu in gpus[1:]]
-    return {"CUDA_VISIBLE_DEVICES": ",".join([*first, *rest])}

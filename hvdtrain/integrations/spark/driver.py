@@ -11,14 +11,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, TypeVar
 
-from hvdtrain.errors import PackageMissingError, RankFailedError, UsageError
+from hvdtrain.errors import RankFailedError, UsageError
 from hvdtrain.horovod_build.shared import proof
 from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.spark import wire
+from hvdtrain.integrations.spark.table import pyspark
 from hvdtrain.integrations.spark.task import RankEnd, TaskPlan, run_rank
 from hvdtrain.launch import function, job_environment
 from hvdtrain.launch.exchange import Message
@@ -98,11 +99,7 @@ def run(
 
 
 def _context() -> Any:
-    try:
-        pyspark = importlib.import_module("pyspark")
-    except ImportError:
-        raise PackageMissingError("PySpark is not installed. Run: pip install 'hvdtrain[spark]'") from None
-    context = pyspark.SparkContext._active_spark_context
+    context = pyspark("pyspark").SparkContext._active_spark_context
     if context is None:
         raise UsageError(
             "no SparkSession is active in this process. Call SparkSession.builder.getOrCreate() first. A session of "
@@ -349,7 +346,5 @@ class Ranks:
 
     def _tell(self, kind: str, *connections: Connection) -> None:
         for connection in connections:
-            try:
+            with suppress(OSError):  # it has ended
                 wire.send(connection, kind=kind)
-            except OSError:  # it has ended
-                pass

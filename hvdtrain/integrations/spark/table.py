@@ -12,6 +12,14 @@ _ROW_GROUP_BYTES = 16 * 2**20  # a rank unpacks one at a time
 _NUMBERS = ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double")
 
 
+def pyspark(module: str) -> Any:
+    """Return one of PySpark's modules."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise PackageMissingError("PySpark is not installed. Run: pip install 'hvdtrain[spark]'") from None
+
+
 def write_parquet(data: Any, path: str, *, columns: Sequence[str] | None = None, overwrite: bool = False) -> int:
     """Write a DataFrame for ranks to read, once, and return its number of rows.
 
@@ -29,12 +37,7 @@ def write_parquet(data: Any, path: str, *, columns: Sequence[str] | None = None,
         FileExistsError: `path` exists.
         HvdTrainError: the folder does not have all rows that were written.
     """
-    try:
-        sql = importlib.import_module("pyspark.sql")
-        functions = importlib.import_module("pyspark.sql.functions")
-        errors = importlib.import_module("pyspark.errors")
-    except ImportError:
-        raise PackageMissingError("PySpark is not installed. Run: pip install 'hvdtrain[spark]'") from None
+    sql, functions, errors = map(pyspark, ("pyspark.sql", "pyspark.sql.functions", "pyspark.errors"))
     chosen = data.select(*[_as_numbers(data, name) for name in (columns or data.columns)])
     seen = sql.Observation()
     counted = chosen.observe(seen, functions.count(functions.lit(1)).alias("rows"))
@@ -64,7 +67,7 @@ def _as_numbers(data: Any, name: str) -> Any:
     kind = data.schema[name].dataType
     column = data[f"`{name}`"]
     if kind.typeName() == "vectorudt" or type(kind).__name__ == "VectorUDT":
-        return importlib.import_module("pyspark.ml.functions").vector_to_array(column).alias(name)
+        return pyspark("pyspark.ml.functions").vector_to_array(column).alias(name)
     item = kind.elementType if kind.typeName() == "array" else kind
     if item.simpleString() not in _NUMBERS:
         raise ValueError(

@@ -117,10 +117,7 @@ def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) ->
 
 def visible_gpus(rank: int, places: Sequence[Place]) -> dict[str, str]:
     """Return the variable that shows a rank the GPUs of all ranks of its host, by local rank; {} without GPUs."""
-    here = [place for place in places if place.host == places[rank].host]
-    if not all(place.gpus for place in here):
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus[0] for place in here)}
+    return rendezvous.visible_gpus([place.gpus[:1] for place in places if place.host == places[rank].host])
 
 
 class _CallerGoneError(Exception):

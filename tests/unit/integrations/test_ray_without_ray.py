@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import PackageMissingError, UsageError
+from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray import cluster, job, run
 from hvdtrain.launch.exchange import Message
 from hvdtrain.launch.exit_cause import Cause
@@ -102,8 +103,8 @@ An unexpected internal error occurred."""
 
 
 def test_each_local_rank_finds_its_own_gpu_in_its_place_and_sees_the_others() -> None:
-    assert job._gpus([["4", "5"], ["6", "7"]]) == {"CUDA_VISIBLE_DEVICES": "4,6,5,7"}
-    assert job._gpus([[], []]) == {}
+    assert rendezvous.visible_gpus([["4", "5"], ["6", "7"]]) == {"CUDA_VISIBLE_DEVICES": "4,6,5,7"}
+    assert rendezvous.visible_gpus([[], []]) == {}
 
 
 WORKER = cluster.Worker(None, None, {"host": "h", "pid": 5})
