@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hvdtrain.cli.shared import Command, Debug, completed, option
 from hvdtrain.errors import UsageError
 from hvdtrain.system.settings import RUN_NAME
-
-if TYPE_CHECKING:
-    from hvdtrain.launch.arguments import Split
-
-_SPLIT = "hvdtrain.launch.split"
-_READ = "hvdtrain.launch.read"
 
 
 class RunCommand(Command):
@@ -33,7 +27,7 @@ class RunCommand(Command):
             if not ctx.resilient_parsing:
                 raise
             parts = arguments.Split()  # for a shell's completion of an incomplete command line
-        ctx.meta[_SPLIT], ctx.meta[_READ] = parts, read
+        ctx.obj = parts, read
         return super().parse_args(ctx, parts.ours)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -77,10 +71,9 @@ def run(
     from hvdtrain.launch.config_file import DEFAULTS, Settings
     from hvdtrain.launch.prepare import prepare
 
-    parts: Split = ctx.meta[_SPLIT]
+    parts, read = ctx.obj
     typed = Settings(ranks, max_restarts, grace, launcher, parts.passed, program=parts.program)
-    settings = typed.over(ctx.meta[_READ](config)) if config is not None else typed
-    settings = settings.over(DEFAULTS)
+    settings = (typed if config is None else typed.over(read(config))).over(DEFAULTS)
     os.environ.update(settings.environment)  # as if it had been set before the command
     with job_folder.removed_at_the_end():
         launch, run_dir = prepare(settings)

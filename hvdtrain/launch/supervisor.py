@@ -86,7 +86,51 @@ class Signals:
 def run(launch: Launch, run_dir: Path) -> int:
     """Run the job to its end, remove its folder, and return the exit status: see `hvdtrain --help`."""
     with _supervision(run_dir, ssh.ending(launch.ssh, run_dir)) as (guard, signals):
-        return _run(launch, run_dir, guard, signals)
+        attempts: list[Attempt] = []
+        while True:
+            # A host that has just died may reboot, which takes minutes: wait as long as a rank may wait for others.
+            limit_s = min(watchdog.limit_s(), _AWAY_S) if attempts else _STARTING_S
+            unreachable = ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=signals.wait, say=say)
+            if signals.requests:
+                say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
+                return 128 + signals.requests[0]
+            if unreachable:
+                say(f"gave up: {unreachable}")
+                return attempts[-1].cause.code if attempts else 1
+            job = Job(launch, run_dir, guard)
+            try:
+                cause, seconds = _follow(job, launch, signals, guard)
+            finally:
+                gone = job.end()
+            if not gone:
+                say(_UNDYING)
+                return cause.code or 1
+            if cause.code == 0:
+                return 0
+            error = exit_cause.first_error(run_dir, listener=job.listener, cause=cause)
+            step = exit_cause.latest_step(run_dir, rank=cause.rank)
+            attempts.append(Attempt(cause, seconds, step, error))
+            decision = judge(attempts, max_restarts=launch.max_restarts)
+            if cause.code == EXIT_STOPPED or signals.requests or decision.pause_s is None:
+                if launch.ssh is not None:  # a killed launcher leaves ranks running on other hosts
+                    ssh.on_every_host(launch.ssh, "end", run_dir)
+                _say_how_it_ended(attempts, decision, signals.requests)
+                return 128 + signals.requests[0] if signals.requests and cause.code != EXIT_STOPPED else cause.code
+            say(
+                f"restart {len(attempts)} of {launch.max_restarts}: {cause} after {_time(seconds)}"
+                + (f", at step {step}" if step is not None else "")
+                + (f" ({error.last_line})" if error else "")
+                + "; starting it again"
+                + (f" in {_time(decision.pause_s)}" if decision.pause_s else "")
+            )
+            for path in run_dir.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            deadline = time.monotonic() + decision.pause_s
+            while time.monotonic() < deadline and not signals.wait(deadline - time.monotonic()):
+                pass
 
 
 @contextlib.contextmanager
@@ -101,54 +145,6 @@ def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple
             guard.end()
             job_folder.remove(run_dir)
             guard.dismiss()
-
-
-def _run(launch: Launch, run_dir: Path, guard: Guard, signals: Signals) -> int:
-    attempts: list[Attempt] = []
-    while True:
-        # A host that has just died may reboot, which takes minutes: wait as long as a rank may wait for others.
-        limit_s = min(watchdog.limit_s(), _AWAY_S) if attempts else _STARTING_S
-        unreachable = ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=signals.wait, say=say)
-        if signals.requests:
-            say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
-            return 128 + signals.requests[0]
-        if unreachable:
-            say(f"gave up: {unreachable}")
-            return attempts[-1].cause.code if attempts else 1
-        job = Job(launch, run_dir, guard)
-        try:
-            cause, seconds = _follow(job, launch, signals, guard)
-        finally:
-            gone = job.end()
-        if not gone:
-            say(_UNDYING)
-            return cause.code or 1
-        if cause.code == 0:
-            return 0
-        error = exit_cause.first_error(run_dir, listener=job.listener, cause=cause)
-        step = exit_cause.latest_step(run_dir, rank=cause.rank)
-        attempts.append(Attempt(cause, seconds, step, error))
-        decision = judge(attempts, max_restarts=launch.max_restarts)
-        if cause.code == EXIT_STOPPED or signals.requests or decision.pause_s is None:
-            if launch.ssh is not None:  # a killed launcher leaves ranks running on other hosts
-                ssh.on_every_host(launch.ssh, "end", run_dir)
-            _say_how_it_ended(attempts, decision, signals.requests)
-            return 128 + signals.requests[0] if signals.requests and cause.code != EXIT_STOPPED else cause.code
-        say(
-            f"restart {len(attempts)} of {launch.max_restarts}: {cause} after {_time(seconds)}"
-            + (f", at step {step}" if step is not None else "")
-            + (f" ({error.last_line})" if error else "")
-            + "; starting it again"
-            + (f" in {_time(decision.pause_s)}" if decision.pause_s else "")
-        )
-        for path in run_dir.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        deadline = time.monotonic() + decision.pause_s
-        while time.monotonic() < deadline and not signals.wait(deadline - time.monotonic()):
-            pass
 
 
 def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[Cause, float]:
