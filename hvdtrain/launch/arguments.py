@@ -30,46 +30,34 @@ OURS = {
     **_each("-np --num-proc --max-restarts --grace --launcher --config", values=1),
     **_each("--debug --help", values=0),
 }
-HOROVODRUN_OPTIONS = {
-    **_each(
-        "-v --version -cb --check-build --disable-cache --verbose --hierarchical-allreduce "
-        "--no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce "
-        "--no-torus-allreduce --autotune --no-autotune --timeline-mark-cycles --no-timeline-mark-cycles "
-        "--no-stall-check --stall-check --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp "
-        "--log-without-timestamp -prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp "
-        "--no-log-hide-timestamp --gloo --mpi --jsrun",
-        values=0,
-    ),
-    **_each(
-        "--start-timeout --network-interfaces --network-interface --output-filename --config-file -p --ssh-port -i "
-        "--ssh-identity-file --fusion-threshold-mb --cycle-time-ms --cache-capacity --autotune-log-file "
-        "--autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples "
-        "--autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc --slots-per-host "
-        "--elastic-timeout --reset-limit --timeline-filename --stall-check-warning-time-seconds "
-        "--stall-check-shutdown-time-seconds --mpi-args --binding-args --num-nccl-streams --thread-affinity "
-        "--gloo-timeout-seconds --log-level -H --hosts -hostfile --hostfile --host-discovery-script",
-        values=1,
-    ),
-    "--blacklist-cooldown-range": 2,
-}
+_FLAGS = """-v --version -cb --check-build --disable-cache --verbose --hierarchical-allreduce
+    --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce
+    --no-torus-allreduce --autotune --no-autotune --timeline-mark-cycles --no-timeline-mark-cycles --no-stall-check
+    --stall-check --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp
+    -prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp --gloo --mpi --jsrun
+"""
+_VALUED = """--start-timeout --network-interfaces --network-interface --output-filename --config-file -p --ssh-port -i
+    --ssh-identity-file --fusion-threshold-mb --cycle-time-ms --cache-capacity --autotune-log-file
+    --autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples
+    --autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout
+    --reset-limit --timeline-filename --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --mpi-args
+    --binding-args --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level -H --hosts -hostfile
+    --hostfile --host-discovery-script"""
+HOROVODRUN_OPTIONS = {**_each(_FLAGS, values=0), **_each(_VALUED, values=1), "--blacklist-cooldown-range": 2}
 # Open MPI's options may have one dash or two.
+_MPIRUN_VALUED = """x H host hostfile machinefile default-hostfile map-by bind-to rank-by wd wdir path prefix N npernode
+    npersocket ppr output-filename timeout am tune rf rankfile cpu-list cpu-set slot-list report-uri stdin personality
+    preload-files app launch-agent ompi-server dvm max-vm-size cpus-per-proc cpus-per-rank report-state-on-timeout-file
+    debugger output display runtime-options tmpdir forward-signals pset xterm with-ft initial-errhandler
+    memory-alloc-kinds gpu-support app-prefix amca c n"""
 _MPIRUN_VALUES = {
-    **_each(
-        "x H host hostfile machinefile default-hostfile map-by bind-to rank-by wd wdir path prefix N npernode "
-        "npersocket ppr output-filename timeout am tune rf rankfile cpu-list cpu-set slot-list report-uri stdin "
-        "personality preload-files app launch-agent ompi-server dvm max-vm-size cpus-per-proc cpus-per-rank "
-        "report-state-on-timeout-file debugger output display runtime-options tmpdir forward-signals pset xterm "
-        "with-ft initial-errhandler memory-alloc-kinds gpu-support app-prefix amca c n",
-        values=1,
-    ),
+    **_each(_MPIRUN_VALUED, values=1),
     **_each("mca gmca gpmixmca pmixmca prtemca omca gomca", values=2),
 }
 
 _MOST_DIGITS = 9  # of a count: Python refuses to read some thousands of them
 # Options that choose the cores of ranks.
-_MPIRUN_PLACES = _each(
-    "bind-to map-by rf rankfile cpu-list cpu-set slot-list cpus-per-proc cpus-per-rank npersocket ppr", values=1
-).keys()
+_PLACES = "bind-to map-by rf rankfile cpu-list cpu-set slot-list cpus-per-proc cpus-per-rank npersocket ppr"
 
 
 @dataclass(frozen=True)
@@ -189,7 +177,7 @@ def _names(options: Sequence[str]) -> set[str]:
 
 def places_ranks(options: Sequence[str]) -> bool:
     """Return whether mpirun's `options` choose the cores of ranks."""
-    return bool(_names(options) & _MPIRUN_PLACES) or any("binding_policy" in word for word in options)
+    return bool(_names(options) & {*_PLACES.split()}) or any("binding_policy" in word for word in options)
 
 
 def marks(options: Sequence[str], environment: Mapping[str, str]) -> list[str]:
