@@ -16,7 +16,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch import arguments, job_environment, job_folder
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exchange import Message, pack
-from hvdtrain.launch.function_job import FunctionJob, until_ended
+from hvdtrain.launch.function_job import FunctionJob, Outcome, until_ended
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.system import start_ranks
 
@@ -69,7 +69,11 @@ def run(
             until_ended(job.follow, job.interrupt)
     finally:
         job_folder.remove(run_dir)
-    outcome = job.outcome
+    return returned(job.outcome, show, output=output)
+
+
+def returned(outcome: Outcome, show: Callable[[Sequence[Line]], None], *, output: str) -> list[Any]:
+    """Return what the function returned on each rank, and show a failure that came after that."""
     values = outcome.values(root_only=output == "root")
     if outcome.cause is None or outcome.cause.code:
         how = outcome.cause or "the process that ran the ranks was killed"

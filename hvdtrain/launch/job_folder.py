@@ -56,15 +56,14 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def removed_at_the_end() -> Iterator[None]:
-    """On exit, by an error, a signal or in order, remove the folders that were made inside this context."""
-    before = set(_held)
+    """On exit, by an error, a signal or in order, remove the folders that were made."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # until the job's supervision handles them
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
-        for path in set(_held) - before:
+        for path in [*_held]:
             remove(path)
 
 

@@ -26,16 +26,19 @@ _ENDING_S = 10.0
 _MOST_STILLBORN = 5  # processes in a row that could not be started
 
 
-class Pool:
-    """The job's processes, at most `most`, as Horovod's driver discovers them; one that dies is replaced."""
+class ElasticJob:
+    """One run: Horovod's driver asks it for hosts, and calls `work` in a thread for each. One that dies is replaced."""
 
-    def __init__(self, cluster: RayCluster, request: Request, *, most: int) -> None:
-        self.problem: HvdTrainError | None = None  # why no more processes are started
-        self._cluster, self._request, self._most = cluster, request, most
+    def __init__(self, cluster: RayCluster, request: Request, limits: Limits) -> None:
+        self._cluster, self._request, self._limits = cluster, request, limits
         self._workers: dict[str, Worker] = {}
-        self._gone: set[str] = set()
+        self._gone: set[str] = set()  # those that have ended
         self._made = self._stillborn = 0
         self._lock = threading.Lock()
+        self._problem: HvdTrainError | None = None  # why no more processes are started
+        self._answers: dict[str, Message] = {}
+        self._deaths: list[Cause] = []
+        self._over = False
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return {name: 1} of all that have started. The driver itself leaves out those that died."""
@@ -48,57 +51,34 @@ class Pool:
                     del self._workers[name]
                     self._stillborn += 1
                     if self._stillborn >= _MOST_STILLBORN:
-                        self.problem = problem
-            while self.problem is None and len(self._workers) - len(self._gone) < self._most:
+                        self._problem = problem
+            while self._problem is None and len(self._workers) - len(self._gone) < self._limits["max_num_proc"]:
                 name = f"worker-{self._made}"
                 self._workers[name] = self._cluster.start(name.replace("-", " "), self._request)
                 self._made += 1
             return {name: 1 for name, worker in self._workers.items() if worker.facts}
 
-    def __getitem__(self, name: str) -> Worker:
-        return self._workers[name]
-
-    def present(self) -> list[Worker]:
-        """Return those that have not ended."""
-        with self._lock:
-            return [worker for name, worker in self._workers.items() if name not in self._gone]
-
-    def remove(self, name: str) -> None:
-        """Note that a process has ended."""
-        with self._lock:
-            self._gone.add(name)
-
-    def close(self) -> None:
-        """Start no more processes, and end all."""
-        with self._lock:
-            self.problem = self.problem or HvdTrainError("the job is over")
-        self._cluster.kill(self.present())
-
-
-class ElasticJob:
-    """One run: the threads of Horovod's driver call `work`, each for one process."""
-
-    def __init__(self, cluster: RayCluster, request: Request, limits: Limits, pool: Pool) -> None:
-        self._cluster, self._request, self._pool = cluster, request, pool
-        self._task = cluster.ray.put(request.task.pickled)
-        self._answers: dict[str, Message] = {}
-        self._deaths: list[Cause] = []
-        self._over = False
-        self._address, self._port = cluster.address(), 0
-        self._key = proof.new_key()
-        self._server = rendezvous.make_server(bytes.fromhex(self._key))
-        self._driver = importlib.import_module("horovod.runner.elastic.driver").ElasticDriver(
-            rendezvous=self._server, discovery=pool, timeout=_TOO_FEW_S, **limits
-        )
-
     def run(self) -> RayOutcome:
         """Run to the end; a RankFailedError if the job was reset too often."""
+        until = time.monotonic() + self._request.start_timeout_s
+        while len(self.find_available_hosts_and_slots()) < self._request.ranks:
+            if self._problem is not None:
+                raise self._problem
+            if time.monotonic() > until:
+                raise self._cluster.no_room(self._request)
+            time.sleep(POLL_S)
+        self._task = self._cluster.ray.put(self._request.task.pickled)
+        self._address, self._key = self._cluster.address(), proof.new_key()
+        server = rendezvous.make_server(bytes.fromhex(self._key))
+        self._driver = importlib.import_module("horovod.runner.elastic.driver").ElasticDriver(
+            rendezvous=server, discovery=self, timeout=_TOO_FEW_S, **self._limits
+        )
         handler = importlib.import_module("horovod.runner.elastic.rendezvous").create_rendezvous_handler(self._driver)
         began = time.monotonic()
-        with rendezvous.serving(self._server, self._address, handler) as self._port:
+        with rendezvous.serving(server, self._address, handler) as self._port:
             try:
                 self._driver.start(self._request.ranks, self.work)
-                self._cluster.follow(self._ended, self._pool.present)
+                self._cluster.follow(self._ended, self._present)
             finally:
                 self._end()
             message = self._driver.get_results().error_message
@@ -108,7 +88,7 @@ class ElasticJob:
         slots = {name: slots[0].rank for name, slots in self._driver.host_assignments.items() if slots}
         outcome = RayOutcome(len(slots), seconds=time.monotonic() - began)
         for name in filter(self._answers.__contains__, slots):
-            outcome.take(slots[name], self._answers[name], self._pool[name])
+            outcome.take(slots[name], self._answers[name], self._workers[name])
         if self._deaths and not outcome.is_explained:
             outcome.cause = self._deaths[-1]
         return outcome
@@ -119,11 +99,11 @@ class ElasticJob:
             return self._work(slot, events)
         except Exception:  # the driver would wait for this thread for ever
             log.exception("%s: an error in its thread, so its process is ended", slot.hostname)
-            self._cluster.kill([self._pool[slot.hostname]])
+            self._cluster.kill([self._workers[slot.hostname]])
             return 1, time.time()
 
     def _work(self, slot: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
-        name, worker = slot.hostname, self._pool[slot.hostname]
+        name, worker = slot.hostname, self._workers[slot.hostname]
         place = rendezvous.variables(slot, self._address, self._port, worker.facts["interface"], elastic=True)
         environment = {**self._request.environment, **place, proof.VARIABLE: self._key}
         ref = worker.handle.run.remote(environment, self._request.task.facts, self._task)
@@ -131,7 +111,8 @@ class ElasticJob:
             if any(event.is_set() for event in events):
                 self._cluster.kill([worker])
         answer = self._cluster.answer(ref, worker, self._driver.get_slot_info(name, 0).rank)
-        self._pool.remove(name)
+        with self._lock:
+            self._gone.add(name)
         if isinstance(answer, Message):
             self._answers[name] = answer
             if answer.facts["kind"] == "error" and not answer.facts["others"]:  # a restart would only repeat it
@@ -142,15 +123,21 @@ class ElasticJob:
             log.warning("%s; the other ranks continue", answer)
         return 1, time.time()
 
+    def _present(self) -> list[Worker]:
+        with self._lock:
+            return [worker for name, worker in self._workers.items() if name not in self._gone]
+
     def _ended(self) -> bool:
         """Wait a moment; return whether the job has ended or must end."""
         time.sleep(POLL_S)
-        return self._over or self._pool.problem is not None or self._driver.finished()
+        return self._over or self._problem is not None or self._driver.finished()
 
     def _end(self) -> None:
-        """Stop the driver. First give it time to note the end of all processes of its round."""
+        """End all processes, and stop the driver. First give it time to note the end of all of its round."""
         self._over = True
-        self._pool.close()
+        with self._lock:
+            self._problem = self._problem or HvdTrainError("the job is over")
+        self._cluster.kill(self._present())
         until = time.monotonic() + _ENDING_S
         while not self._driver.finished() and time.monotonic() < until:
             time.sleep(POLL_S / 4)
@@ -160,19 +147,11 @@ class ElasticJob:
 
 def run(cluster: RayCluster, request: Request, limits: Limits) -> RayOutcome:
     """Run the job to its end."""
-    pool = Pool(cluster, request, most=limits["max_num_proc"])
-    until = time.monotonic() + request.start_timeout_s
-    while len(pool.find_available_hosts_and_slots()) < request.ranks:
-        if pool.problem is not None:
-            raise pool.problem
-        if time.monotonic() > until:
-            raise cluster.no_room(request)
-        time.sleep(POLL_S)
     # Keep Horovod's driver from configuring logging for the whole process, as its calls of `logging.info` would.
     root, own = logging.getLogger(), logging.lastResort or logging.NullHandler()  # what a process without handlers uses
     if not root.handlers:
         root.addHandler(own)
     try:
-        return ElasticJob(cluster, request, limits, pool).run()
+        return ElasticJob(cluster, request, limits).run()
     finally:
         root.removeHandler(own)

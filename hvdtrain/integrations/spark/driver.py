@@ -92,10 +92,7 @@ def run(
         ranks.close()
     if (problem := ranks.own_problem()) is not None:
         raise problem
-    values, cause = ranks.outcome.values(root_only=output == "root"), ranks.outcome.cause
-    if cause is not None and cause.code:
-        show([(None, f"hvdtrain: {cause}, after the function had returned on every rank")])
-    return values
+    return function.returned(ranks.outcome, show, output=output)
 
 
 def _context() -> Any:

@@ -96,26 +96,22 @@ class TaskListener(proven_server.ProvenServer):
 def connect(address: Address) -> Connection:
     """Connect a task to the caller; an OSError or AuthenticationError if it has ended, or has another key."""
     for _ in range(_ATTEMPTS):
+        connection = Client((address.host, address.port), family="AF_INET")
         try:
-            return _connect(address)
-        except (EOFError, ConnectionResetError, TimeoutError, BlockingIOError) as error:
-            problem = error
+            with _as_socket(connection) as known:
+                _limit_reading(known, round(proven_server.HEAD_LIMIT_S))
+                exchange.prove_rank(connection, address.key)
+                _limit_reading(known, 0)
+                _notice_loss(known)
+        except BaseException as problem:
+            connection.close()
+            if not isinstance(problem, (EOFError, ConnectionResetError, TimeoutError, BlockingIOError)):
+                raise
+            why = str(problem) or "it hung up"
             time.sleep(0.2)
-    raise ConnectionAbortedError(f"the proof was not accepted: {problem or 'it hung up'}")
-
-
-def _connect(address: Address) -> Connection:
-    connection = Client((address.host, address.port), family="AF_INET")
-    try:
-        with _as_socket(connection) as known:
-            _limit_reading(known, round(proven_server.HEAD_LIMIT_S))
-            exchange.prove_rank(connection, address.key)
-            _limit_reading(known, 0)
-            _notice_loss(known)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        else:
+            return connection
+    raise ConnectionAbortedError(f"the proof was not accepted: {why}")
 
 
 def own_address(connection: Connection) -> str:
