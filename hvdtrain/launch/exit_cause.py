@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +134,9 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
 
 def _traceback(lines: list[str]) -> str:
     """Return the first traceback in a rank's output, "" if there is none."""
-    begin = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), None)
-    if begin is None:
-        return ""
-    end = begin + 1
-    while end < len(lines) and (not lines[end].strip() or lines[end].startswith((" ", "\t"))):
-        end += 1
-    return "\n".join(lines[begin : end + 1]).rstrip()
+    after = [*dropwhile(lambda line: not line.startswith("Traceback (most recent call last)"), lines)]
+    inside = [*takewhile(lambda line: not line.strip() or line.startswith((" ", "\t")), after[1:])]
+    return "\n".join(after[: len(inside) + 2]).rstrip()
 
 
 def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:

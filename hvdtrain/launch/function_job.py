@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -69,7 +68,13 @@ class Outcome:
         """Return what each rank returned, or raise `problem`; with `root_only`, only rank 0's lines were shown."""
         if (problem := self.problem(root_only=root_only)) is not None:
             raise problem
-        return [_value(rank, self.answers.pop(rank)) for rank in range(self.size)]
+        returned: list[Any] = []
+        for rank in range(self.size):
+            try:
+                returned += cloudpickle.loads(self.answers.pop(rank).pickled)  # a tuple of one
+            except Exception as error:
+                raise TypeError(f"what rank {rank} returned cannot be read here: {error}") from error
+        return returned
 
     def problem(self, *, root_only: bool = False) -> Exception | None:
         """Return the exception to raise, a rank's own or a RankFailedError; None if every rank has returned."""
@@ -114,14 +119,6 @@ def _raised(rank: int, answer: Message) -> Exception:
         return where
     error.__cause__ = where
     return error
-
-
-def _value(rank: int, answer: Message) -> Any:
-    try:
-        (returned,) = cloudpickle.loads(answer.pickled)
-    except Exception as error:
-        raise TypeError(f"what rank {rank} returned cannot be read here: {error}") from error
-    return returned
 
 
 class TaskServer:
@@ -262,7 +259,6 @@ class FunctionJob:
         self.outcome.tails = {rank: [*first.get(rank, ()), *second.get(rank, ())] for rank in {*first, *second}}
         if self.outcome.cause is None:
             process_tree.end(str(self._run_dir))
-            shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _hear(self, data: bytes) -> None:
         *whole, self._unfinished = (self._unfinished + data).split(b"\n")

@@ -40,7 +40,7 @@ def test_run_is_a_function_also_after_its_package_was_imported_and_loads_no_fram
     code = (
         "import sys, hvdtrain\n"
         "light = set(sys.modules)\n"
-        "import hvdtrain.launch.function, hvdtrain.cli.run\n"
+        "import hvdtrain.launch.function, hvdtrain.cli.program\n"
         "print(callable(hvdtrain.run), 'run' in dir(hvdtrain), 'cloudpickle' in light)\n"
         "print({'torch', 'tensorflow', 'keras', 'jax', 'horovod'} & set(sys.modules))\n"
     )
