@@ -107,13 +107,9 @@ class Job:
         open_mpi.spaces_marks()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self._is_deaf else set())
         try:
+            environment, pipe = {**launch.environment, process_tree.RUN_DIR: str(run_dir)}, subprocess.PIPE
             self._process = subprocess.Popen(
-                launch.line,
-                env={**launch.environment, process_tree.RUN_DIR: str(run_dir)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
+                launch.line, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

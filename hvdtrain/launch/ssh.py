@@ -71,10 +71,8 @@ def on_every_host(
     probes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for host in route.hosts:
-            line, null = _line(route, host, task, run_dir), subprocess.DEVNULL
-            probes[host] = subprocess.Popen(
-                line, stdin=null, stdout=null, stderr=subprocess.PIPE, start_new_session=True
-            )
+            line, null, pipe = _line(route, host, task, run_dir), subprocess.DEVNULL, subprocess.PIPE
+            probes[host] = subprocess.Popen(line, stdin=null, stdout=null, stderr=pipe, start_new_session=True)
         deadline = time.monotonic() + limit_s
         while any(probe.poll() is None for probe in probes.values()):
             if time.monotonic() > deadline or wait(0.1):

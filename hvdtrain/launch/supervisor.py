@@ -116,13 +116,10 @@ def run(launch: Launch, run_dir: Path) -> int:
                     ssh.on_every_host(launch.ssh, "end", run_dir)
                 _say_how_it_ended(attempts, decision, signals.requests)
                 return 128 + signals.requests[0] if signals.requests and cause.code != EXIT_STOPPED else cause.code
-            say(
-                f"restart {len(attempts)} of {launch.max_restarts}: {cause} after {_time(seconds)}"
-                + (f", at step {step}" if step is not None else "")
-                + (f" ({error.last_line})" if error else "")
-                + "; starting it again"
-                + (f" in {_time(decision.pause_s)}" if decision.pause_s else "")
-            )
+            how = f"{cause} after {_time(seconds)}" + (f", at step {step}" if step is not None else "")
+            how += f" ({error.last_line})" if error else ""
+            soon = f" in {_time(decision.pause_s)}" if decision.pause_s else ""
+            say(f"restart {len(attempts)} of {launch.max_restarts}: {how}; starting it again{soon}")
             for path in run_dir.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
