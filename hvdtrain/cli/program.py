@@ -124,10 +124,8 @@ def build(
     from hvdtrain.horovod_build.build import BuildOptions
     from hvdtrain.horovod_build.build import build as run_build
 
-    left_out = set(without or ())
-    # For setups that run this command for the user, so that the user cannot add --without.
-    if os.environ.get("HVDTRAIN_MPI") == "0":
-        left_out.add("mpi")
+    # The variable is for setups that run this command for the user, so that the user cannot add --without.
+    left_out = {*(without or ()), *(["mpi"] if os.environ.get("HVDTRAIN_MPI") == "0" else [])}
     chosen = BuildOptions(
         without=frozenset(left_out), rebuild=rebuild, dry_run=dry_run, force=force, wheel_dir=wheel_dir, sdist=sdist,
         through_host=through_host, cuda_arch=cuda_arch, jobs=jobs, install=install,

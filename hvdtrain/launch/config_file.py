@@ -73,18 +73,13 @@ class Settings:
 
     def document(self) -> dict[str, Any]:
         """Return them as the file has them, with the values of secrets hidden."""
-        hosts: str | None = None
-        options: list[str] = []
-        for name, words in arguments.options(self.options, self.launcher or HOROVODRUN):
-            if name in _HOSTS:
-                hosts = words[1] if len(words) > 1 else words[0].partition("=")[2]
-            else:
-                options += words
+        given = arguments.options(self.options, self.launcher or HOROVODRUN)
+        options = [word for name, words in given if name not in _HOSTS for word in words]
         grace = self.grace and float(self.grace)
         program = redact.words(self.program)
         found = {
             "np": self.ranks and int(self.ranks),
-            "hosts": hosts,
+            "hosts": arguments.value(self.options, *_HOSTS),
             "max-restarts": self.max_restarts and int(self.max_restarts),
             "grace": int(grace) if isinstance(grace, float) and grace.is_integer() else grace,
             "launcher": self.launcher,
