@@ -166,6 +166,6 @@ def in_our_words(error: Exception, ctx: Any, typed: Sequence[str]) -> UsageError
         return UsageError(f"{option} needs a value. {see_help}")
     if "unexpected extra argument" in message:
         extra = message.partition("(")[2].rpartition("(")[2].rstrip(").")
-        first = extra.split()[0] if extra.split() else extra
-        return UsageError(f"it takes no argument. Received: {extra}" + did_you_mean(f"--{first}", options, see_help))
+        first = f"--{(extra.split() or [extra])[0]}"
+        return UsageError(f"it takes no argument. Received: {extra}" + did_you_mean(first, options, see_help))
     return UsageError(f"{message[:1].lower()}{message[1:].rstrip('.')}. {see_help}")

@@ -128,8 +128,9 @@ def _check(
         raise UsageError("hvdtrain.run has a fixed number of ranks. `hvdtrain run` starts elastic jobs")
     spec = LaunchSpec(ranks=np, options=parts.passed, hosts=arguments.hosts(parts.passed), program=WORKER)
     if not spec.is_here:
-        named = ", ".join(spec.hosts)
-        raise UsageError(f"hvdtrain.run is for this host, and {named} is not all here. Use `hvdtrain run`")
+        raise UsageError(
+            f"hvdtrain.run is for this host, and {', '.join(spec.hosts)} is not all here. Use `hvdtrain run`"
+        )
     job_environment.check_host(spec)
     try:
         crowded = arguments.check_ranks(

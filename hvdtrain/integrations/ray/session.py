@@ -13,7 +13,6 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,7 @@ class Session:
         if named not in ("", "auto", "local"):
             self._ray.init()
         elif named != "local" and (address := running()):
-            with _naming(address):
-                self._ray.init()
+            _init(self._ray, address)
         elif named == "auto":
             raise UsageError(
                 "RAY_ADDRESS is auto, but neither this user nor the system runs a Ray here. Set an address, or unset it"
@@ -98,9 +96,8 @@ def running() -> str:
     return text
 
 
-@contextlib.contextmanager
-def _naming(address: str) -> Iterator[None]:
-    """Give Ray the address in a file that no other user can change: given as an argument, Ray would send no token."""
+def _init(ray: Any, address: str) -> None:
+    """Connect to an address by a file that no other user can change: given as an argument, Ray would send no token."""
     before = {name: text for name, text in os.environ.items() if name == "RAY_TMPDIR"}
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         path = Path(folder, "ray", "ray_current_cluster")
@@ -108,7 +105,7 @@ def _naming(address: str) -> Iterator[None]:
         path.write_text(address, encoding="utf-8")
         os.environ["RAY_TMPDIR"] = folder
         try:
-            yield
+            ray.init()
         finally:
             del os.environ["RAY_TMPDIR"]
             os.environ.update(before)
