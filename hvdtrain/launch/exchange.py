@@ -23,7 +23,6 @@ import cloudpickle
 
 ADDRESS, KEY = "HVDTRAIN_CALL_SOCKET", "HVDTRAIN_CALL_KEY"
 _BYTES = 32  # of a challenge, and of a SHA-256 digest
-_DEPTH = 6
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def pack(parts: dict[str, Any], *, where: str) -> bytes:
         raise TypeError(f"{name}, a {kind.__module__}.{kind.__qualname__}, cannot {where}: {problem}") from None
 
 
-def _culprits(named: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+def _culprits(named: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
     """Yield the innermost objects that cannot be pickled, with their names."""
     for name, value in named:
         try:

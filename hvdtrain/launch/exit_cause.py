@@ -28,6 +28,7 @@ _REPORT = re.compile(
 _SILENCE = re.compile(rb"Timed out waiting (\d+)ms for")
 # What mpirun prints before it waits for its daemons on other hosts to end theirs.
 _ABORTED = b"the job has been aborted"
+LAST_WORDS_S = 1.0  # for the other ranks to print, after a rank has failed: they cannot continue
 LOST = 205  # mpirun's own status then; 5 ends with 0
 _SSH_FAILED = 255
 _LONGEST = 400  # bytes of one of these texts

@@ -19,13 +19,12 @@ from pathlib import Path
 from hvdtrain.distributed import watchdog
 from hvdtrain.launch import exit_cause, job_folder, ssh
 from hvdtrain.launch.arguments import LaunchSpec
-from hvdtrain.launch.exit_cause import Cause, RankError
+from hvdtrain.launch.exit_cause import LAST_WORDS_S, Cause, RankError
 from hvdtrain.launch.job import Guard, Job, Launch, adopt_orphans
 from hvdtrain.system import redact
 from hvdtrain.system.settings import EXIT_STOPPED
 
 _POLL_S = 0.5
-_LAST_WORDS_S = 1.0  # for the other ranks to print, after a rank has failed
 _TERM_S = 5.0  # from SIGTERM to SIGKILL
 _UNDYING = "some processes of this job do not die, see ps: a device or file system may hang"
 _ABORTED_S = 15.0  # for an mpirun that has aborted the job and waits for its daemons on other hosts
@@ -174,7 +173,7 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[C
             break
         if cause is not None and cause.code not in (0, EXIT_STOPPED) and not launch.spec.elastic:
             failed_at = failed_at or now
-            if now - failed_at > _LAST_WORDS_S and not requested_at:
+            if now - failed_at > LAST_WORDS_S and not requested_at:
                 break
         if job.listener.is_aborted and not launch.spec.elastic:
             aborted_at = aborted_at or now

@@ -15,12 +15,12 @@ from hvdtrain.integrations import rendezvous
 from hvdtrain.integrations.ray import elastic
 from hvdtrain.integrations.ray.cluster import POLL_S, RayCluster, RayOutcome, Request, Worker, placement_group
 from hvdtrain.launch import job_environment
+from hvdtrain.launch.exit_cause import LAST_WORDS_S
 from hvdtrain.launch.function import check_call, make_task, name_of
 from hvdtrain.system import network
 
 T = TypeVar("T")
 
-_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
 _CAUSE_S = 10.0  # for the answer of the rank that failed, if a peer answered first
 # Variables of this process that ranks need on any node. Ray itself passes on those of its runtime_env.
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "KERAS_", "NCCL_", "TF_")
@@ -133,7 +133,7 @@ def run_fixed(cluster: RayCluster, request: Request) -> RayOutcome:
                 if not refs or not outcome.has_failed:
                     return not refs
                 failed_at = failed_at or time.monotonic()
-                return time.monotonic() - failed_at > (_LAST_WORDS_S if outcome.is_explained else _CAUSE_S)
+                return time.monotonic() - failed_at > (LAST_WORDS_S if outcome.is_explained else _CAUSE_S)
 
             cluster.follow(ended, lambda: workers)
             outcome.seconds = time.monotonic() - began

@@ -23,7 +23,7 @@ from hvdtrain.integrations.spark.table import pyspark
 from hvdtrain.integrations.spark.task import RankEnd, TaskPlan, run_rank
 from hvdtrain.launch import function, job_environment
 from hvdtrain.launch.exchange import Message
-from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.launch.exit_cause import LAST_WORDS_S, Cause
 from hvdtrain.launch.function_job import GRACE_S, Outcome, until_ended
 from hvdtrain.launch.rank_output import Line
 from hvdtrain.system import network
@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 _PASSED_ON = ("HVDTRAIN_", "HOROVOD_", "KERAS_BACKEND")  # from the caller's environment; executors have their own
 
-_LAST_WORDS_S = 1.0  # for peers of a rank that failed: they cannot continue
 _END_S = 30.0  # how long to wait for an end that was requested
 _POLL_S = 1.0
 _RESULTS_S = 600.0  # how long Spark may take to deliver what ranks returned
@@ -297,7 +296,7 @@ class Ranks:
         code = 0 if self._ending else message["code"]  # an exit that was requested here is no cause
         self._ends[rank] = code, message["answer"]
         if code not in (0, EXIT_STOPPED) and not self._stopping:
-            self._end_others_at = min(self._end_others_at, time.monotonic() + _LAST_WORDS_S)
+            self._end_others_at = min(self._end_others_at, time.monotonic() + LAST_WORDS_S)
         if len(self._ends) == self._np:
             self._end_others_at = float("inf")
             self._give_up_at = min(self._give_up_at, time.monotonic() + _RESULTS_S)

@@ -141,7 +141,7 @@ def test_a_rank_that_stops_later_than_another_is_waited_for(monkeypatch: pytest.
             time.sleep(0.2)  # the caller has heard both
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         heard.append(wire.receive(task.connection))
-        time.sleep(2 * driver._LAST_WORDS_S * rank)
+        time.sleep(2 * driver.LAST_WORDS_S * rank)
         if task.connection.poll():
             heard.append(wire.receive(task.connection))
         ended(task, 1, "")
