@@ -49,7 +49,6 @@ class Signals:
         self.requests: list[signal.Signals] = []
 
     def __enter__(self) -> Signals:
-        """Handle the signals."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -221,7 +220,8 @@ class RestartDecision:
 def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     """Decide what to do after `attempts`: all failed attempts, oldest first, at least one."""
     last = attempts[-1]
-    if _is_permanent(last):
+    name = last.error.last_line.partition(":")[0].rpartition(".")[2] if last.error else ""
+    if last.step is None and (last.cause.code in _USAGE or name in _PERMANENT_ERRORS):
         return RestartDecision(None, "it would end the same way again", last)
     stuck = _attempts_without_progress(attempts)
     errors = [a.error.last_line if a.error else None for a in stuck[-_ATTEMPTS_WITH_ONE_ERROR:]]
@@ -233,12 +233,6 @@ def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
         return RestartDecision(None, used_up, last)
     # After progress restart at once: the job itself works. Without progress double the pause.
     return RestartDecision(min(_LONGEST_PAUSE_S, 2.0 ** (len(stuck) - 1)) if stuck else 0.0, "", last)
-
-
-def _is_permanent(attempt: Attempt) -> bool:
-    """Return whether another attempt would fail in the same way."""
-    name = attempt.error.last_line.partition(":")[0].rpartition(".")[2] if attempt.error else ""
-    return attempt.step is None and (attempt.cause.code in _USAGE or name in _PERMANENT_ERRORS)
 
 
 def _attempts_without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:

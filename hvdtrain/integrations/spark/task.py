@@ -125,7 +125,6 @@ class _CallerGoneError(Exception):
 
 
 def _call(plan: TaskPlan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> RankEnd:
-    """Run the rank's process; see `run_rank`."""
     environment = {**start_ranks.rank_environment(plan.environment, without=_SPARKS), **found, "PYTHONUNBUFFERED": "1"}
     # The executor's own paths come first: its packages may be in other folders than the caller's.
     path = [*sys.path, *(each for each in plan.task.facts["path"] if each not in sys.path)]
