@@ -96,8 +96,12 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
     return dict(zip(names, tasks, strict=True))
 
 
-def discovered_hosts(script: str) -> list[str]:
-    """Return the hosts that a host discovery script prints now; raise a UsageError if it does not print any."""
+def elastic_flags(options: Sequence[str]) -> list[str]:
+    """Return the options that an elastic horovodrun also needs if its discovery script names this host only."""
+    # Without them it looks for an interface that two hosts share, and waits for a second host for ever.
+    script = arguments.value(options, "--host-discovery-script")
+    if script is None or arguments.value(options, "--network-interfaces", "--network-interface") is not None:
+        return []
     try:
         done = subprocess.run(script, shell=True, capture_output=True, text=True, timeout=_DISCOVERY_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -108,16 +112,7 @@ def discovered_hosts(script: str) -> list[str]:
     if done.returncode != 0 or not found:
         said = (done.stderr.strip().splitlines() or ["it printed no line HOST:SLOTS"])[-1]
         raise UsageError(f"--host-discovery-script {script} failed with status {done.returncode}: {said}")
-    return found
-
-
-def elastic_flags(options: Sequence[str]) -> list[str]:
-    """Return the options that an elastic horovodrun also needs if this is its only host."""
-    # Without them it looks for an interface that two hosts share, and waits for a second host for ever.
-    script = arguments.value(options, "--host-discovery-script")
-    if script is None or arguments.value(options, "--network-interfaces", "--network-interface") is not None:
-        return []
-    return ["--network-interfaces", network.interface()] if network.is_here(discovered_hosts(script)) else []
+    return ["--network-interfaces", network.interface()] if network.is_here(found) else []
 
 
 def by_rank(spec: LaunchSpec, *, own: str) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def test_the_users_own_interface_stays() -> None:
 
 def test_a_discovery_script_that_fails_is_named() -> None:
     with pytest.raises(UsageError, match=r"echo no; exit 3 failed with status 3"):
-        prepare.discovered_hosts("echo no; exit 3")
+        prepare.elastic_flags(["--host-discovery-script", "echo no; exit 3"])
 
 
 def test_ranks_fill_one_host_after_the_other() -> None:
