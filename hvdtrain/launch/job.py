@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -22,7 +21,6 @@ from hvdtrain.launch.rank_output import MarkedLines, without_mark
 from hvdtrain.launch.ssh import SshRoute
 from hvdtrain.system import log_filter, open_mpi, process_tree
 
-_PR_SET_CHILD_SUBREAPER = 36
 _DRAIN_S = 2.0
 _HALF_LINE_S = 1.0
 
@@ -83,11 +81,6 @@ class Guard:
             self._line, stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/",
             start_new_session=True,  # a Ctrl-C is not for it
         )  # fmt: skip
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process: a rank whose launcher was killed is still found."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -20,10 +21,11 @@ from hvdtrain.distributed import watchdog
 from hvdtrain.launch import exit_cause, job_folder, ssh
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exit_cause import LAST_WORDS_S, Cause, RankError
-from hvdtrain.launch.job import Guard, Job, Launch, adopt_orphans
+from hvdtrain.launch.job import Guard, Job, Launch
 from hvdtrain.system import redact
 from hvdtrain.system.settings import EXIT_STOPPED
 
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
 _TERM_S = 5.0  # from SIGTERM to SIGKILL
 _UNDYING = "some processes of this job do not die, see ps: a device or file system may hang"
@@ -131,7 +133,8 @@ def run(launch: Launch, run_dir: Path) -> int:
 @contextlib.contextmanager
 def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple[Guard, Signals]]:
     """Supervise all processes that a job starts; leave none behind."""
-    adopt_orphans()
+    # Become the parent of every orphan below this process: a rank whose launcher was killed is still found.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with Signals() as signals:
         guard = Guard(run_dir, elsewhere)
         try:

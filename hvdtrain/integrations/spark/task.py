@@ -88,7 +88,7 @@ def _run_rank(plan: TaskPlan, partition: int, connection: Connection) -> RankEnd
     wire.send(connection, kind="here", rank=rank, host=mine.host)
     key = bytes.fromhex(plan.environment[proof.VARIABLE])
     with _rendezvous(rank, [places[each] for each in order], context, key) as found:
-        return _call(plan, rank, mine.host, found, connection)
+        return _call(plan, rank, found, connection)
 
 
 def rank_order(hosts: Sequence[str]) -> list[int]:
@@ -124,7 +124,7 @@ class _CallerGoneError(Exception):
     """The caller requests an immediate end, or has ended."""
 
 
-def _call(plan: TaskPlan, rank: int, host: str, found: Mapping[str, str], connection: Connection) -> RankEnd:
+def _call(plan: TaskPlan, rank: int, found: Mapping[str, str], connection: Connection) -> RankEnd:
     environment = {**start_ranks.rank_environment(plan.environment, without=_SPARKS), **found, "PYTHONUNBUFFERED": "1"}
     # The executor's own paths come first: its packages may be in other folders than the caller's.
     path = [*sys.path, *(each for each in plan.task.facts["path"] if each not in sys.path)]
