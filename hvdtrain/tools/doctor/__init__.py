@@ -18,6 +18,7 @@ from rich.markup import escape
 from hvdtrain.horovod_build import installed, probe
 from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.system import log_filter, private_files, redact
+from hvdtrain.system.machine_names import Scrubber
 from hvdtrain.tools.doctor.facts import Facts, Verdict, gather, judge, judge_probes
 
 __all__ = ["run"]
@@ -115,7 +116,7 @@ def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -
 
 def markdown(facts: Facts, probes: Sequence[probe.Probe], verdicts: Sequence[Verdict]) -> str:
     """Return the report to paste into an issue: without names of users or hosts."""
-    scrub = redact.Scrubber(keep={*facts.versions, "hvdtrain", "python"})
+    scrub = Scrubber(keep={*facts.versions, "hvdtrain", "python"})
     lines = ["### hvdtrain doctor --report", ""]
     lines += ["User, host, home folder, network addresses and secrets are left out. Read it before you send it.", ""]
     lines += _findings(verdicts, scrub)
@@ -126,7 +127,7 @@ def markdown(facts: Facts, probes: Sequence[probe.Probe], verdicts: Sequence[Ver
     lines += _table("Build of Horovod", facts.build_of_horovod() | by_hvdtrain | record, scrub)
     lines += _table("Machine", _machine(facts), scrub)
     lines += _table("Live allreduce", {f"{each.framework} over {each.plane}": str(each) for each in probes}, scrub)
-    lines += _table("Network interfaces", dict(_interfaces(facts)), scrub)
+    lines += _table("Network interfaces", dict(_interfaces(facts, scrub)), scrub)
     environment = sorted(log_filter.without_ours(os.environ).items())
     chosen = redact.variables({name: value for name, value in environment if name.startswith(_RELEVANT)})
     hidden = {name: redact.HIDDEN for name in chosen if any(word in name for word in _NAMES_HOSTS)}
@@ -172,11 +173,11 @@ def _distribution() -> str:
         return "unknown"
 
 
-def _interfaces(facts: Facts) -> Iterator[tuple[str, str]]:
+def _interfaces(facts: Facts, scrub: Callable[[str], str]) -> Iterator[tuple[str, str]]:
     stats = psutil.net_if_stats()
     for name, address in facts.interfaces.items():
         found = ipaddress.ip_address(address)
         kind = "loopback" if found.is_loopback else "private IPv4" if found.is_private else "public IPv4"
         speed = f", {stats[name].speed} Mb/s" if name in stats and stats[name].speed > 0 else ""
         mtu = f", MTU {stats[name].mtu}" if name in stats else ""
-        yield redact.interface(name), f"{kind}{speed}{mtu}"
+        yield scrub(name), f"{kind}{speed}{mtu}"

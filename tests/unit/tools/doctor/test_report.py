@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.cli import program
 from hvdtrain.horovod_build.probe import Probe
-from hvdtrain.system import redact
+from hvdtrain.system.machine_names import Scrubber
 from hvdtrain.tools import doctor
 from hvdtrain.tools.doctor.facts import Facts, Verdict
 
@@ -98,12 +98,12 @@ def test_what_helps_is_in_the_report():
 
 
 def test_a_name_that_is_a_frameworks_leaves_versions_readable():
-    scrub = redact.Scrubber(users=["torch"], hosts=["localhost"], homes=["/home/torch"], keep=["torch"])
+    scrub = Scrubber(users=["torch"], hosts=["localhost"], homes=["/home/torch"], keep=["torch"])
     assert scrub("torch 2.13.0 in /home/torch/x on localhost") == "torch 2.13.0 in ~/x on localhost"
 
 
 def test_addresses_go_and_versions_stay():
-    scrub = redact.Scrubber(users=[], hosts=[], homes=[])
+    scrub = Scrubber(users=[], hosts=[], homes=[])
     assert scrub("1.2.3.4, ::1, 127.0.0.1, 2001:db8::7, Open MPI 4.1.4, 12:30:45, gloo::x, std::string") == (
         "ADDRESS, ::1, 127.0.0.1, ADDRESS, Open MPI 4.1.4, 12:30:45, gloo::x, std::string"
     )
@@ -133,7 +133,7 @@ RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/tcp/pair.cc:
 
 
 def test_other_hosts_and_other_users_are_not_told():
-    scrub = redact.Scrubber(users=["me"], hosts=["mine"], homes=["/home/me"])
+    scrub = Scrubber(users=["me"], hosts=["mine"], homes=["/home/me"])
     told = scrub(FOREIGN)
     names = (
         "gandalf frodo bilbo shire bremen merry pippin nid00123 node17 cn-0042 samwise saruman gollum grima "
@@ -150,13 +150,13 @@ def test_other_hosts_and_other_users_are_not_told():
 
 
 def test_versions_modules_and_files_stay_readable():
-    assert redact.Scrubber(users=["me"], hosts=["mine"], homes=["/home/me"])(READABLE) == READABLE
+    assert Scrubber(users=["me"], hosts=["mine"], homes=["/home/me"])(READABLE) == READABLE
 
 
 @pytest.mark.usefixtures("somebody")
 def test_hosts_that_the_environment_names_are_known(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "rivendell")
-    assert redact.Scrubber(users=[], homes=[])("lost rivendell and otherhost") == "lost HOST and HOST"
+    assert Scrubber(users=[], homes=[])("lost rivendell and otherhost") == "lost HOST and HOST"
 
 
 def test_the_report_goes_to_stdout_or_into_a_file(monkeypatch, capsys, tmp_path):

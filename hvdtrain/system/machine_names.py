@@ -7,25 +7,33 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from hvdtrain.system.redact import secrets
-from hvdtrain.system.redact.names import listed
+from hvdtrain.system import redact
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*\w)?"
-_HOME = re.compile(r"(/(?:[\w.-]+/)*?(?:home|homes|users?|Users|people|scratch|staff|students))/([^/\s:;,'\"()\[\]]+)")
-_TILDE = re.compile(r"(?<![\w/.-])~([A-Za-z_][\w-]*)(?=/)")
+_HOME = re.compile(
+    r"(/(?:[\w.-]+/)*?(?:home|homes|users?|Users|people|scratch|staff|students))/(?P<user>[^/\s:;,'\"()\[\]]+)"
+)
+_TILDE = re.compile(r"(?<![\w/.-])~(?P<user>[A-Za-z_][\w-]*)(?=/)")
 _ROOT = re.compile(r"(?<![\w.])/root(?![\w.-])")
-_MAC = re.compile(r"\b[0-9a-f]{2}(?:[:-][0-9a-f]{2}){5}\b", re.IGNORECASE)
-_MAC_IN_NAME = re.compile(r"\benx[0-9a-f]{12}\b", re.IGNORECASE)  # how systemd names a USB network card
 _ADDRESS = re.compile(
     r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\w)|(?<![\w.:])[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*(?![\w:])", re.IGNORECASE
 )
-_UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
 # lovelace@node17, but no memcpy@GLIBC_2.14 and no torch@2.13
 _AT = re.compile(
-    rf"(?<![\w.+/@-])([A-Za-z_][\w.+-]*)@(?!@|plt\b|GLIBC|GLIBCXX|CXXABI|GCC_|LIBC|NCCL|CUDA|lib|\d+(?:\.\d+)*(?![\w.]))"
-    rf"({_NAME}|\[[0-9a-fA-F:.]+\])"
+    r"(?<![\w.+/@-])(?P<user>[A-Za-z_][\w.+-]*)"
+    r"@(?!@|plt\b|GLIBC|GLIBCXX|CXXABI|GCC_|LIBC|NCCL|CUDA|lib|\d+(?:\.\d+)*(?![\w.]))"
+    rf"(?:(?P<host>{_NAME})|\[[0-9a-fA-F:.]+\])"
+)
+_FORMS = tuple(
+    (re.compile(pattern, re.IGNORECASE), stand_in)
+    for pattern, stand_in in (
+        (r"\b[0-9a-f]{2}(?:[:-][0-9a-f]{2}){5}\b", "MAC"),
+        (r"\benx[0-9a-f]{12}\b", "enxMAC"),  # how systemd names a USB network card
+        (r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "UUID"),
+        (r"\bip-\d{1,3}(?:-\d{1,3}){3}\b", "HOST"),  # Amazon's
+    )
 )
 # Names that end as hosts' do. Left out: what Python, C and file names end with, such as py, so, sh, is, at, int.
 _ENDS = (
@@ -37,37 +45,30 @@ _QUALIFIED = re.compile(
     rf"(?<![\w./@-])(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+(?:{_ENDS}|(?:ac|co|edu|gov|org)\.[a-z]{{2}})(?![\w-]|\.\w)",
     re.IGNORECASE,
 )
-_AMAZON = re.compile(r"\bip-\d{1,3}(?:-\d{1,3}){3}\b")
-# Where messages of ssh, Open MPI, NCCL, Slurm, Horovod and hvdtrain have the name of a host.
-_HOST_PLACES = tuple(
-    re.compile(pattern.replace("NAME", f"(?P<name>{_NAME})"), re.IGNORECASE | re.MULTILINE)
-    for pattern in (
-        r"resolve hostname NAME", r"connect to (?:host )?NAME port", r"(?:closed|reset) by (?:remote host )?NAME port",
-        r"connection to NAME (?:closed|port|timed)", r"permanently added '\[?NAME", r"authenticity of host '\[?NAME",
-        r"host key for \[?NAME", r"^NAME: Permission denied", r"^NAME: (?:command not found|connection)",
-        r"^\[?NAME[:,]\d+(?:[:,]\d+)*\]? (?:\[\d+\] )?(?:NCCL|\*\*\*|PMIX|PRTE|ORTE|OPAL|MPI|mca|btl|more|\[)",
-        r"^\[NAME:\d+\]", r"^srun: error: NAME:",
-        r"\b(?:node ?names?|hostnames?|(?:local|remote|peer) host)\s*[:=]\s*['\"]?NAME",
-        r"^\s*(?:host|node|peer|server)\s*[:=]\s*['\"]?NAME",
-        r"\b(?:on|to|from|of|at) (?:the )?(?:host|node|server) ['\"]?NAME",
-        r"(?<![\w-])(?:-H|--?hosts?|--?hostname|--?host)[ =]['\"]?NAME", r"\bhosts?(?:\(s\))?: ['\"]?NAME",
-        r"\bhost ['\"]?(?=[\w.-]*\d)NAME", r"\b(?:connect|connecting|connection) (?:to|from|with) \[?NAME\]?:\d",
-    )
+# Where messages of ssh, Open MPI, NCCL, Slurm, Horovod and hvdtrain have the names of hosts and users.
+_IN_PLACE_OF = {"HOST": f"(?P<host>{_NAME})", "USER": r"(?P<user>[A-Za-z_][\w.-]*\w)", "ONE": _NAME}
+_PLACES = (
+    _HOME, _TILDE, _AT,
+    *(re.compile(re.sub("HOST|USER|ONE", lambda found: _IN_PLACE_OF[found[0]], pattern), re.IGNORECASE | re.MULTILINE)
+      for pattern in (
+        r"resolve hostname HOST", r"connect to (?:host )?HOST port", r"(?:closed|reset) by (?:remote host )?HOST port",
+        r"connection to HOST (?:closed|port|timed)", r"permanently added '\[?HOST", r"authenticity of host '\[?HOST",
+        r"host key for \[?HOST", r"^HOST: Permission denied", r"^HOST: (?:command not found|connection)",
+        r"^\[?HOST[:,]\d+(?:[:,]\d+)*\]? (?:\[\d+\] )?(?:NCCL|\*\*\*|PMIX|PRTE|ORTE|OPAL|MPI|mca|btl|more|\[)",
+        r"^\[HOST:\d+\]", r"^srun: error: HOST:",
+        r"\b(?:node ?names?|hostnames?|(?:local|remote|peer) host)\s*[:=]\s*['\"]?HOST",
+        r"^\s*(?:host|node|peer|server)\s*[:=]\s*['\"]?HOST",
+        r"\b(?:on|to|from|of|at) (?:the )?(?:host|node|server) ['\"]?HOST",
+        r"(?<![\w-])(?:-H|--?hosts?|--?hostname)[ =]['\"]?(?P<host>ONE(?::\d+)?(?:,ONE(?::\d+)?)*)",
+        r"\bhosts (?P<host>ONE(?:, ONE)* and ONE)", r"\bhosts?(?:\(s\))?: ['\"]?HOST",
+        r"\bhost ['\"]?(?=[\w.-]*\d)HOST", r"\b(?:connect|connecting|connection) (?:to|from|with) \[?HOST\]?:\d",
+        r"\b(?:user|login|logname|username|account)\s*[:=]\s*['\"]?USER", r"\b(?:uid|gid)=\d+\(USER\)",
+        r"\b(?:for|as|by|of) (?:invalid )?user ['\"]?USER", r"\bowned by ['\"]?USER", r"\b(?:-l|--login) USER",
+    )),
 )  # fmt: skip
-_USER_PLACES = tuple(
-    re.compile(pattern.replace("NAME", r"(?P<name>[A-Za-z_][\w.-]*\w)"), re.IGNORECASE)
-    for pattern in (
-        r"\b(?:user|login|logname|username|account)\s*[:=]\s*['\"]?NAME", r"\b(?:uid|gid)=\d+\(NAME\)",
-        r"\b(?:for|as|by|of) (?:invalid )?user ['\"]?NAME", r"\bowned by ['\"]?NAME", r"\b(?:-l|--login) NAME",
-    )
-)  # fmt: skip
-_LISTED = re.compile(
-    rf"(?<![\w-])(?:-H|--?hosts?)[ =](?P<names>{_NAME}(?::\d+)?(?:,{_NAME}(?::\d+)?)+)"
-    rf"|\bhosts (?P<prose>{_NAME}(?:, {_NAME})* and {_NAME})"
-)
 _IN_ADDRESS = re.compile(r"(?<=\w://)[\w.-]+")
 # Words that may stand in the place of a name, and public addresses.
-_NO_NAMES = listed(
+_NO_NAMES = redact.listed(
     "a all alone an and any are as at be by can cannot cpu did do does each every file files for from gpu had has "
     "have here host hosts if in is it its itself key keys list may memory must name named names network no nobody "
     "none nor not of off on one only or other others port ports process rank ranks root s so some that the their "
@@ -75,11 +76,12 @@ _NO_NAMES = listed(
     "without you your localhost app build data default runner shared ubuntu debian work lib bin train test python "
     "conda anaconda3 miniconda3"
 )
-_PUBLIC = listed(
+_PUBLIC = redact.listed(
     "github.com pypi.org files.pythonhosted.org pytorch.org download.pytorch.org docs.nvidia.com "
     "developer.nvidia.com readthedocs.io keras.io tensorflow.org open-mpi.org www.open-mpi.org docs.open-mpi.org "
     "python.org docs.python.org"
 )
+_Names = Iterable[str] | None
 
 
 class Scrubber:
@@ -90,12 +92,7 @@ class Scrubber:
     """
 
     def __init__(
-        self,
-        *,
-        users: Iterable[str] | None = None,
-        hosts: Iterable[str] | None = None,
-        homes: Iterable[str] | None = None,
-        keep: Iterable[str] = (),
+        self, *, users: _Names = None, hosts: _Names = None, homes: _Names = None, keep: Iterable[str] = ()
     ) -> None:
         self._kept = {"root", "localhost", "", *keep}
         self._users = _users() if users is None else set(users)
@@ -108,26 +105,29 @@ class Scrubber:
         """Return the text without them."""
         for home in self._homes:
             text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
-        text = secrets.values(_ROOT.sub("~", text))
-        users = self._users | {name for name in self._strange_users(text) if self._is_name(name)}
+        text = redact.values(_ROOT.sub("~", text))
+        users = self._users | self._found("user", text)
         text = _TILDE.sub("~USER", _HOME.sub(r"\1/USER", text))
-        hosts = self._hosts | {name for name in _strange_hosts(text) if self._is_name(name)}
-        text = _AT.sub(lambda found: f"USER@{self._shown(found[2])}", text)
+        hosts = self._hosts | self._found("host", text)
+        hosts |= {host.partition(".")[0] for host in hosts if not _address(host)}
+        text = _AT.sub(lambda found: f"USER@{self._shown(found[0].rpartition('@')[2])}", text)
         text = _IN_ADDRESS.sub(lambda found: self._shown(found[0]), text)
         # Names before assignments: a host's may hold a word such as "secret".
-        for names, stand_in in ((_with_first_labels(hosts), "HOST"), (users, "USER")):
+        for names, stand_in in ((hosts, "HOST"), (users, "USER")):
             longest_first = sorted(sorted(names - self._kept), key=len, reverse=True)
             any_of = "|".join(map(re.escape, longest_first)) or "(?!)"  # which matches nowhere
             text = re.sub(rf"(?<![\w-])(?:{any_of})(?![\w-])", stand_in, text, flags=re.IGNORECASE)
-        text = _QUALIFIED.sub(lambda found: self._shown(found[0]), _AMAZON.sub("HOST", text))
-        text = interface(_MAC.sub("MAC", secrets.text(text)))
-        return _UUID.sub("UUID", _ADDRESS.sub(lambda found: _address(found[0]) or found[0], text))
+        text = redact.text(_QUALIFIED.sub(lambda found: self._shown(found[0]), text))
+        for pattern, stand_in in _FORMS:
+            text = pattern.sub(stand_in, text)
+        return _ADDRESS.sub(lambda found: _address(found[0]) or found[0], text)
 
-    def _strange_users(self, text: str) -> Iterator[str]:
-        for pattern, group in ((_HOME, 2), (_TILDE, 1), (_AT, 1)):
-            yield from (found[group] for found in pattern.finditer(text))
-        for pattern in _USER_PLACES:
-            yield from (found["name"] for found in pattern.finditer(text))
+    def _found(self, kind: str, text: str) -> set[str]:
+        """Return the names of users or of hosts that stand where messages and paths have them."""
+        places = [found[kind] or "" for each in _PLACES if kind in each.groupindex for found in each.finditer(text)]
+        # A place may hold several hosts; a path's user may have any characters.
+        names = {name for place in places for name in ([place] if kind == "user" else re.findall(_NAME, place))}
+        return set(filter(self._is_name, names))
 
     def _is_name(self, word: str) -> bool:
         """Return whether a word that stands where a name does is one."""
@@ -142,11 +142,6 @@ class Scrubber:
         if host.lower() in _PUBLIC or host in self._kept:
             return host
         return _address(host.strip("[]")) or "HOST"
-
-
-def interface(name: str) -> str:
-    """Return a network interface's name without the hardware's address, which some hold."""
-    return _MAC_IN_NAME.sub("enxMAC", name)
 
 
 def _users() -> set[str]:
@@ -164,20 +159,6 @@ def _hosts() -> set[str]:
         if name.endswith(("HOSTNAME", "_HOST", "HOSTS", "MASTER_ADDR")) or name == "HOST":
             found |= {host for host in re.split(r"[\s,:]+", value) if re.search("[A-Za-z]", host)}
     return {host for host in found if host.lower() not in _NO_NAMES}
-
-
-def _strange_hosts(text: str) -> Iterator[str]:
-    for pattern in _HOST_PLACES:
-        yield from (found["name"] for found in pattern.finditer(text))
-    yield from (found[2].strip("[]") for found in _AT.finditer(text))
-    for found in _LISTED.finditer(text):
-        for host in re.split(r", ?| and ", found["names"] or found["prose"]):
-            yield host.partition(":")[0]
-
-
-def _with_first_labels(hosts: Iterable[str]) -> set[str]:
-    """Return the names, and those of them without their domain."""
-    return {part for host in hosts for part in (host, host if _address(host) else host.partition(".")[0])}
 
 
 def _address(text: str) -> str:
