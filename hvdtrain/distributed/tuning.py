@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from hvdtrain.distributed import devices, launch_environment, watchdog
 from hvdtrain.errors import HorovodMismatchError
 from hvdtrain.horovod_build import installed
-from hvdtrain.system import bridges, open_mpi
+from hvdtrain.system import network, open_mpi
 
 log = logging.getLogger("hvdtrain")
 
@@ -131,7 +131,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         if not host.has_gpu() and _has_room_for(launch_environment.detect()):
             wanted |= _NO_NETWORKS
     elif launch_environment.detect() is not None:
-        wanted |= bridges.settings(os.environ)
+        wanted |= network.without_bridges(os.environ)
     elif not any(name.startswith(_PMIX) for name in os.environ):
         wanted |= _ALONE
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":

@@ -1,17 +1,31 @@
-"""Which addresses are this host's."""
+"""Which addresses are this host's, and which of its networks lead to no other host.
+
+Those are bridges such as Docker's, which every host has with the same address. Open MPI takes them for a way to the
+other hosts, and ranks then wait for each other for ever. Each rank leaves its own host's out before MPI starts,
+whatever has launched it; horovodrun tries by itself which interfaces lead elsewhere.
+"""
 
 from __future__ import annotations
 
-import importlib
+import ipaddress
+import re
 import socket
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from hvdtrain.system import open_mpi
 
 LOOPBACK = "127.0.0.1"
+_CHOICE = "OMPI_MCA_btl_tcp_if_"  # followed by "include" or "exclude"
+_NEVER = ("127.0.0.1/8", "sppp")  # what Open MPI leaves out by itself
+_INTERFACES = Path("/sys/class/net")
+_ROUTES = Path("/proc/net/route")
+_TOLD = ("--parsable", "--level", "9", "--param", "btl", "tcp")
 
 
 def is_here(hosts: Iterable[str]) -> bool:
     """Return whether all `hosts` are this one."""
-    own = {address for _, address in _addresses()}
+    own = {address for _, address, _ in _addresses()}
     try:
         return all(socket.gethostbyname(host) in own for host in hosts)
     except OSError:
@@ -20,11 +34,60 @@ def is_here(hosts: Iterable[str]) -> bool:
 
 def interface(address: str = LOOPBACK) -> str:
     """Return the name of the network interface that has an IP address; "" if none has."""
-    found = next((name for name, each in _addresses() if each == address), "")
+    found = next((name for name, each, _ in _addresses() if each == address), "")
     return found or ("lo" if address == LOOPBACK else "")
 
 
-def _addresses() -> Iterator[tuple[str, str]]:
-    psutil = importlib.import_module("psutil")
+def _addresses() -> Iterator[tuple[str, str, str]]:
+    """Yield interface, address, and the netmask of an IPv4 address, else ""."""
+    import psutil  # not at every program's start
+
     for name, addresses in psutil.net_if_addrs().items():
-        yield from ((str(name), each.address) for each in addresses)
+        for each in addresses:
+            yield name, each.address, (each.netmask or "") if each.family == socket.AF_INET else ""
+
+
+def without_bridges(given: Iterable[str]) -> dict[str, str]:
+    """Return variables that keep Open MPI off this host's bridges; none where the user has chosen interfaces.
+
+    `given` has the names of variables that are set; Open MPI's files may choose too.
+    """
+    if any(name.startswith(_CHOICE) for name in given):
+        return {}
+    bridges, others = _networks()
+    # A container's own network has its host's bridge for a gateway, and is no bridge itself.
+    left_out = sorted(str(each) for each in bridges - others)
+    if not left_out or _is_chosen_in_files():
+        return {}
+    return {f"{_CHOICE}exclude": ",".join([*_NEVER, *left_out])}
+
+
+def _networks() -> tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]]:
+    """Return this host's networks: those of bridges that lead nowhere, and those of other interfaces."""
+    found: tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]] = (set(), set())
+    for name, address, netmask in _addresses():
+        if netmask:
+            found[not _leads_nowhere(name)].add(ipaddress.IPv4Network(f"{address}/{netmask}", strict=False))
+    return found
+
+
+def _leads_nowhere(name: str) -> bool:
+    """Return whether an interface is a bridge of virtual ports alone; a host of virtual machines has its NIC in one."""
+    folder = _INTERFACES / name
+    if not (folder / "bridge").exists() or _is_default_route(name):
+        return False
+    ports = [_INTERFACES / port.name for port in (folder / "brif").glob("*")]
+    return not any((port / "device").exists() or any(port.glob("lower_*")) for port in ports)
+
+
+def _is_default_route(name: str) -> bool:
+    try:
+        return any(line.split()[:2] == [name, "00000000"] for line in _ROUTES.read_text().splitlines())
+    except OSError:
+        return False
+
+
+def _is_chosen_in_files() -> bool:
+    """Return whether one of Open MPI's parameter files chooses interfaces: beside it, ours would be an error."""
+    sources = re.findall(r"btl_tcp_if_(?:include|exclude):source:(.*)", open_mpi.said_by("ompi_info", *_TOLD))
+    return any(not source.startswith("default") for source in sources)

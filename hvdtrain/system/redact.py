@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
 
 
@@ -19,6 +19,8 @@ def listed(words: str) -> frozenset[str]:
     """Return the words of a text, as a set."""
     return frozenset(words.split())
 
+
+T = TypeVar("T")
 
 HIDDEN = "(hidden)"
 
@@ -92,7 +94,7 @@ def strings(value: Any) -> Any:
     return text(value) if isinstance(value, str) else value
 
 
-def _hidden(method: Callable[[_Hider, Any], Any], said: Any) -> Any:
+def _hidden(method: Callable[[_Hider, Any], T], said: Any) -> T:
     """Return what a method of `_Hider` returns once it knows the values that `said` itself gives secrets."""
     first = _Hider()
     method(first, said)
