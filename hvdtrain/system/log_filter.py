@@ -89,19 +89,15 @@ def _without_notes() -> Iterator[None]:
     import subprocess  # not at every program's start
 
     try:
-        original = os.dup(2)
-    except OSError:  # there is no standard error
-        yield
-        return
-    try:
+        os.fstat(2)
         # Its own session: a Ctrl-C must not end it. Its own environment: it must not look like a rank.
         own = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
-        listener = subprocess.Popen(_FILTER, stdin=subprocess.PIPE, stdout=original, start_new_session=True, env=own)
-    except OSError:  # there is no grep
-        os.close(original)
+        listener = subprocess.Popen(_FILTER, stdin=subprocess.PIPE, stdout=2, start_new_session=True, env=own)
+    except OSError:  # there is no standard error, or no grep
         yield
         return
     assert listener.stdin is not None
+    original = os.dup(2)
     _flush()
     os.dup2(listener.stdin.fileno(), 2)
     listener.stdin.close()

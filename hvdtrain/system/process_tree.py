@@ -61,14 +61,12 @@ def members(run_dir: str | None, *, below: int | None = None, without: tuple[int
         except OSError:  # it has ended, or is another user's
             continue
     left_out = {os.getpid(), *without}
-    job = {pid for pid, variables in environments.items() if pid == below or (run_dir and mark in variables)} - left_out
-    grown = True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in job or (below is not None and parent == below)}
-        more -= job | left_out
+    job = {below, *({pid for pid, variables in environments.items() if run_dir and mark in variables} - left_out)}
+    while more := {pid for pid, parent in parents.items() if parent in job} - job - left_out:
         job |= more
-        grown = bool(more)
-    return {pid: Process(pid, parents[pid], _rank(environments.get(pid, []))) for pid in job}
+    return {
+        pid: Process(pid, parents[pid], _rank(environments.get(pid, []))) for pid in parents.keys() & job - left_out
+    }
 
 
 def _rank(variables: list[bytes]) -> int | None:
