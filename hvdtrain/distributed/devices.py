@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import re
 import socket
 import subprocess
 import uuid as uuids
@@ -29,9 +28,6 @@ Pick = Callable[[int], str]  # makes a local rank's device the current one, and 
 picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its script chooses by itself
 _compare: Callable[[], None] | None = None
 
-# "GPU 0: NVIDIA A100 (UUID: GPU-...)", below which stand its slices: "  MIG 1g.5gb  Device 0: (UUID: MIG-...)".
-_LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class RankDevice:
@@ -49,13 +45,6 @@ class RankDevice:
 
     def __str__(self) -> str:
         return f"{self.uuid}: {self.name}" if self.uuid else self.kind
-
-
-def pick(module: ModuleType, choose: Pick | None) -> None:
-    """Take the device that `choose` names for this local rank, if there is such a function."""
-    global picked
-    if choose is not None:
-        picked = choose(module.local_rank())
 
 
 def gpu_of(local_rank: int, count: int) -> int:
@@ -147,23 +136,17 @@ def from_driver(index: int) -> tuple[str, str]:
     For frameworks that know it only once they run. GPUs are counted as nvidia-smi does, which is CUDA's order
     among equal ones.
     """
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return "", ""
-    cards: list[list[tuple[str, str]]] = []  # of each: itself, then its MIG instances
-    for number, name, mig, uuid in _LISTED.findall(listed):
-        if number:
-            cards.append([(uuid, name)])
-        elif cards:
-            cards[-1].append((uuid, f"{cards[-1][0][1]} {mig}"))
+    cards = [line.split(", ", 2) for line in listed.splitlines()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(n) for n in range(len(cards))] if visible is None else [n.strip() for n in visible.split(",")]
+    names = [card[0] for card in cards] if visible is None else [name.strip() for name in visible.split(",")]
     wanted = (names[index] if index < len(names) else "") or "none"
-    for number, (card, *instances) in enumerate(cards):
-        if wanted == str(number) or card[0].startswith(wanted):
-            return instances[0] if instances else card  # of instances that are not named, CUDA takes the first
-        for each in instances:
-            if each[0].startswith(wanted):
-                return each
-    return "", ""
+    if wanted.startswith("MIG-"):  # nvidia-smi does not list these
+        return wanted, "a MIG instance"
+    found = (card for number, *card in cards if wanted == number or card[0].startswith(wanted))
+    uuid, name = next(found, ("", ""))
+    return uuid, name

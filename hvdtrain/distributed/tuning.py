@@ -11,15 +11,12 @@ import ctypes
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.distributed import devices, launch_environment, watchdog
 from hvdtrain.errors import HorovodMismatchError
@@ -27,8 +24,6 @@ from hvdtrain.horovod_build import installed
 from hvdtrain.system import network, open_mpi
 
 log = logging.getLogger("hvdtrain")
-
-Array = NDArray[Any]
 
 PIECES = "HVDTRAIN_MPI_PIECE_BYTES"
 FUSION = "HOROVOD_FUSION_THRESHOLD"
@@ -71,34 +66,6 @@ _ours: dict[str, str] = {}
 _said = False
 
 
-class Host(Protocol):
-    """What a framework does with host arrays and with its share of the host: `collectives` of each framework."""
-
-    def run(self, horovod: ModuleType, kind: str, array: Array, *args: Any, **options: Any) -> Array:
-        """Return what Horovod's collective `kind`, such as "allreduce", makes of a host array."""
-
-    def pick_device(self, local_rank: int) -> str:
-        """Make this rank's GPU the current one and return its name, or "cpu"."""
-
-    def has_gpu(self) -> bool:
-        """Return whether the framework sees a GPU."""
-
-    def why_not(self, horovod: ModuleType) -> str:
-        """Return why `horovod` cannot serve the GPU that this process would compute on, "" if it can."""
-
-    def gpu(self, index: int) -> tuple[str, str]:
-        """Return UUID and name of a GPU that this process sees."""
-
-    def put_off_loading(self) -> str:
-        """Leave out of this process what the framework would load at once and most trainings never use; name it."""
-
-    def starts_with_threads(self) -> bool:
-        """Return whether the number of threads must be known before anything is computed, a collective included."""
-
-    def set_threads(self, threads: int) -> int | None:
-        """Compute with at most so many threads; return the number in force, None where that is unknown."""
-
-
 @dataclass
 class Tuning:
     """What was decided before Horovod started."""
@@ -111,7 +78,7 @@ class Tuning:
     yours: list[str] = field(default_factory=list)
 
 
-def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tuning:
+def prepare(engine: str, host: ModuleType, *, nccl: bool, on_jax: bool = False) -> Tuning:
     """Decide what must be decided before Horovod starts.
 
     `nccl` says whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
@@ -187,7 +154,7 @@ def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if _ours.get(name) != value}
 
 
-def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
+def settle(tuning: Tuning, module: ModuleType, host: ModuleType) -> None:
     """Share out the cores, now that ranks know each other, and say once, on rank 0, what was decided."""
     global _said
     if module.size() == 1:
@@ -234,7 +201,7 @@ def keep_freed_memory(*, torch: bool) -> bool:
     TensorFlow and JAX allocate on several threads, each with a heap that is given back: those share one.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if own or os.environ.get(KEEP_MEMORY) == "0" or not sys.platform.startswith("linux"):
+    if own or os.environ.get(KEEP_MEMORY) == "0":
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -257,31 +224,26 @@ def _has_room_for(launch: launch_environment.Launcher | None) -> bool:
     return launch is not None and free >= (launch.size or _MOST_CORES) * _SHARED_BYTES_A_RANK
 
 
-def share_of_cores(module: ModuleType, host: Host) -> int:
+def share_of_cores(module: ModuleType, host: ModuleType) -> int:
     """Return how many of the cores that this rank may use are its own, at least 1; a collective of all ranks.
 
     A core that several ranks of a host may use is shared among them; one that a launcher gave to this rank alone is
     its own. A container's limit on processor time is shared by its ranks.
     """
-    cores = _cores()
+    cores = sorted(core for core in os.sched_getaffinity(0) if core < _MOST_CORES)
     mask = np.zeros(_MOST_CORES, np.uint8)
-    mask[[core for core in cores if core < _MOST_CORES]] = 1
+    mask[cores] = 1
     mine = np.concatenate([np.frombuffer(devices.host_id(), np.uint8), mask])
     rows = host.run(module, "allgather", mine, name="hvdtrain.cores").reshape(-1, len(mine))
     here = rows[(rows[:, :16] == mine[:16]).all(axis=1), 16:]
     ranks = here.sum(axis=0, dtype=np.int64)  # on each core
-    share = sum(1 / ranks[core] for core in cores if core < _MOST_CORES)
+    share = sum(1 / ranks[core] for core in cores)
     return max(1, int(min(share, _time_limit() / module.local_size()) + 1e-9))
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use: its affinity, or its container's share if that is less."""
-    return max(1, int(min(len(_cores()), _time_limit())))
-
-
-def _cores() -> list[int]:
-    """Return the numbers of the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return max(1, int(min(len(os.sched_getaffinity(0)), _time_limit())))
 
 
 def _time_limit() -> float:

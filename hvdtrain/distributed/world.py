@@ -34,6 +34,9 @@ Array = NDArray[Any]
 # times as long.
 FORK_PAUSE_S = 0.01
 
+# Horovod's numbers. A mean is a sum that is divided here: exact for integers too, and one native operation less.
+_OPS = {"sum": 1, "mean": 1, "min": 3, "max": 4}
+
 _world: World | None = None
 _loaded: dict[str, ModuleType] = {}
 
@@ -56,8 +59,10 @@ class World:
         self.engine = engine
         self.device = device
         self._horovod = horovod
-        host: tuning.Host = frameworks.load(engine, "collectives")
-        self._run = functools.partial(host.run, horovod)
+
+    def _run(self, kind: str, array: Array, *args: Any, **options: Any) -> Array:
+        host = frameworks.load(self.engine, "collectives")
+        return np.asarray(host.run(self._horovod, kind, array, *args, **options))
 
     # Read from Horovod each time: an elastic job renumbers ranks, grows and shrinks.
 
@@ -90,11 +95,9 @@ class World:
     def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
         """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them."""
         devices.compare_once()
-        if op not in ("sum", "mean", "min", "max"):
+        if op not in _OPS:
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
-        # A mean is a sum that is divided here. This is exact for integers too, and needs one native operation less.
-        native = getattr(self._horovod, ("sum" if op == "mean" else op).capitalize())
-        total = self._run("allreduce", np.asarray(array, order="C"), op=native, name=f"hvdtrain.{name}.{op}")
+        total = self._run("allreduce", np.asarray(array, order="C"), op=_OPS[op], name=f"hvdtrain.{name}.{op}")
         return total / self.size if op == "mean" else total
 
     @recorder.waiting()
@@ -150,18 +153,7 @@ class SoloWorld(World):
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
 
-    def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
-        """Return a copy of `array`: its sum, mean, min and max over one rank."""
-        return np.array(array)
-
-    def allgather(self, array: Array, *, name: str = "host") -> Array:
-        """Return a copy of `array`."""
-        return np.array(array)
-
-    def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
-        """Return a copy of `array`; the only root is rank 0."""
-        if root != 0:
-            raise ValueError(f"root must be a rank in [0, 1). Received: root={root}")
+    def _run(self, kind: str, array: Array, *args: Any, **options: Any) -> Array:
         return np.array(array)
 
 
@@ -215,30 +207,28 @@ def init_engine(
     module = load_engine(framework)
     if module is None:
         return None
-    host: tuning.Host = frameworks.load(framework, "collectives")
+    host = frameworks.load(framework, "collectives")
     if pick and not on_jax and not launch_environment.is_alone() and (why := host.why_not(module)):
         raise HorovodMismatchError(f"rank {launch_environment.rank()}: {why}")
     if module.is_initialized():
         # Horovod's init may be called again, also by one rank alone. So no collective is allowed here.
         module.init(*args, **kwargs)
-        devices.pick(module, pick)
+        devices.picked = pick(module.local_rank()) if pick else devices.picked
         return module
+    found = launch_environment.detect()
     if launch_environment.lacks_pmix() and module.mpi_built():
         raise LaunchError(
-            f"{launch_environment.detect()} started this process without PMIx, by which Open MPI's ranks find each "
-            "other. Launch with `srun --mpi=pmix python script.py`, or set HVDTRAIN_SOLO=1 to run one process on "
-            "purpose."
+            f"{found} started this process without PMIx, by which Open MPI's ranks find each other. Launch with "
+            "`srun --mpi=pmix python script.py`, or set HVDTRAIN_SOLO=1 to run one process on purpose."
         )
     watchdog.begin()  # ranks wait for each other to start, too
     decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()), on_jax=on_jax)
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    affinity = os.sched_getaffinity(0)
     try:
         module.init(*args, **kwargs)
     finally:
         tuning.forget_alone()
-    if affinity:
-        os.sched_setaffinity(0, affinity)  # MPI_Init may have narrowed it to one core
-    found = launch_environment.detect()
+    os.sched_setaffinity(0, affinity)  # MPI_Init may have narrowed it to one core
     given_comm = bool(args) or kwargs.get("comm") is not None
     if found and found.size and found.size != module.size() and not given_comm and not launch_environment.is_elastic():
         size = module.size()
@@ -251,7 +241,7 @@ def init_engine(
         _warn_of_other_changes()
     watchdog.joined(module)
     _pause_before_forks()
-    devices.pick(module, pick)
+    devices.picked = pick(module.local_rank()) if pick else devices.picked
     gpu = devices.from_driver if on_jax else host.gpu
     decided.device = devices.introduce(module, host.run, gpu=gpu, nccl=decided.nccl)
     tuning.settle(decided, module, host)
@@ -269,8 +259,7 @@ def _pause_before_forks() -> None:
     in PyOS_AfterFork_Child). Directly after an allreduce, on busy cores, 10 of 4,004 forks hung; with half of this
     pause, 0 of 4,718.
     """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=lambda: time.sleep(FORK_PAUSE_S))
+    os.register_at_fork(before=lambda: time.sleep(FORK_PAUSE_S))
 
 
 @functools.cache  # once per process: an elastic job initializes in each round

@@ -10,15 +10,12 @@ import tensorflow as tf
 from hvdtrain.distributed import devices
 from hvdtrain.keras.ops import run as run
 
+gpu = devices.from_driver  # TensorFlow knows neither UUID nor name before it runs
+
 
 def has_gpu() -> bool:
     """Return whether TensorFlow sees a GPU."""
     return bool(tf.config.list_physical_devices("GPU"))
-
-
-def gpu(index: int) -> tuple[str, str]:
-    """Return UUID and name of a GPU; TensorFlow says neither before it runs."""
-    return devices.from_driver(index)
 
 
 def why_not(horovod: ModuleType) -> str:

@@ -73,10 +73,8 @@ def test_a_rank_without_a_gpu_beside_others_is_refused_with_nccl_alone():
 
 
 LISTED = """\
-GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaaa)
-  MIG 3g.20gb     RankDevice  0: (UUID: MIG-1111)
-  MIG 3g.20gb     RankDevice  1: (UUID: MIG-2222)
-GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bbbb)
+0, GPU-aaaa, NVIDIA A100-SXM4-40GB
+1, GPU-bbbb, NVIDIA A100-SXM4-80GB
 """
 
 
@@ -86,8 +84,8 @@ GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bbbb)
         (None, 1, ("GPU-bbbb", "NVIDIA A100-SXM4-80GB")),
         ("1,0", 0, ("GPU-bbbb", "NVIDIA A100-SXM4-80GB")),
         ("GPU-bb", 0, ("GPU-bbbb", "NVIDIA A100-SXM4-80GB")),
-        (None, 0, ("MIG-1111", "NVIDIA A100-SXM4-40GB MIG 3g.20gb")),
-        ("MIG-2222", 0, ("MIG-2222", "NVIDIA A100-SXM4-40GB MIG 3g.20gb")),
+        (None, 0, ("GPU-aaaa", "NVIDIA A100-SXM4-40GB")),
+        ("MIG-2222", 0, ("MIG-2222", "a MIG instance")),
         ("1", 3, ("", "")),
         ("7", 0, ("", "")),
         ("", 0, ("", "")),
