@@ -90,9 +90,7 @@ def begin() -> None:
 
 def leave(code: int) -> NoReturn:
     """End this process at once with `code`, as one that failed: other ranks do not wait for it."""
-    if _watchdog is not None and _watchdog.exit is not None:
-        _watchdog.exit.leave(code)
-    rank_exit.leave(code)
+    rank_exit.leave(code, _watchdog.exit if _watchdog else None)
 
 
 def joined(module: ModuleType) -> None:
@@ -103,8 +101,7 @@ def joined(module: ModuleType) -> None:
             _watchdog.stopped.set()
             _watchdog = None
         return
-    if _watchdog is None:
-        _watchdog = Watchdog(limit_s())
+    _watchdog = _watchdog or Watchdog(limit_s())
     _watchdog.joined(module)
 
 
@@ -123,21 +120,18 @@ class Watchdog:
         self._idle_s = 0.0  # since this rank last waited or stepped
         self._steps = self._written = -1
         self._idle_reported = False
-        self._pid = os.getpid()
         threading.Thread(target=self._run, name="hvdtrain-watch", daemon=True).start()
 
     def joined(self, module: ModuleType) -> None:
         """Learn this rank, and take over its end; again after an elastic reset."""
-        basics = getattr(sys.modules.get(f"{module.__name__}.mpi_ops"), "_basics", None)
-        if basics is None:  # not Horovod 0.28.1
-            return
+        basics: Any = sys.modules[f"{module.__name__}.mpi_ops"]._basics
         rank, size = int(module.rank()), int(module.size())
         facts = open_facts(rank, elastic=launch_environment.is_elastic())
         # Our exit calls it, with a limit; Horovod registers it again in each init.
         atexit.unregister(basics.shutdown)
         if self.exit is None:
             self._basics = basics
-            self.exit = RankExit(facts, rank, size, socket.gethostname(), waits.steps_done, basics.shutdown)
+            self.exit = RankExit(facts, rank, size, socket.gethostname(), basics.shutdown)
             self.exit.install()
         else:
             self.exit.facts, self.exit.rank, self.exit.size = facts, rank, size
@@ -146,8 +140,6 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self.stopped.wait(self._next_tick_s()):
-            if os.getpid() != self._pid:
-                return
             try:
                 self._check()
             except Exception:
@@ -177,17 +169,16 @@ class Watchdog:
                 self._reported.add(key)
                 self._report(found[key], waited_s)
                 return
-        if self._idle_s >= 0.9 * self._limit_s and not self._idle_reported and self._others_wait():
+        is_idle = self._idle_s >= 0.9 * self._limit_s and not self._idle_reported
+        if is_idle and self.exit is not None and self._others_wait(self.exit):
             self._idle_reported = True
-            self._report_idle()
+            self._report_idle(self.exit)
 
-    def _others_wait(self) -> bool:
+    def _others_wait(self, this: RankExit) -> bool:
         """Return whether other ranks wait for this one: they report it, or have shut Horovod down."""
-        if self.exit is None:
-            return False
-        if any(rank != self.exit.rank for rank in self.exit.facts.all("waits")):
+        if any(rank != this.rank for rank in this.facts.all("waits")):
             return True
-        ranks = (ctypes.c_int * self.exit.size)()
+        ranks = (ctypes.c_int * this.size)()
         library = self._basics.MPI_LIB_CTYPES
         return bool(library.horovod_is_initialized() and library.horovod_process_set_ranks(0, ranks))
 
@@ -228,10 +219,7 @@ class Watchdog:
         say(f"{this.who}: Horovod itself is stuck: a rank no longer answers. This process ends, status {STALLED}.")
         os._exit(STALLED)
 
-    def _report_idle(self) -> None:
-        this = self.exit
-        if this is None:
-            return
+    def _report_idle(self, this: RankExit) -> None:
         this.facts.post("idle", {"place": waits.place(waits.frames().get(threading.main_thread().ident or 0))})
         dead = "".join(f" Its thread {thread} died." for thread in this.dead_threads)
         say(

@@ -42,7 +42,6 @@ class RankExit:
     rank: int
     size: int
     host: str
-    step: Callable[[], int]  # returns how many steps are done
     shut_down: Callable[[], None]  # Horovod's
     stalled_s: float = 0.0  # > 0: this rank's stall was reported, and so long others have to report theirs
     dead_threads: list[str] = field(default_factory=list)
@@ -89,7 +88,7 @@ class RankExit:
             else:
                 self._report(error, hook)
         finally:
-            self.leave(code)
+            leave(code, self)
 
     def _report(self, error: BaseException, hook: Callable[..., Any]) -> None:
         """Print this rank's exception: completely, unless another rank has just printed the same one."""
@@ -103,7 +102,7 @@ class RankExit:
                 if rank != self.rank and first.get("last_line") == last:
                     say(f"{self.who}: the same {last.partition(':')[0]} as on rank {rank}")
                     return
-        heading = f"{self.who} failed after {self.step()} steps:"
+        heading = f"{self.who} failed after {waits.steps_done()} steps:"
         is_pythons = hook is sys.__excepthook__
         say(f"{heading}\n{text}" if is_pythons else heading)
         if not is_pythons:
@@ -144,11 +143,6 @@ class RankExit:
 
     # ---- the end
 
-    def leave(self, code: int) -> NoReturn:
-        """End this process at once with `code`, after what was registered for its exit."""
-        self._ending = True
-        leave(code, last=self.facts.leave)
-
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self._ending:
             return
@@ -160,15 +154,17 @@ class RankExit:
         self.facts.leave()
 
 
-def leave(code: int, *, last: Callable[[], None] | None = None) -> NoReturn:
-    """End this process at once with `code`, after what was registered for its exit, and then `last`."""
+def leave(code: int, this: RankExit | None = None) -> NoReturn:
+    """End this process at once with `code`, after what was registered for its exit."""
+    if this is not None:
+        this._ending = True
     guard = threading.Timer(_EXIT_FUNCTIONS_S, os._exit, (code,))
     guard.daemon = True
     guard.start()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-        if last is not None:
-            last()
+        if this is not None:
+            this.facts.leave()
     _flush_and_exit(code)
 
 

@@ -21,6 +21,7 @@ from hvdtrain.system.process_tree import RUN_DIR
 
 # Equal on all ranks of a job on one host, and different in every other current job.
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_NOWHERE = Path(os.devnull)  # where ranks share nothing: no file can be below it
 _FORGOTTEN_S = 60.0
 _CLOCK_SLACK_S = 5.0
 
@@ -29,7 +30,7 @@ _CLOCK_SLACK_S = 5.0
 class SharedFacts:
     """Facts of ranks, as JSON files that are replaced whole."""
 
-    directory: Path | None  # None where ranks share nothing
+    directory: Path
     rank: int  # whose facts this process posts
     ours: bool = False  # the folder was made for this job by its ranks, which also remove it
     _began: float = field(default_factory=lambda: time.time() - _CLOCK_SLACK_S)
@@ -39,8 +40,6 @@ class SharedFacts:
 
         An error here, such as a full disk, must not end the run.
         """
-        if self.directory is None:
-            return
         name = f"{fact}-{self.rank}" + ".json" * isinstance(content, dict)
         new = self.directory / f".{name}.{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -50,9 +49,8 @@ class SharedFacts:
     def all(self, fact: str) -> dict[int, Any]:
         """Return a fact of all ranks, by rank; what another job has left behind does not count."""
         paths: list[Path] = []
-        if self.directory is not None:
-            with contextlib.suppress(OSError):  # the last rank to leave has removed it in this moment
-                paths = list(self.directory.glob(f"{fact}-*"))
+        with contextlib.suppress(OSError):  # the last rank to leave has removed it in this moment
+            paths = list(self.directory.glob(f"{fact}-*"))
         found = {}
         for path in paths:
             with contextlib.suppress(OSError, ValueError):  # gone, or no file of ours
@@ -62,8 +60,6 @@ class SharedFacts:
 
     def claim(self, what: str) -> bool:
         """Return whether this rank is the first to claim `what`; without a folder no other rank is known."""
-        if self.directory is None:
-            return True
         path = self.directory / f"claimed-{what}"
         try:
             if path.exists() and path.stat().st_mtime < self._began:
@@ -75,21 +71,21 @@ class SharedFacts:
 
     def leave(self) -> None:
         """Remove this rank; the last one removes the folder, since others may want to read from it."""
-        if self.directory is None or not self.ours:
-            return
-        (self.directory / f"pid-{self.rank}").unlink(missing_ok=True)
-        if all(process_state(int(pid)) for pid in self.all("pid").values()):
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.ours:
+            (self.directory / f"pid-{self.rank}").unlink(missing_ok=True)
+            if all(process_state(int(pid)) for pid in self.all("pid").values()):
+                shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def open_facts(rank: int, *, elastic: bool = False) -> SharedFacts:
     """Return this job's facts; none where ranks have nothing in common, or change their numbers."""
     given = os.environ.get(RUN_DIR)
     if given and Path(given).is_dir():  # it is not where `hvdtrain run` runs on another host
-        return SharedFacts(Path(given), rank=rank)
+        return SharedFacts(Path(given), rank)
     job = [os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)]
-    directory = _private_folder(job) if job and not elastic else None
-    return SharedFacts(directory, rank=rank, ours=True)
+    if job and not elastic and (folder := _private_folder(job)):
+        return SharedFacts(folder, rank, ours=True)
+    return SharedFacts(_NOWHERE, rank)
 
 
 def _private_folder(job: list[str]) -> Path | None:

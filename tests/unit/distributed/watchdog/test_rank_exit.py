@@ -21,10 +21,12 @@ def run_rank(code: str, tmp_path: Path, *, rank: int = 0, **environment: str) ->
         import atexit, os, sys, threading, time
         from pathlib import Path
         from hvdtrain.distributed.watchdog.shared_facts import SharedFacts
+        from hvdtrain.distributed.watchdog import waits
         from hvdtrain.distributed.watchdog.rank_exit import RankExit
+        waits.step_done(12)
         facts = SharedFacts(Path({str(tmp_path)!r}), rank={rank})
         atexit.register(print, "exit functions run")
-        rank = RankExit(facts, rank={rank}, size=2, host="h", step=lambda: 12, shut_down=lambda: print("shut down"))
+        rank = RankExit(facts, rank={rank}, size=2, host="h", shut_down=lambda: print("shut down"))
         rank.install()
         class HorovodInternalError(RuntimeError): pass
         GONE = "Horovod has been shut down. This was caused by"

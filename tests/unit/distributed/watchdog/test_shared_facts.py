@@ -59,7 +59,7 @@ def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp
     monkeypatch.setenv(process_tree.RUN_DIR, str(tmp_path / "another-hosts"))  # `hvdtrain run` runs there
     for name in shared_facts._JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert shared_facts.open_facts(0).directory is None
+    assert shared_facts.open_facts(0).directory == shared_facts._NOWHERE
     monkeypatch.setenv("PMIX_NAMESPACE", "17")
     zero, one = shared_facts.open_facts(0), shared_facts.open_facts(1)
     assert zero.directory == one.directory
@@ -71,7 +71,7 @@ def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp
     one.leave()
     assert not one.directory.exists()
     zero.directory.parent.chmod(0o777)  # anybody may write there: not ours alone
-    assert shared_facts.open_facts(0).directory is None
+    assert shared_facts.open_facts(0).directory == shared_facts._NOWHERE
 
 
 def test_the_state_of_a_process_is_reported():
