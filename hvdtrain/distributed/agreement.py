@@ -14,10 +14,9 @@ from hvdtrain.errors import DesyncError, HvdTrainError
 def first_difference(
     lists: Sequence[Sequence[Any]], normal: Callable[[Any], Any] = lambda item: item
 ) -> tuple[int, int, Any, Any] | None:
-    """Return where lists of ranks first differ from the first list; None if all are equal.
+    """Return (number of the first list that differs from list 0, index, item of list 0, its item); None if none does.
 
-    That is (number of the other list, index, item of the first list, item of the other one), with None for a missing
-    item. `normal` returns what is compared of an item.
+    A missing item is None. `normal` returns what is compared of an item.
     """
     for number, other in enumerate(lists):
         for index, (a, b) in enumerate(zip_longest(lists[0], other)):
@@ -42,10 +41,7 @@ def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
 
 
 def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
-    """Run `action` on the root and return its JSON result on every rank; if it fails, every rank raises.
-
-    The action does only I/O. The collectives that share its outcome are outside `if is_root`.
-    """
+    """Run `action`, which does only I/O, on the root; return its JSON result, or raise, on every rank."""
     result = None
     with everywhere(world=world, name=name):
         if world.is_root:

@@ -10,10 +10,7 @@ share at most one of their two lanes. Therefore
 - blocks are hashed in order, and so are dtype and shape: swapped blocks, a reshaped or cast array are found;
 - a change of three words or more is missed only if it leaves all lanes of a block equal: by chance once in 2^64, by
   structure if, say, four words at the places p, p + 512 i, p + 511 j and p + 512 i + 511 j of a block change by +d, -d,
-  -d and +d. Whoever wants to, can make such a change: this is a guard against faults, not against forgery.
-
-A device can make the lanes where its memory is (any framework adds int64 with wrap-around), and send them alone: 8 KiB
-for 2 MiB.
+  -d and +d: a guard against faults, not against forgery.
 """
 
 from __future__ import annotations

@@ -19,21 +19,16 @@ from hvdtrain.distributed.watchdog.rank_exit import is_caused_by_others
 
 log = logging.getLogger("hvdtrain")
 
-Reset = Callable[[], Any]
-
 _TRIES = 20
 _INIT_FAILED = "Horovod initialization failed"
-
-# A user's error, which would occur again in every new round.
-_NOT_A_FAILURE = "Mismatched"
+_NOT_A_FAILURE = "Mismatched"  # a user's error, which would occur again in every new round
 
 
 class _SoloState:
     """Horovod's State without Horovod: no rank joins or leaves, and `save`, `restore` and `sync` are the user's."""
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
-        self._bcast_object = bcast_object
-        self._rank = get_rank
+        self._bcast_object, self._rank = bcast_object, get_rank
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
@@ -53,11 +48,10 @@ class _SoloState:
 
 
 # Horovod's State is notified by its driver of hosts that join and leave.
-_horovod: Any = None
 try:
-    _horovod = importlib.import_module("horovod.common.elastic")
+    _horovod: Any = importlib.import_module("horovod.common.elastic")
 except ImportError:
-    pass
+    _horovod = None
 _State: Any = _horovod.State if _horovod else _SoloState
 
 
@@ -78,14 +72,12 @@ class ObjectState(State):
     the present attributes, not those of the last commit.
     """
 
+    _parts: Iterable[Any] = ()  # what has save, restore, sync and reset of its own
+
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         self._saved_state = copy.deepcopy(kwargs)  # its keys are the attributes' names
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
         self._set(kwargs)
-
-    @property
-    def _parts(self) -> Iterable[Any]:
-        return ()  # what has save, restore, sync and reset of its own
 
     def save(self) -> None:
         """Save copies of everything in memory."""
@@ -120,7 +112,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
     """Return `func(state, ...)`, which begins again whenever ranks join, leave or die.
 
     Before each beginning the state is synchronized from rank 0; after a failure the last commit is restored first.
@@ -162,7 +154,7 @@ def run_fn(func: Callable[..., Any], reset: Reset) -> Callable[..., Any]:
     return wrapper
 
 
-def _join_ranks(reset: Reset) -> None:
+def _join_ranks(reset: Callable[[], Any]) -> None:
     """Join the present ranks; try again where some of them die first. A host that left the job ends: SystemExit."""
     for tries_left in reversed(range(_TRIES)):
         try:

@@ -1,7 +1,6 @@
 """Record where this process's time goes: data, compute, reduction, other.
 
-All code that works or waits reports to one object, `recorder`. The heartbeat and `hvdtrain bench` read it. It is below
-telemetry, because World's collectives report their wait times to it.
+All code that works or waits, World's collectives too, reports to `recorder`. Heartbeat and `hvdtrain bench` read it.
 """
 
 from __future__ import annotations
@@ -76,23 +75,18 @@ class Recorder(ContextDecorator):
         self._seconds: dict[str, float] = dict.fromkeys(Seconds._fields, 0.0)
         self._own = self._waited = 0.0  # since a part ended
         self._waits = 0  # current waits: they may be nested, and in several threads
-        self._set_clock(clock or Clock())
         self._last_step = Seconds()
         self._graphs: list[tuple[Callable[[], float], list[float]]] = []
         self._unread: deque[tuple[Any, int, Part | None, bool]] = deque()  # of a clock that runs behind
         self._unread_steps = 0  # how many of these belong to steps that have ended
+        self.use(clock or Clock())
 
     def use(self, clock: Clock) -> None:
         """Measure with another clock from now on."""
         with self._lock:
             self._read(len(self._unread))
-            self._set_clock(clock)
-
-    def _set_clock(self, clock: Clock) -> None:
-        self._clock, self._now, self._behind = clock, clock.mark, clock.runs_behind
-        self._last = clock.mark()
-
-    # Reports
+            self._clock, self._now, self._behind = clock, clock.mark, clock.runs_behind
+            self._last = clock.mark()
 
     def ended(self, part: Part) -> None:
         """Count the time since the last part ended as `part`, except for wait times."""
@@ -143,8 +137,6 @@ class Recorder(ContextDecorator):
                 self._seconds["reduction"] += seconds - counted[0]
                 self._seconds["compute"] -= seconds - counted[0]
                 counted[0] = seconds
-
-    # Readings
 
     def read(self) -> Seconds:
         """Return the seconds up to the end of the last part; waits until the clock has reached that."""

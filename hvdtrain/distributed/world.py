@@ -30,9 +30,7 @@ Framework = launch_environment.Engine
 Op = Literal["sum", "mean", "min", "max"]
 Array = NDArray[Any]
 
-# Long enough for a thread that was just preempted to run again on a busy machine. The start of a worker takes several
-# times as long.
-FORK_PAUSE_S = 0.01
+FORK_PAUSE_S = 0.01  # long enough for a thread that was just preempted to run again on a busy machine
 
 # Horovod's numbers. A mean is a sum that is divided here: exact for integers too, and one native operation less.
 _OPS = {"sum": 1, "mean": 1, "min": 3, "max": 4}
@@ -254,10 +252,9 @@ def init_engine(
 def _pause_before_forks() -> None:
     """Pause before each fork, such as that of a DataLoader's workers, until other threads are idle.
 
-    When Horovod's background thread releases a tensor, it registers with Python. It then holds a lock of the
-    interpreter without holding the GIL. A child that is forked at that moment waits for the lock forever (CPython 3.11,
-    in PyOS_AfterFork_Child). Directly after an allreduce, on busy cores, 10 of 4,004 forks hung; with half of this
-    pause, 0 of 4,718.
+    When Horovod's background thread releases a tensor, it holds a lock of the interpreter without the GIL. A child that
+    is forked at that moment waits for the lock forever (CPython 3.11, in PyOS_AfterFork_Child). Directly after an
+    allreduce, on busy cores, 10 of 4,004 forks hung; with half of this pause, 0 of 4,718.
     """
     os.register_at_fork(before=lambda: time.sleep(FORK_PAUSE_S))
 
@@ -307,11 +304,7 @@ def make(engine: Framework | None, *args: Any, on_jax: bool, **kwargs: Any) -> W
 
 
 def current() -> World:
-    """Return the World that `init` made.
-
-    Raises:
-        HvdTrainError: `init` was not called yet.
-    """
+    """Return the World that `init` made."""
     if _world is None:
         raise HvdTrainError("hvdtrain is not initialised on this process. Call hvdtrain.init() first.")
     return _world

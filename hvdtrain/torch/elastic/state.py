@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,15 +23,11 @@ class TorchState(ObjectState):
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         kwargs.update(model=model, optimizer=optimizer)
         handlers = {name: handler for name, value in kwargs.items() if (handler := _handler(value)) is not None}
-        self._handlers: dict[str, StateHandler] = handlers
+        self._handlers, self._parts = handlers, handlers.values()
         for name, handler in handlers.items():
             setattr(self, name, handler.value)
         others = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(bcast_object=broadcast_object, get_rank=lambda: int(engine.native().rank()), **others)
-
-    @property
-    def _parts(self) -> Iterable[StateHandler]:
-        return self._handlers.values()
 
     def __setattr__(self, name: str, value: Any) -> None:
         handlers = self.__dict__.get("_handlers", {})
