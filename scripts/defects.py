@@ -172,8 +172,8 @@ DEFECTS = (
     Defect(
         "world: the greatest number over ranks is their sum",
         "hvdtrain/distributed/world.py",
-        '"sum" if op == "mean" else op)',
-        '"sum")',
+        "op=_OPS[op]",
+        'op=_OPS["sum"]',
         ranks("trainer-torch", "healthy or flipped"),
     ),
     Defect(
@@ -236,7 +236,7 @@ DEFECTS = (
     ),
     Defect(
         "heartbeat: a request to stop stays on its rank",
-        "hvdtrain/telemetry/heartbeat.py",
+        "hvdtrain/telemetry/interval.py",
         "vector[0] = stop",
         "vector[0] = 0.0",
         ranks("trainer-torch", "test_stop"),

@@ -22,8 +22,7 @@ from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
-from hvdtrain.telemetry.heartbeat import Heartbeat, HeartbeatReport
-from hvdtrain.telemetry.interval import Interval
+from hvdtrain.telemetry.interval import Heartbeat, HeartbeatReport, Interval
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
 from hvdtrain.training.learning_rate import LearningRate

@@ -9,7 +9,6 @@ import pytest
 
 from hvdtrain.callbacks import Callback, Stragglers
 from hvdtrain.data.sources import IndexedSource
-from hvdtrain.telemetry import heartbeat
 
 BATCH = 4
 NAP_S = 0.05
@@ -32,7 +31,7 @@ class Listen(Callback):
 @pytest.fixture
 def every_step(monkeypatch):
     """Let each step end an interval."""
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0)
+    monkeypatch.setattr("hvdtrain.telemetry.interval.INTERVAL_S", 0)
 
 
 def fit(trainer, *callbacks, samples=48, epochs=2):
@@ -60,7 +59,7 @@ def test_intervals_are_equal_on_all_ranks_and_their_metrics_exact(kit, world):
 @pytest.mark.world_size(2, 3)
 def test_listening_changes_no_metric(kit, world, monkeypatch):
     quiet = fit(kit.trainer(kit.model()))
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0)
+    monkeypatch.setattr("hvdtrain.telemetry.interval.INTERVAL_S", 0)
     heard = fit(kit.trainer(kit.model()), Listen())
     assert {name: heard[name] for name in ("loss", "accuracy")} == {name: quiet[name] for name in ("loss", "accuracy")}
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from hvdtrain.callbacks import Callback, RunFolder, run_folder
 from hvdtrain.system.settings import RUN_NAME
-from hvdtrain.telemetry import heartbeat
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
@@ -50,7 +49,7 @@ def test_a_run_keeps_what_it_was_and_how_it_went(make, tmp_path):
 
 
 def test_an_epochs_last_interval_is_kept_however_short_the_epoch(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0)
+    monkeypatch.setattr("hvdtrain.telemetry.interval.INTERVAL_S", 0)
     make().fit((X, Y), epochs=2, batch_size=4, callbacks=[RunFolder(tmp_path, every_s=1000)], progress=False)
     told = [(line["kind"], line["global_step"]) for line in lines(tmp_path)]
     assert told == [("interval", 1), ("interval", 3), ("epoch", 3), ("interval", 6), ("epoch", 6)]

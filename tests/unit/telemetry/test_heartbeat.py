@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.distributed.recorder import Clock, Recorder
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.telemetry.heartbeat import Heartbeat
+from hvdtrain.telemetry.interval import Heartbeat
 
 
 class TwoRanks(SoloWorld):

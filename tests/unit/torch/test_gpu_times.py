@@ -11,7 +11,7 @@ import torch
 from hvdtrain.distributed import tuning
 from hvdtrain.distributed.recorder import Clock, Recorder, Seconds
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.telemetry.heartbeat import Heartbeat
+from hvdtrain.telemetry.interval import Heartbeat
 from hvdtrain.telemetry.step_times import StepTimes
 from hvdtrain.torch import gpu_clock, step_marks
 from hvdtrain.torch.gpu_clock import GpuClock

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from hvdtrain.callbacks import Callback, Checkpoint
-from hvdtrain.telemetry import heartbeat
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
@@ -30,7 +29,7 @@ class StopAt(Callback):
 @pytest.fixture
 def fit(make, net, monkeypatch):
     """Return what trains for epochs of 3 steps, each an interval that is logged, and returns the history."""
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0)
+    monkeypatch.setattr("hvdtrain.telemetry.interval.INTERVAL_S", 0)
 
     def run(*callbacks, epochs=2, **options):
         options.setdefault("run_dir", None)

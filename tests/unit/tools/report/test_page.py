@@ -86,7 +86,7 @@ def titles(plots):
 
 
 def test_a_real_run_is_shown_whole(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("hvdtrain.telemetry.heartbeat._MOST_STEPS", 1)  # an interval a step
+    monkeypatch.setattr("hvdtrain.telemetry.interval._MOST_STEPS", 1)  # an interval a step
     x, y = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32), np.arange(12) % 3
     kept = RunFolder(tmp_path / "real", every_s=0)
     make(metrics=["accuracy"]).fit(
