@@ -23,7 +23,6 @@ from hvdtrain.errors import LaunchError
 log = logging.getLogger("hvdtrain")
 
 Bytes = NDArray[np.uint8]
-Pick = Callable[[int], str]  # makes a local rank's device the current one, and returns its name
 
 picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its script chooses by itself
 _compare: Callable[[], None] | None = None
@@ -40,7 +39,7 @@ class RankDevice:
     name: str = ""  # what the GPU is: "NVIDIA H100 80GB HBM3"
 
     def to_bytes(self) -> Bytes:
-        """Return it as one line, which may be longer on one rank than on another."""
+        """Return it as one line of JSON."""
         return np.frombuffer(json.dumps(astuple(self)).encode() + b"\n", np.uint8)
 
     def __str__(self) -> str:
@@ -63,8 +62,7 @@ def introduce(
 ) -> str:
     """Return in words what this rank computes on; ranks compare theirs in `compare_once`.
 
-    `run` runs collectives on host arrays. `gpu` returns UUID and name of a GPU that this process sees. With `nccl`,
-    gradients travel over NCCL.
+    `run` runs collectives on host arrays. `gpu` returns UUID and name of a GPU. With `nccl`, NCCL reduces.
     """
     global _compare
     if module.size() == 1:
@@ -133,8 +131,7 @@ def _named(ranks: Sequence[int]) -> str:
 def from_driver(index: int) -> tuple[str, str]:
     """Return UUID and name of the GPU that CUDA will call `index` in this process; ("", "") where nvidia-smi is silent.
 
-    For frameworks that know it only once they run. GPUs are counted as nvidia-smi does, which is CUDA's order
-    among equal ones.
+    For frameworks that know it only once they run. nvidia-smi's order is CUDA's among equal GPUs.
     """
     command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
     try:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ log = logging.getLogger("hvdtrain")
 
 Framework = launch_environment.Engine
 Op = Literal["sum", "mean", "min", "max"]
+Pick = Callable[[int], str]  # makes a local rank's device the current one, and returns its name
 Array = NDArray[Any]
 
 FORK_PAUSE_S = 0.01  # long enough for a thread that was just preempted to run again on a busy machine
@@ -193,7 +195,7 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
 
 
 def init_engine(
-    framework: Framework, *args: Any, on_jax: bool | None = None, pick: devices.Pick | None = None, **kwargs: Any
+    framework: Framework, *args: Any, on_jax: bool | None = None, pick: Pick | None = None, **kwargs: Any
 ) -> ModuleType | None:
     """Load and initialise Horovod for `framework`; arguments go to `horovod.init`.
 

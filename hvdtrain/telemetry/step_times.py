@@ -1,7 +1,6 @@
 """Step times for `hvdtrain bench`: compute, exposed communication and data wait, step by step.
 
-Nothing is saved unless HVDTRAIN_STEP_TIMES is set, which `hvdtrain bench --script` does, or a `StepTimes` is made and a
-framework's `step_marks` are attached to it.
+`hvdtrain bench --script` sets HVDTRAIN_STEP_TIMES for them, or makes a `StepTimes` and attaches `step_marks` to it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of `values`; fewer than four have no quartiles: then the smallest and largest."""
+        """Return the spread of `values`; of fewer than four the smallest and largest."""
         if len(values) < 4:
             return cls(statistics.median(values), min(values), max(values))
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -56,10 +55,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """A rank's typical step, split into parts that add up to its median, in seconds.
+    """A rank's typical step in seconds, split into parts that add up to its median.
 
-    The parts have the proportions of the steps of the middle half, so that an evaluation or a pause between two steps
-    does not count.
+    Their proportions are those of the middle half of the steps: a pause between two steps does not count.
     """
 
     steps: int  # how many were measured
@@ -107,9 +105,8 @@ class StepTimes:
         communication = scale * sum(step.waited for step in middle)
         data = scale * sum(step.data for step in middle)
         compute = spread.median - communication - data
-        backward = None
-        if any(step.backward for step in self._steps):
-            backward = min(compute, scale * sum(step.backward for step in middle))
+        reported = any(step.backward for step in self._steps)
+        backward = min(compute, scale * sum(step.backward for step in middle)) if reported else None
         return StepSummary(len(self._steps), spread, own, compute, communication, data, backward)
 
 
@@ -133,8 +130,7 @@ class RankReport:
         report = json.loads(text)
         summary = report.pop("summary")
         if summary is not None:
-            summary |= {name: Spread(**summary[name]) for name in ("step_s", "own_s")}
-            summary = StepSummary(**summary)
+            summary = StepSummary(**summary | {name: Spread(**summary[name]) for name in ("step_s", "own_s")})
         return cls(summary=summary, **report)
 
 
@@ -166,7 +162,7 @@ def from_environment() -> StepTimes:
 def rank_report(times: StepTimes) -> RankReport:
     """Return what this rank knows of its steps, and of where it ran."""
     engine: Any = next(iter(world._loaded.values()), None)
-    facts: dict[str, Any] = {"host": socket.gethostname(), **_process_facts(), **times.facts}
+    facts: dict[str, Any] = {"host": socket.gethostname(), "cores": usable_cores(), **_threads(), **times.facts}
     rank, size = 0, 1
     if engine is not None:
         facts |= {"engine": engine.__name__, "mpi_built": bool(engine.mpi_built())}
@@ -181,21 +177,14 @@ def rank_report(times: StepTimes) -> RankReport:
     return RankReport(rank, size, times.steps_taken, times.summary(), facts)
 
 
-def _process_facts() -> dict[str, Any]:
-    """Return how many threads this process computes with, and how many cores it may use."""
-    torch: Any = sys.modules.get("torch")
-    tensorflow: Any = sys.modules.get("tensorflow")
-    keras: Any = sys.modules.get("keras")
-    backend = keras.config.backend() if keras is not None and hasattr(keras, "config") else None
-    cores = usable_cores()
-    facts: dict[str, Any] = {"cores": cores}
+def _threads() -> dict[str, int]:
+    """Return how many threads this process computes with, where that is known."""
     try:
-        if backend == "tensorflow" and tensorflow is not None:
+        backend = sys.modules["keras"].config.backend() if "keras" in sys.modules else "torch"
+        if backend == "tensorflow":
             # 0 lets TensorFlow decide: it reads the environment, else it uses one thread per core.
-            chosen = tensorflow.config.threading.get_intra_op_parallelism_threads()
-            facts["threads"] = chosen or int(os.environ.get("TF_NUM_INTRAOP_THREADS") or cores)
-        elif backend in (None, "torch") and torch is not None:
-            facts["threads"] = torch.get_num_threads()
-    except AttributeError:  # still importing when the process ended
-        pass
-    return facts
+            chosen = sys.modules["tensorflow"].config.threading.get_intra_op_parallelism_threads()
+            return {"threads": chosen or int(os.environ.get("TF_NUM_INTRAOP_THREADS") or usable_cores())}
+        return {"threads": sys.modules["torch"].get_num_threads()} if backend == "torch" else {}
+    except (AttributeError, KeyError):  # not imported, or still importing when the process ended
+        return {}
