@@ -18,6 +18,7 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.distributed.launch_environment import named
 from hvdtrain.errors import LaunchError
 
 log = logging.getLogger("hvdtrain")
@@ -107,7 +108,7 @@ def compare(mine: RankDevice, module: ModuleType, run: Callable[..., Bytes], *, 
     without = [rank for rank, each in enumerate(ranks) if each.kind == "cpu"]
     if nccl and without and any(each.kind == "cuda" for each in ranks):
         raise LaunchError(
-            f"No GPU is visible to {_named(without)} on host {ranks[without[0]].host}, and others have one. With NCCL "
+            f"No GPU is visible to {named(without)} on host {ranks[without[0]].host}, and others have one. With NCCL "
             'all have one, or none: launch on hosts with GPUs only, or train on CPUs with CUDA_VISIBLE_DEVICES="".'
         )
     if shared and module.rank() == 0:
@@ -121,11 +122,7 @@ def in_words(ranks: Sequence[RankDevice]) -> str:
         if each.uuid:
             homes.setdefault((each.host_id, each.uuid), []).append(rank)
     several = [members for members in homes.values() if len(members) > 1]
-    return "; ".join(f"{_named(m)} on host {ranks[m[0]].host} share {ranks[m[0]]}" for m in several)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return "; ".join(f"{named(m)} on host {ranks[m[0]].host} share {ranks[m[0]]}" for m in several)
 
 
 def from_driver(index: int) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +64,11 @@ def detect() -> Launcher | None:
 def rank() -> str:
     """Return this process's number as its launcher gave it, for messages before Horovod knows it; "?" for none."""
     return next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0, 1"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def is_alone() -> bool:

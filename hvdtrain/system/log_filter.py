@@ -1,8 +1,7 @@
 """Hide frameworks' start-up notes, which each rank prints, so that the training's own lines are visible.
 
-With TF_CPP_MIN_LOG_LEVEL=1, TensorFlow and JAX print only warnings and errors. TensorFlow 2.21 prints some notes before
-it reads the variable, while it loads its libraries; these are filtered from the output of `import tensorflow`. Warnings
-and errors stay, and no result changes: oneDNN's settings are not touched.
+With TF_CPP_MIN_LOG_LEVEL=1, TensorFlow and JAX print only warnings and errors. The notes that TensorFlow 2.21 prints
+before it reads the variable are filtered from the output of `import tensorflow`. oneDNN's settings are not touched.
 
 `import hvdtrain` does this, so import it before the framework; `hvdtrain run` does it for any script. HVDTRAIN_QUIET=0,
 or the user's TF_CPP_MIN_LOG_LEVEL=0, switches it off.
@@ -14,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -65,7 +64,7 @@ class _TensorFlowFinder:
     """Finds TensorFlow, and nothing else, to filter its output during the import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return TensorFlow's spec, as Python finds it, with an import whose output is filtered."""
+        """Return TensorFlow's spec with an import whose output is filtered."""
         spec = PathFinder.find_spec(name, path, target) if name == "tensorflow" else None
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "__dict__"):
             loader: Any = spec.loader
@@ -82,10 +81,7 @@ class _TensorFlowFinder:
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    """Filter notes from this process's standard error.
-
-    Another process filters: it also prints what is written during a crash, and no full pipe blocks this one.
-    """
+    """Filter notes from standard error in another process, which outlives a crash and empties the pipe."""
     import subprocess  # not at every program's start
 
     try:
@@ -107,10 +103,8 @@ def _without_notes() -> Iterator[None]:
         _flush()
         os.dup2(original, 2)
         os.close(original)
-        try:
+        with suppress(subprocess.TimeoutExpired):  # a process started meanwhile still writes to it
             listener.wait(_WAIT_S)  # so that output stays in order
-        except subprocess.TimeoutExpired:  # a process started meanwhile still writes to it; it ends with that one
-            pass
 
 
 def _flush() -> None:

@@ -64,10 +64,9 @@ OVERSUBSCRIBE_IN_5 = {"PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE"}
 _IN_5 = {
     "OMPI_MCA_hwloc_base_binding_policy": "PRTE_MCA_hwloc_default_binding_policy",
     "OMPI_MCA_orte_tmpdir_base": "PRTE_MCA_prte_tmpdir_base",
-    **{
-        f"OMPI_MCA_oob_tcp_keepalive_{each}": f"PRTE_MCA_oob_tcp_keepalive_{each}"
-        for each in ("time", "intvl", "probes")
-    },
+    "OMPI_MCA_oob_tcp_keepalive_time": "PRTE_MCA_oob_tcp_keepalive_time",
+    "OMPI_MCA_oob_tcp_keepalive_intvl": "PRTE_MCA_oob_tcp_keepalive_intvl",
+    "OMPI_MCA_oob_tcp_keepalive_probes": "PRTE_MCA_oob_tcp_keepalive_probes",
     "OMPI_MCA_plm_rsh_args": "PRTE_MCA_plm_ssh_args",
     "OMPI_MCA_plm_rsh_agent": "PRTE_MCA_plm_ssh_agent",
     "OMPI_MCA_btl_vader_backing_directory": "OMPI_MCA_btl_sm_backing_directory",

@@ -93,7 +93,6 @@ def request_stop(job: dict[int, Process], *, requested: set[int], pids: dict[int
 
 
 def _signal_of(pid: int) -> int | None:
-    """Return the stop signal that a process handles."""
     return next((number for number in (signal.SIGUSR1, signal.SIGTERM) if handles(pid, number)), None)
 
 

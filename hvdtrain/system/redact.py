@@ -275,7 +275,6 @@ _STEM = re.compile(r"secret(?!ar)|passw|passphrase|passcode|credential|apikey|ac
 _FOLDERS = frozenset({"PWD", "OLDPWD"})  # the shell's
 _SETTINGS = listed("length len policy required enabled timeout file path dir")  # beside a secret: password_length
 _ALONE = listed("auth oauth authorization authentication bearer cookie cookies cred creds jwt otp token")
-_LAST = listed("pat pw apitoken authtoken accesstoken")
 _RUN_TOGETHER = re.compile(
     r"(?:api|auth|access|refresh|bearer|my|hf|gh|git|bot|user|session)token|(?:basic|http)auth"
     r"|(?:ssh|db|pg|my|mysql|root|user|admin|smtp|ftp)pass"
@@ -334,7 +333,7 @@ def _tells(words: list[str], index: int) -> bool:
     rest = [each for each in words[index + 1 :] if not each.isdigit()]
     if word in _ALONE or _RUN_TOGETHER.fullmatch(word):
         return not (rest and rest[0] in _SAFE_AFTER) and not (word == "token" and before in _SAFE_BEFORE_TOKEN)
-    if word in _LAST:
+    if word in ("pat", "pw"):
         return not rest
     if _KEYS.fullmatch(word) or (word in ("key", "keys") and before in _KEEPERS):
         return not (rest and rest[0] in _SAFE_AFTER - _AFTER_KEY)

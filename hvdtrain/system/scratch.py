@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# A folder that `hvdtrain bench` makes and deletes. A rank of another host makes it there.
-VARIABLE = "HVDTRAIN_SCRATCH"
+VARIABLE = "HVDTRAIN_SCRATCH"  # a folder that `hvdtrain bench` makes and deletes, a rank of another host there
 
 _KERAS_WRITERS = frozenset({"ModelCheckpoint", "BackupAndRestore", "CSVLogger", "TensorBoard"})
 

@@ -12,11 +12,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# The oldest NVIDIA driver for programs built for CUDA 13, as torch and JAX are.
-OLDEST_DRIVER = 580
-
-# What __cplusplus is at least in a compiler that knows a standard.
-_STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}
+OLDEST_DRIVER = 580  # NVIDIA's for programs built for CUDA 13, as torch and JAX are
+_STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}  # __cplusplus in a compiler that knows a standard
 
 
 def compiler_command() -> str | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hvdtrain.distributed.launch_environment import named
 from hvdtrain.distributed.watchdog import waits
 from hvdtrain.distributed.watchdog.shared_facts import SharedFacts, process_state
 from hvdtrain.system.settings import DEBUG
@@ -115,11 +116,13 @@ class RankExit:
         time.sleep(self.stalled_s)
         stalled = [rank for rank in self.facts.all("waits") if rank != self.rank]
         if self.stalled_s or stalled:
-            reported = "reported above" if self.stalled_s else f"that {_ranks(stalled)} reported"
+            reported = "reported above" if self.stalled_s else f"that {named(stalled)} reported"
             say(f"{self.who}: ended after the stall {reported}")
             return STALLED
         self.facts.post("followed", {"rank": self.rank, "time": time.time()})
-        say(f"{self.who}: ended because {self._cause()}. It waited {_where(error)}; {DEBUG}=1 shows its traceback.")
+        places = [place for frame, _ in traceback.walk_tb(error.__traceback__) if (place := waits.place(frame))]
+        where = f"at {places[-1]}" if places else "for others"
+        say(f"{self.who}: ended because {self._cause()}. It waited {where}; {DEBUG}=1 shows its traceback.")
         return 1
 
     def _cause(self) -> str:
@@ -132,7 +135,7 @@ class RankExit:
             rank, first = min(errors.items(), key=lambda item: float(item[1].get("time", 0)))
             return f"rank {rank} failed first ({str(first.get('last_line', ''))[:200]}); see its message"
         if ended:
-            ranks = _ranks(list(ended))
+            ranks = named(list(ended))
             return f"{ranks} ended early, by sys.exit or at the end of the script, while others continued"
         followed = self.facts.all("followed")  # what they waited for is the cause, and may be on another host
         for rank, pid in self.facts.all("pid").items():
@@ -196,17 +199,5 @@ def is_caused_by_others(error: BaseException) -> bool:
     return False
 
 
-def _where(error: BaseException) -> str:
-    """Return "at train.py:38 in main", where the user's code was when `error` reached it."""
-    last = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        last = waits.place(frame) or last
-    return f"at {last}" if last else "for others"
-
-
 def _last_line(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -115,11 +115,11 @@ def _sweep(folder: Path) -> None:
 
 
 def process_state(pid: int) -> str:
-    """Return in words how a process of this host ended or stopped; "" if it runs, or where that is unknown."""
+    """Return in words how a process of this host ended or stopped; "" if it runs."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return "is gone: it was killed or it crashed" if Path("/proc/self/stat").exists() else ""
+        return "is gone: it was killed or it crashed"
     if state in "tT":
         return "is stopped (SIGSTOP, or a debugger)"
     return "has ended" if state in "ZX" else ""
