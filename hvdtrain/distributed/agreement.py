@@ -14,10 +14,7 @@ from hvdtrain.errors import DesyncError, HvdTrainError
 def first_difference(
     lists: Sequence[Sequence[Any]], normal: Callable[[Any], Any] = lambda item: item
 ) -> tuple[int, int, Any, Any] | None:
-    """Return (number of the first list that differs from list 0, index, item of list 0, its item); None if none does.
-
-    A missing item is None. `normal` returns what is compared of an item.
-    """
+    """Return (number of the first list that differs from list 0, index, both items or None); None if none does."""
     for number, other in enumerate(lists):
         for index, (a, b) in enumerate(zip_longest(lists[0], other)):
             if a is None or b is None or normal(a) != normal(b):
@@ -51,10 +48,7 @@ def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
 
 @contextmanager
 def everywhere(*, world: World, name: str) -> Iterator[None]:
-    """Raise on every rank if the block fails on one: its own error, or else a HvdTrainError that quotes the first.
-
-    The end of the block is a collective.
-    """
+    """Raise on every rank, in a collective at its end, if the block fails on one: its own error, or a quote."""
     error: Exception | None = None
     try:
         yield

@@ -30,11 +30,7 @@ _SMALL = 2048  # words; hashing them costs less than hashing their lanes
 
 
 def of_array(array: NDArray[Any]) -> bytes:
-    """Return the digest of an array's values, bit for bit, with its dtype and shape: 16 bytes.
-
-    Bits count, not numbers: 0.0 and -0.0 differ, and so do two NaNs with different payloads. How an array lies in
-    memory does not count: one that is not C-ordered is copied first.
-    """
+    """Return the digest of an array's bits, dtype and shape: 0.0 and -0.0 differ, and so do two NaNs' payloads."""
     hashed = hashlib.blake2b(f"{array.dtype.str}{array.shape}".encode(), digest_size=SIZE)
     data = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     whole = data.size // 8 * 8

@@ -61,10 +61,7 @@ def gpu_of(local_rank: int, count: int) -> int:
 def introduce(
     module: ModuleType, run: Callable[..., Bytes], *, gpu: Callable[[int], tuple[str, str]], nccl: bool
 ) -> str:
-    """Return in words what this rank computes on; ranks compare theirs in `compare_once`.
-
-    `run` runs collectives on host arrays. `gpu` returns UUID and name of a GPU. With `nccl`, NCCL reduces.
-    """
+    """Return in words what this rank computes on; `gpu` returns UUID and name of a GPU, `run` reduces host arrays."""
     global _compare
     if module.size() == 1:
         return picked
@@ -76,11 +73,7 @@ def introduce(
 
 
 def compare_once() -> None:
-    """Let ranks compare their devices, once after `hvd.init`; a collective of all ranks.
-
-    TensorFlow must not compute before a script has set its threads and memory: there it comes before the first
-    collective of the World.
-    """
+    """Compare devices, once after `hvd.init`: a collective, on TensorFlow just before the World's first."""
     global _compare
     compare_now, _compare = _compare, None
     if compare_now is not None:
@@ -126,10 +119,7 @@ def in_words(ranks: Sequence[RankDevice]) -> str:
 
 
 def from_driver(index: int) -> tuple[str, str]:
-    """Return UUID and name of the GPU that CUDA will call `index` in this process; ("", "") where nvidia-smi is silent.
-
-    For frameworks that know it only once they run. nvidia-smi's order is CUDA's among equal GPUs.
-    """
+    """Return UUID and name of the GPU that CUDA will call `index` here; ("", "") where nvidia-smi is silent."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

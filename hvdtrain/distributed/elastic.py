@@ -1,7 +1,7 @@
 """Elastic jobs, for every framework: continue when ranks leave or join.
 
-Horovod's driver starts ranks on new hosts, drops hosts whose ranks died, and notifies rank 0. A run commits its state
-from time to time. When a rank dies, the others synchronize, restore their last commit and continue from there.
+Horovod's driver starts ranks on new hosts, drops hosts whose ranks died, and notifies rank 0. The others synchronize,
+restore their last commit and continue from there.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class State(_State):
 class ObjectState(State):
     """State of Python objects, each an attribute, of which a commit saves copies.
 
-    Unlike Horovod's, it also restores objects that were changed in place, such as a list that grew, and `sync` sends
-    the present attributes, not those of the last commit.
+    Unlike Horovod's, it restores objects changed in place too, and `sync` sends the present attributes.
     """
 
     _parts: Iterable[Any] = ()  # what has save, restore, sync and reset of its own
@@ -176,10 +175,7 @@ def _is_removed() -> bool:
 
 
 def is_failure_of_others(error: BaseException) -> bool:
-    """Return whether an exception says that ranks can no longer reach each other.
-
-    Inside a compiled step, TensorFlow and JAX turn Horovod's error into one of their own.
-    """
+    """Return whether an exception, Horovod's or one that quotes it, says that ranks no longer reach each other."""
     is_horovods = type(error).__name__ == "HorovodInternalError" and _NOT_A_FAILURE not in str(error)
     return is_horovods or is_caused_by_others(error)
 

@@ -14,9 +14,9 @@ def knows(framework: str) -> bool:
 
 
 def load(framework: str, part: str) -> Any:
-    """Return the module `part` of a framework's folder. It imports the framework, so load it when it is needed.
+    """Return the module `part` of a framework's folder, which imports the framework.
 
-    The parts are adapter (the Trainer's steps), bench and step_marks (`hvdtrain bench`), collectives (host arrays
-    between ranks), elastic, jax_device, prepare (custom loops), proof (`hvdtrain build`) and sources (data).
+    Parts: adapter (the Trainer's steps), bench and step_marks (`hvdtrain bench`), collectives (host arrays), elastic,
+    jax_device, prepare (custom loops), proof (`hvdtrain build`) and sources (data).
     """
     return importlib.import_module(f"hvdtrain.{_FOLDERS[framework]}.{part}")

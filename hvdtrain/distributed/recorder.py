@@ -64,10 +64,7 @@ class Clock:
 
 
 class Recorder(ContextDecorator):
-    """Adds up the seconds of each part; all of this process's time belongs to exactly one part.
-
-    The code that ends a part reports it. Waiting for other ranks is reported separately, from any thread.
-    """
+    """Adds up the seconds of each part, reported by the code that ends it, and of waiting, from any thread."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.on_step: Callable[[Seconds], None] | None = None  # called with each step's seconds, after `step_done`

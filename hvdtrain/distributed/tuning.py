@@ -42,9 +42,8 @@ _QUOTA_AND_PERIOD = (
 )
 _MOST_CORES = 4096
 
-# Ranks of one host without GPUs do not need transports to other hosts, which listen on every interface. Nor do they
-# need hwloc's plugins that search for GPUs with X and OpenCL, or parse XML with a library. Loaded, these cost each rank
-# 5 MiB.
+# Ranks of one host without GPUs do not need transports to other hosts, which listen on every interface, nor hwloc's
+# plugins that search for GPUs with X and OpenCL, or parse XML with a library, at 5 MiB a rank.
 _NO_NETWORKS = {
     "OMPI_MCA_btl": "^openib,ofi,tcp,uct,usnic",
     "HWLOC_PLUGINS_BLACKLIST": "hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
@@ -58,7 +57,6 @@ _PMIX = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")  # what launchers set that `launch
 _HOROVODRUNS = {"OMPI_MCA_btl": "^openib"}
 # What Open MPI 4 maps by default. 5 maps 16 MiB per rank; if /dev/shm is too small for that, ranks abort.
 _SEGMENT_IN_5 = {"OMPI_MCA_btl_sm_segment_size": str(2**22)}
-_SHARED_MEMORY = "/dev/shm"
 _SHARED_BYTES_A_RANK = 2**23  # twice what Open MPI maps
 
 # Set here, not by the user: a second init in one process must not take them for the user's.
@@ -79,29 +77,27 @@ class Tuning:
 
 
 def prepare(engine: str, host: ModuleType, *, nccl: bool, on_jax: bool = False) -> Tuning:
-    """Decide what must be decided before Horovod starts.
-
-    `nccl` says whether Horovod was built with NCCL, for which its own defaults are right. Not whether this rank has a
-    GPU: ranks that fuse differently would wait for each other for ever. On JAX gradients travel from host memory.
-    """
-    nccl = nccl and not on_jax
+    """Decide what must be decided before Horovod starts; `nccl` says whether it was built with NCCL."""
+    nccl = nccl and not on_jax  # JAX's gradients travel from host memory
     tuning = Tuning(one_host=launch_environment.on_one_host(), nccl=nccl and host.has_gpu())
     pieces = os.environ.get(PIECES, "0")
     if not pieces.isdecimal():
         raise ValueError(f"{PIECES} must be a number of bytes, 0 for whole tensors. Received: {PIECES}={pieces!r}")
+    launch = launch_environment.detect()
     # Ranks that spin while they wait starve the ones that compute: 2 to 13 times slower on full cores.
     wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     if tuning.one_host:
         # In pieces that fit the cache, copying through shared memory beats reading the other process's memory, which
         # costs a system call and page-table walk a piece.
         wanted |= {PIECES: str(512 * 2**10), "OMPI_MCA_btl_vader_single_copy_mechanism": "none", **_SEGMENT_IN_5}
-        if not host.has_gpu() and _has_room_for(launch_environment.detect()):
+        if launch and not host.has_gpu() and _has_room_for(launch.size or _MOST_CORES):
             wanted |= _NO_NETWORKS
-    elif launch_environment.detect() is not None:
+    elif launch is not None:
         wanted |= network.without_bridges(os.environ)
     elif not any(name.startswith(_PMIX) for name in os.environ):
         wanted |= _ALONE
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
+        # Asked of the build, not of this rank's GPU: ranks that fuse differently would wait for each other for ever.
         # Small gradients are sent in hvdtrain's buckets, and large ones gain nothing from a copy. Which tensors Horovod
         # fuses depends on timing. On three ranks or more, so does the order in which MPI and Gloo add, and the last bit
         # of the weights. Without fusion a tensor also starts a cycle at once. Autotuning cannot change what is set.
@@ -124,10 +120,7 @@ def prepare(engine: str, host: ModuleType, *, nccl: bool, on_jax: bool = False) 
 
 
 def gpu_async() -> bool:
-    """Return whether steps on GPUs are requested in which the host waits for nothing; no GPU has run them yet.
-
-    Not in elastic jobs, where NCCL's errors must reach the host.
-    """
+    """Return whether steps in which the host waits for no GPU are requested; elastic jobs need to see NCCL's errors."""
     return os.environ.get(GPU_ASYNC) == "1" and not launch_environment.is_elastic()
 
 
@@ -194,11 +187,8 @@ def keep_freed_memory(*, torch: bool) -> bool:
     """Let glibc hold freed memory for the next step; return whether it does.
 
     A step frees its activations and gradients, and the next one allocates them again. What was given back in between is
-    faulted in again page by page: 20 of an MLP's 110 ms. A step needs no more memory than before, but what was once
-    used is not given back before the end. HVDTRAIN_KEEP_MEMORY=0 leaves malloc alone, and so do settings of the user's
-    own (MALLOC_*, GLIBC_TUNABLES).
-
-    TensorFlow and JAX allocate on several threads, each with a heap that is given back: those share one.
+    faulted in again page by page: 20 of an MLP's 110 ms. HVDTRAIN_KEEP_MEMORY=0 and the user's own settings (MALLOC_*,
+    GLIBC_TUNABLES) leave malloc alone.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if own or os.environ.get(KEEP_MEMORY) == "0":
@@ -211,25 +201,20 @@ def keep_freed_memory(*, torch: bool) -> bool:
     # Older versions of glibc take no more than the second.
     done = any(mallopt(_M_MMAP_THRESHOLD, limit) == 1 for limit in (_NEARLY_ALL_BLOCKS, _SMALL_BLOCKS))
     if done and not torch:
-        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_ARENA_MAX, 1)  # TensorFlow and JAX allocate on several threads, each with a heap that is given back
     return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
 
 
-def _has_room_for(launch: launch_environment.Launcher | None) -> bool:
-    """Return whether all ranks of this host can talk through shared memory; else TCP must stay as a way round it."""
+def _has_room_for(ranks: int) -> bool:
+    """Return whether ranks of this host can talk through shared memory; else TCP must stay as a way round it."""
     try:
-        free = shutil.disk_usage(_SHARED_MEMORY).free
+        return shutil.disk_usage("/dev/shm").free >= ranks * _SHARED_BYTES_A_RANK
     except OSError:
         return False
-    return launch is not None and free >= (launch.size or _MOST_CORES) * _SHARED_BYTES_A_RANK
 
 
 def share_of_cores(module: ModuleType, host: ModuleType) -> int:
-    """Return how many of the cores that this rank may use are its own, at least 1; a collective of all ranks.
-
-    A core that several ranks of a host may use is shared among them; one that a launcher gave to this rank alone is
-    its own. A container's limit on processor time is shared by its ranks.
-    """
+    """Return how many of its cores are this rank's share, at least 1; a collective of all ranks."""
     cores = sorted(core for core in os.sched_getaffinity(0) if core < _MOST_CORES)
     mask = np.zeros(_MOST_CORES, np.uint8)
     mask[cores] = 1

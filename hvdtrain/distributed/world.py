@@ -197,12 +197,8 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
 def init_engine(
     framework: Framework, *args: Any, on_jax: bool | None = None, pick: Pick | None = None, **kwargs: Any
 ) -> ModuleType | None:
-    """Load and initialise Horovod for `framework`; arguments go to `horovod.init`.
-
-    `on_jax` says whether JAX computes and uses this library; None to find out from what is imported. `pick` makes a
-    local rank's device the current one and returns its name; None if the script does that itself.
-    """
-    if on_jax is None:  # before Horovod imports torch, which would look like the user's choice
+    """Load and initialise Horovod; `pick` takes a local rank's device; for None, the script does."""
+    if on_jax is None:  # find out before Horovod imports torch, which would look like the user's choice
         on_jax = launch_environment.runs_on_jax(None)
     module = load_engine(framework)
     if module is None:

@@ -48,10 +48,7 @@ def _addresses() -> Iterator[tuple[str, str, str]]:
 
 
 def without_bridges(given: Iterable[str]) -> dict[str, str]:
-    """Return variables that keep Open MPI off this host's bridges; none where the user has chosen interfaces.
-
-    `given` has the names of variables that are set; Open MPI's files may choose too.
-    """
+    """Return variables that keep Open MPI off this host's bridges; none where `given` ones or its files choose."""
     if any(name.startswith(_CHOICE) for name in given):
         return {}
     bridges, others = _networks()

@@ -1,7 +1,4 @@
-"""Open MPI 4 and 5: where this environment has its programs, and what each version calls the same setting.
-
-Version 5 has another launcher, PRRTE, with other variables. Each version ignores the other's names, so both are set.
-"""
+"""Open MPI 4 and 5: where their programs are, and each version's names of a setting; each ignores the other's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Only the owner can read a run's files, whatever the umask; with HVDTRAIN_SHARE_FILES=1 the umask decides.
 
-Existing files and folders keep their mode: a folder that somebody has shared stays shared, but new files in it are
-private.
+Existing files and folders keep their mode, but new files in a shared folder are private.
 """
 
 from __future__ import annotations

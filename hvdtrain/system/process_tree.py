@@ -41,8 +41,7 @@ class Process:
 def members(run_dir: str | None, *, below: int | None = None, without: tuple[int, ...] = ()) -> dict[int, Process]:
     """Return the living processes of the job of `run_dir`, by pid; None for a job without a folder.
 
-    The process `below` and its descendants belong to it, since a program may overwrite its environment; but neither the
-    calling process, nor those of `without` with their descendants.
+    `below` and its descendants belong to it too; not the calling process, nor `without` and their descendants.
     """
     mark = f"{RUN_DIR}={run_dir}".encode()
     parents: dict[int, int] = {}
@@ -77,8 +76,7 @@ def _rank(variables: list[bytes]) -> int | None:
 def request_stop(job: dict[int, Process], *, requested: set[int], pids: dict[int, int]) -> None:
     """Request a stop of every rank of `job`, once: by SIGUSR1 if it handles it, else by SIGTERM.
 
-    The signal goes to the outermost process of a rank that handles it: a shell around it would only die. `requested`
-    are pids that have received a request; new ones are added. `pids` are the ranks' processes as far as reported.
+    `requested` are pids that have received a request; new ones are added. `pids` are the ranks' as far as reported.
     """
     tops = {p.pid for p in job.values() if p.rank is not None and (p.parent not in job or job[p.parent].rank != p.rank)}
     tops |= {pid for pid in pids.values() if pid in job and not _is_below(job, pid, tops)}
@@ -144,10 +142,7 @@ def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ..
 
 
 def guard(run_dir: str, elsewhere: list[str]) -> None:
-    """Wait for the end of standard input. Unless it was DONE, end the job and remove its folder.
-
-    `elsewhere` is a command that ends the job on other hosts; it may be empty.
-    """
+    """When standard input ends without DONE, end the job, remove its folder, and run `elsewhere`, for other hosts."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)
     if sys.stdin.buffer.read() != DONE:

@@ -310,10 +310,7 @@ _SAFE_BEFORE_PASS = listed(
 
 
 def is_secret(name: str, *, in_prose: bool = False) -> bool:
-    """Return whether what has this name, such as --api-key, HF_TOKEN or logger.apiKey, is to be hidden.
-
-    With `in_prose`, the name was found in a text, where a lone "key" or "auth" is an ordinary word.
-    """
+    """Return whether what has this name, such as --api-key or HF_TOKEN, is to be hidden; in prose "key" is a word."""
     return _is_secret(name) and not (in_prose and name.lower() in ("key", "auth", "pat", "pw"))
 
 

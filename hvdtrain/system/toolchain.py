@@ -1,7 +1,4 @@
-"""This host's C++ compiler, Python headers and GPU driver.
-
-`scripts/bootstrap.py` reads this before anything is installed: the standard library only.
-"""
+"""This host's C++ compiler, Python headers and GPU driver; `scripts/bootstrap.py` has the standard library only."""
 
 from __future__ import annotations
 

@@ -96,10 +96,7 @@ class HeartbeatReport:
 
 
 class Heartbeat:
-    """Exchanges a flag and times about once a second: after a number of steps that all ranks agree on.
-
-    That number is computed from step times. A flag in every step would cost every step an additional exchange.
-    """
+    """Exchanges a flag and times about once a second, after a number of steps that all ranks agree on."""
 
     def __init__(self, world: World, *, times: Recorder = recorder) -> None:
         self._world = world

@@ -70,10 +70,7 @@ class StepSummary:
 
 
 class StepTimes:
-    """Saves the parts of each step that the recorder sees end; a framework's `step_marks.attach` reports to it.
-
-    After `limit` measured steps each further one calls `on_limit`; 0 means never.
-    """
+    """Saves the parts of each recorded step; calls `on_limit` from `limit` measured steps on, 0 for never."""
 
     def __init__(
         self, times: Recorder = recorder, *, limit: int = 0, on_limit: Callable[[], None] = lambda: None

@@ -62,14 +62,11 @@ def limit_s() -> float:
 
 
 def horovods_limits() -> dict[str, str]:
-    """Return settings with which Horovod names stalled tensors before our limit, and ends what we do not see after it.
-
-    Horovod checks tensors every HOROVOD_STALL_CHECK_TIME_SECONDS. For tensors in its cache it restarts its count after
-    they have waited that long once. So it reports a stall within three times this time.
-    """
+    """Return settings with which Horovod names stalled tensors before our limit, and ends what we miss after it."""
     limit = limit_s()
     if limit == float("inf"):
         return {}
+    # Horovod checks as often, and restarts its count once for a cached tensor: it reports within three times this time.
     check = max(1, min(60, int(limit / 4)))
     own = os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "")
     if own.isdecimal() and int(own):

@@ -36,13 +36,10 @@ class SharedFacts:
     _began: float = field(default_factory=lambda: time.time() - _CLOCK_SLACK_S)
 
     def post(self, fact: str, content: dict[str, Any] | int) -> None:
-        """Write a fact of this rank: <fact>-<rank>, with ".json" unless it is a number alone.
-
-        An error here, such as a full disk, must not end the run.
-        """
+        """Write a fact of this rank: <fact>-<rank>, with ".json" unless it is a number alone."""
         name = f"{fact}-{self.rank}" + ".json" * isinstance(content, dict)
         new = self.directory / f".{name}.{os.getpid()}"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # such as a full disk: it must not end the run
             new.write_text(json.dumps(content), encoding="utf-8")
             os.replace(new, self.directory / name)
 
