@@ -11,8 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.settings import DEBUG
-from hvdtrain.system.suggestions import did_you_mean
+from hvdtrain.system.settings import DEBUG, did_you_mean
 
 # Typer exports BadParameter alone, and newer versions carry a copy of click of their own: its base is theirs.
 TyperUsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -25,20 +25,14 @@ class Launcher:
 
 # In this order: horovodrun inside a Slurm allocation is horovodrun's. SLURM_STEP_NUM_TASKS is srun's own step,
 # SLURM_NTASKS the whole allocation's, and may be all that a container passes on.
-_SIZE_VARIABLES = (
-    ("horovodrun", "HOROVOD_SIZE"),
-    ("mpirun", "OMPI_COMM_WORLD_SIZE"),
-    ("mpiexec", "PMI_SIZE"),
-    ("mpirun", "MV2_COMM_WORLD_SIZE"),
-    ("srun", "SLURM_STEP_NUM_TASKS"),
-    ("Slurm", "SLURM_NTASKS"),
-)
-
+_LAUNCHERS = {
+    "HOROVOD_SIZE": "horovodrun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
+    "MV2_COMM_WORLD_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun", "SLURM_NTASKS": "Slurm", "WORLD_SIZE": "torchrun",
+}  # fmt: skip
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 Engine = Literal["torch", "tensorflow"]
 _ENGINES: dict[str | None, Engine | None] = {"torch": "torch", "tensorflow": "tensorflow", None: None}
-
 # What says how many ranks there are, and how many of them are on this host.
 _LOCAL_SIZE_VARIABLES = (
     ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
@@ -49,16 +43,12 @@ _LOCAL_SIZE_VARIABLES = (
 
 def detect() -> Launcher | None:
     """Return the launcher that started this process, or None."""
-    for name, variable in _SIZE_VARIABLES:
+    for variable, name in _LAUNCHERS.items():
         value = os.environ.get(variable, "")
-        if value.isdigit():
+        # WORLD_SIZE alone is too common a name; torchrun also sets its run id.
+        if value.isdigit() and (name != "torchrun" or "TORCHELASTIC_RUN_ID" in os.environ):
             return Launcher(name, variable, int(value))
-    if os.environ.get("HOROVOD_RANK", ""):
-        return Launcher("horovodrun", "HOROVOD_RANK", None)
-    # WORLD_SIZE alone is too common a name; torchrun also sets its run id.
-    if os.environ.get("WORLD_SIZE", "").isdigit() and "TORCHELASTIC_RUN_ID" in os.environ:
-        return Launcher("torchrun", "WORLD_SIZE", int(os.environ["WORLD_SIZE"]))
-    return None
+    return Launcher("horovodrun", "HOROVOD_RANK", None) if os.environ.get("HOROVOD_RANK") else None
 
 
 def rank() -> str:

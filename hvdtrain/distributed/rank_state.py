@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from hvdtrain.distributed import checksums
 from hvdtrain.distributed.world import World
@@ -102,12 +103,8 @@ def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
 
 
 def _pack(arrays: Arrays) -> bytes:
-    from safetensors.numpy import save
-
     return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
 def _unpack(data: bytes) -> Arrays:
-    from safetensors.numpy import load
-
     return dict(load(data)) if data else {}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system import network, open_mpi
-from hvdtrain.system.suggestions import did_you_mean
+from hvdtrain.system.settings import did_you_mean
 
 HOROVODRUN, MPIRUN = "horovodrun", "mpirun"
 

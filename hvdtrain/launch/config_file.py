@@ -17,7 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch import arguments
 from hvdtrain.launch.arguments import HOROVODRUN, HOROVODRUN_OPTIONS, MPIRUN
 from hvdtrain.system import private_files, redact
-from hvdtrain.system.suggestions import did_you_mean
+from hvdtrain.system.settings import did_you_mean
 
 _FILE = "run.yaml"
 _SCALARS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "timestamp"))
