@@ -60,7 +60,9 @@ class World:
         self.device = device
         self._horovod = horovod
 
+    @recorder.waiting()
     def _run(self, kind: str, array: Array, *args: Any, **options: Any) -> Array:
+        devices.compare_once()
         host = frameworks.load(self.engine, "collectives")
         return np.asarray(host.run(self._horovod, kind, array, *args, **options))
 
@@ -91,33 +93,25 @@ class World:
         """True on rank 0. Under it there is I/O only, never a collective."""
         return self.rank == 0
 
-    @recorder.waiting()
     def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
         """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them."""
-        devices.compare_once()
         if op not in _OPS:
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
         total = self._run("allreduce", np.asarray(array, order="C"), op=_OPS[op], name=f"hvdtrain.{name}.{op}")
         return total / self.size if op == "mean" else total
 
-    @recorder.waiting()
     def allgather(self, array: Array, *, name: str = "host") -> Array:
         """Concatenate every rank's `array` on axis 0, in rank order; only axis 0 may differ in length."""
-        devices.compare_once()
         array = np.asarray(array, order="C")
         if array.ndim == 0:
-            raise ValueError(
-                f"allgather concatenates on axis 0, so it needs an array of >= 1 axis. Received: {array!r}"
-            )
+            raise ValueError(f"allgather needs an array with an axis 0. Received: {array!r}")
         # As bytes, so that any dtype arrives bit for bit.
         rows = array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((0, 1), np.uint8)
         flat = self._run("allgather", rows.reshape(-1), name=f"hvdtrain.{name}.allgather")
         return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
-    @recorder.waiting()
     def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
         """Return the root's `array`; shape and dtype must be equal on all ranks."""
-        devices.compare_once()
         if not 0 <= root < self.size:
             raise ValueError(f"root must be a rank in [0, {self.size}). Received: root={root}")
         array = np.asarray(array, order="C")

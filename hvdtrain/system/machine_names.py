@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import ipaddress
 import os
@@ -146,10 +147,8 @@ class Scrubber:
 
 def _users() -> set[str]:
     names = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
-    try:
+    with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
         names.add(getpass.getuser())
-    except (OSError, KeyError):  # a container's user may have no name
-        pass
     return names
 
 

@@ -56,6 +56,7 @@ _MOST_JSON = 100  # in one text
 _QUOTED_QUOTE = "'\"'\"'"  # a quote within quotes, as shlex.join writes it
 _REST = re.compile(r"""[^\s,;'"{}\[\]#][^\n,;}\]]*""")  # what a line of YAML says after a name: it may hold spaces
 _LINE_BEGINS = re.compile(r"(?:^|[\n{,])[ \t]*(?:- )?[\"']?\Z")
+_NUMBER_OR_ADDRESS = re.compile(r"\w+://|[-+]?[\d_]*\.?[\d_]*(?:[eE][-+]?\d+)?\Z")
 _NAME_WORD = re.compile(r"[+~-]*[\w.\-/@:\[\]]+")
 _OPTION_WORD = re.compile(r"--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 
@@ -201,20 +202,14 @@ def _hide_named(said: str, pattern: re.Pattern[str]) -> str:
     for found in pattern.finditer(said):
         if found.start() < at or not is_secret(found["name"], in_prose=pattern is _NAMED):
             continue
-        value = _value_at(said, found)
+        in_yaml = ":" in found["sign"] and found["sign"].endswith(" ") and _LINE_BEGINS.search(said, 0, found.start())
+        value = (in_yaml and _REST.match(said, found.end())) or _VALUE.match(said, found.end())
         if value is None or value.end() == found.end() or value[0].strip("\"'") in _NOTHING:
             continue
         inner = next((name for name, each in value.groupdict().items() if each is not None), 0)
         parts += [said[at : value.start(inner)], HIDDEN]
         at = value.end(inner)
     return "".join([*parts, said[at:]])
-
-
-def _value_at(said: str, found: re.Match[str]) -> re.Match[str] | None:
-    """Return the value after a name."""
-    if ":" in found["sign"] and found["sign"].endswith(" ") and _LINE_BEGINS.search(said, 0, found.start()):
-        return _REST.match(said, found.end()) or _VALUE.match(said, found.end())
-    return _VALUE.match(said, found.end())
 
 
 def _json_in(said: str) -> Iterator[tuple[int, int, Any]]:
@@ -259,11 +254,7 @@ def _is_distinct(value: str) -> bool:
     """Return whether a value can be hidden everywhere: it is no word, number, path or address."""
     if len(value) < _LEAST or value.lower() in _COMMON or value.startswith(("/", "~", "./", "../", "file:", HIDDEN)):
         return False
-    try:
-        float(value)
-    except ValueError:
-        return not re.match(r"\w+://", value)
-    return False
+    return not _NUMBER_OR_ADDRESS.match(value)
 
 
 # ---- names
