@@ -202,7 +202,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
         source: Source | None = None
         # A framework's folder reads the framework's datasets.
         for framework in dict.fromkeys(base.__module__.partition(".")[0] for base in type(data).__mro__):
-            if source is None and frameworks.knows(framework):
+            if source is None and framework in frameworks.FOLDERS:
                 source = frameworks.load(framework, "sources").as_source(data, **of_rank)
         several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
         if source is not None:

@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import socket
-import subprocess
 import uuid as uuids
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.distributed.launch_environment import named
 from hvdtrain.errors import LaunchError
+from hvdtrain.horovod_build import find
 
 log = logging.getLogger("hvdtrain")
 
@@ -120,12 +120,8 @@ def in_words(ranks: Sequence[RankDevice]) -> str:
 
 def from_driver(index: int) -> tuple[str, str]:
     """Return UUID and name of the GPU that CUDA will call `index` here; ("", "") where nvidia-smi is silent."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return "", ""
-    cards = [line.split(", ", 2) for line in listed.splitlines()]
+    listed = find.output_of(["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]) or ""
+    cards = [row for line in listed.splitlines() if len(row := line.split(", ", 2)) == 3]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [card[0] for card in cards] if visible is None else [name.strip() for name in visible.split(",")]
     wanted = (names[index] if index < len(names) else "") or "none"

@@ -5,12 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_FOLDERS = {"torch": "torch", "keras": "keras", "tensorflow": "keras"}
-
-
-def knows(framework: str) -> bool:
-    """Return whether hvdtrain has a folder for `framework`, the name of a package."""
-    return framework in _FOLDERS
+FOLDERS = {"torch": "torch", "keras": "keras", "tensorflow": "keras"}
 
 
 def load(framework: str, part: str) -> Any:
@@ -19,4 +14,4 @@ def load(framework: str, part: str) -> Any:
     Parts: adapter (the Trainer's steps), bench and step_marks (`hvdtrain bench`), collectives (host arrays), elastic,
     jax_device, prepare (custom loops), proof (`hvdtrain build`) and sources (data).
     """
-    return importlib.import_module(f"hvdtrain.{_FOLDERS[framework]}.{part}")
+    return importlib.import_module(f"hvdtrain.{FOLDERS[framework]}.{part}")

@@ -12,10 +12,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 QUIET = "HVDTRAIN_QUIET"
@@ -66,16 +65,9 @@ class _TensorFlowFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return TensorFlow's spec with an import whose output is filtered."""
         spec = PathFinder.find_spec(name, path, target) if name == "tensorflow" else None
-        if spec is not None and spec.loader is not None and hasattr(spec.loader, "__dict__"):
+        if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
-            load: Callable[[ModuleType], None] = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                del loader.exec_module
-                with _without_notes():
-                    load(module)
-
-            loader.exec_module = exec_module
+            loader.exec_module = _without_notes()(loader.exec_module)
         return spec
 
 

@@ -34,8 +34,7 @@ def is_here(hosts: Iterable[str]) -> bool:
 
 def interface(address: str = LOOPBACK) -> str:
     """Return the name of the network interface that has an IP address; "" if none has."""
-    found = next((name for name, each, _ in _addresses() if each == address), "")
-    return found or ("lo" if address == LOOPBACK else "")
+    return next((name for name, each, _ in _addresses() if each == address), "lo" if address == LOOPBACK else "")
 
 
 def _addresses() -> Iterator[tuple[str, str, str]]:

@@ -24,9 +24,8 @@ class RankTimes:
         step: whole steps, from the end of one to the end of the next.
         data: waiting for the next batches.
         train: forward, backward, reduction, update.
-        reduction: the part of train that waits for reduced gradients, and so for slower ranks. 0 on one rank. A GPU
-            works in the background, so this includes the wait for this rank's backward pass. With
-            HVDTRAIN_GPU_ASYNC=1, the GPU's own clock measures all times.
+        reduction: the part of train that waits for reduced gradients, and so for slower ranks; 0 on one rank. On a GPU
+            this includes the wait for the backward pass; with HVDTRAIN_GPU_ASYNC=1, the GPU's clock measures all times.
         other: neither data nor train: callbacks and other work between two steps, without waits for other ranks in
             collectives of `trainer.world`.
     """

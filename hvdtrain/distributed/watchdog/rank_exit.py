@@ -76,8 +76,6 @@ class RankExit:
         threading.excepthook = on_thread_exception
         atexit.register(self._at_exit)
 
-    # ---- an exception
-
     def _fail(self, error: BaseException, hook: Callable[..., Any]) -> None:
         code = 1
         try:
@@ -143,8 +141,6 @@ class RankExit:
             if state:
                 return f"rank {rank} (pid {pid}) {state}"
         return "another rank failed or ended first; its message, if it left one, comes before this line"
-
-    # ---- the end
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self._ending:

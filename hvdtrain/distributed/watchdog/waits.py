@@ -80,10 +80,9 @@ def note_device(done: Callable[[], bool]) -> None:
 
 
 def _device_is_done() -> bool:
-    try:
+    with contextlib.suppress(Exception):  # the device's own error, which the main thread will get
         return _device[1]()
-    except Exception:  # noqa: BLE001 - the device's own error, which the main thread will get
-        return True
+    return True
 
 
 def step_done(step: int | None = None) -> None:

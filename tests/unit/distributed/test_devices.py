@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -92,7 +91,7 @@ LISTED = """\
     ],
 )
 def test_the_driver_names_the_gpu_that_cuda_will_take(monkeypatch, visible, index, expected):
-    monkeypatch.setattr(devices.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, LISTED))
+    monkeypatch.setattr(devices.find, "output_of", lambda command: LISTED)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
