@@ -2,15 +2,10 @@
 
 An array's bytes are read as 64-bit words, in blocks of 512 * 511. The words of a block are added up, with wrap-around,
 into 512 lanes (a word's place modulo 512) and into 511 lanes (its place modulo 511); blake2b hashes the lanes of all
-blocks, what is left over, and the array's dtype and shape. 512 and 511 have no common factor, so two words of a block
-share at most one of their two lanes. Therefore
-
-- any change of one word is found, one flipped bit as well as a NaN, and any change of two: swapped elements, two
-  flipped signs, two flips that would cancel in a plain sum;
-- blocks are hashed in order, and so are dtype and shape: swapped blocks, a reshaped or cast array are found;
-- a change of three words or more is missed only if it leaves all lanes of a block equal: by chance once in 2^64, by
-  structure if, say, four words at the places p, p + 512 i, p + 511 j and p + 512 i + 511 j of a block change by +d, -d,
-  -d and +d: a guard against faults, not against forgery.
+blocks in order, what is left over, and the array's dtype and shape. 512 and 511 have no common factor, so two words of
+a block share at most one of their two lanes: any change of one word or of two is found, also two that would cancel in
+a plain sum. A change of three words or more is missed only if it leaves all lanes of a block equal: by chance once in
+2^64. This is a guard against faults, not against forgery.
 """
 
 from __future__ import annotations
@@ -56,7 +51,4 @@ def of_json(value: Any) -> bytes:
 
 def combined(digests: Mapping[str, bytes]) -> bytes:
     """Return one digest of many, their names and their order."""
-    hashed = hashlib.blake2b(digest_size=SIZE)
-    for name, digest in digests.items():
-        hashed.update(name.encode() + b"\0" + digest)
-    return hashed.digest()
+    return of_json([[name, digest.hex()] for name, digest in digests.items()])

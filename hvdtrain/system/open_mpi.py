@@ -85,8 +85,7 @@ def for_both(variables: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def spaces_marks() -> bool:
     """Return whether mpirun puts a space behind the mark of a rank's line, as 5 does: a line may begin with its own."""
-    version = version_in(said_by("mpirun", "--version"))
-    return bool(version) and major(version) >= 5
+    return major(version_in(said_by("mpirun", "--version")) or "0") >= 5
 
 
 @functools.cache

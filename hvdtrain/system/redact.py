@@ -263,7 +263,6 @@ _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 # Parts of a name that mark a secret at any place, also without a separator as in dbpassword.
 _STEM = re.compile(r"secret(?!ar)|passw|passphrase|passcode|credential|apikey|accesskey|privatekey|webhook|pwd")
-_FOLDERS = frozenset({"PWD", "OLDPWD"})  # the shell's
 _SETTINGS = listed("length len policy required enabled timeout file path dir")  # beside a secret: password_length
 _ALONE = listed("auth oauth authorization authentication bearer cookie cookies cred creds jwt otp token")
 _RUN_TOGETHER = re.compile(
@@ -300,14 +299,10 @@ _SAFE_BEFORE_PASS = listed(
 )
 
 
+@functools.lru_cache(maxsize=4096)
 def is_secret(name: str, *, in_prose: bool = False) -> bool:
     """Return whether what has this name, such as --api-key or HF_TOKEN, is to be hidden; in prose "key" is a word."""
-    return _is_secret(name) and not (in_prose and name.lower() in ("key", "auth", "pat", "pw"))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_secret(name: str) -> bool:
-    if name in _FOLDERS:
+    if name in ("PWD", "OLDPWD") or (in_prose and name.lower() in ("key", "auth", "pat", "pw")):  # the shell's folders
         return False
     words = [word.lower() for word in _WORD.findall(name)]
     if any(_STEM.search(part) for part in (*words, "".join(words[-2:]))):
