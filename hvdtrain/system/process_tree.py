@@ -12,6 +12,7 @@ of hvdtrain, because the guard is a bare interpreter that lives as long as the j
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -46,19 +47,13 @@ def members(run_dir: str | None, *, below: int | None = None, without: tuple[int
     mark = f"{RUN_DIR}={run_dir}".encode()
     parents: dict[int, int] = {}
     environments: dict[int, list[bytes]] = {}
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        pid = int(entry.name)
-        try:
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
             # A process's name, which stands before, may hold any character.
-            state, parent, *_ = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if state == "Z":
-                continue
-            parents[pid] = int(parent)
-            environments[pid] = Path(entry.path, "environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is another user's
-            continue
+            state, parent, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            if state != "Z":
+                parents[pid] = int(parent)
+                environments[pid] = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     left_out = {os.getpid(), *without}
     job = {below, *({pid for pid, variables in environments.items() if run_dir and mark in variables} - left_out)}
     while more := {pid for pid, parent in parents.items() if parent in job} - job - left_out:
@@ -96,11 +91,10 @@ def _signal_of(pid: int) -> int | None:
 
 def handles(pid: int, number: int) -> bool:
     """Return whether a process has a handler for signal `number`."""
-    try:
+    with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith("SigCgt:"))
+        return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith("SigCgt:"))
+    return False
 
 
 def _is_below(job: dict[int, Process], pid: int, tops: set[int]) -> bool:
@@ -111,10 +105,8 @@ def _is_below(job: dict[int, Process], pid: int, tops: set[int]) -> bool:
 
 def send(pid: int, number: int) -> None:
     """Send a signal to a process that may have ended."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ...] = (), limit_s: float = 10.0) -> bool:

@@ -92,7 +92,7 @@ class RankExit:
     def _report(self, error: BaseException, hook: Callable[..., Any]) -> None:
         """Print this rank's exception: completely, unless another rank has just printed the same one."""
         text = "".join(traceback.format_exception(error)).rstrip()
-        last = _last_line(error)
+        last = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         if not self.facts.claim("first") and os.environ.get(DEBUG) != "1":
             until = time.monotonic() + _FIRST_PRINTS_S
             while not (errors := self.facts.all("error")) and time.monotonic() < until:
@@ -193,7 +193,3 @@ def is_caused_by_others(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return False
-
-
-def _last_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
