@@ -10,9 +10,9 @@ import platform
 import socket
 import uuid as uuids
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,7 @@ picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its sc
 _compare: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True)
-class RankDevice:
+class RankDevice(NamedTuple):
     """What one rank computes on."""
 
     kind: str  # "cuda", "cpu", or "" where the script chooses by itself
@@ -41,7 +40,7 @@ class RankDevice:
 
     def to_bytes(self) -> Bytes:
         """Return it as one line of JSON."""
-        return np.frombuffer(json.dumps(astuple(self)).encode() + b"\n", np.uint8)
+        return np.frombuffer(json.dumps(self).encode() + b"\n", np.uint8)
 
     def __str__(self) -> str:
         return f"{self.uuid}: {self.name}" if self.uuid else self.kind

@@ -25,7 +25,7 @@ _NOTE = (
     r"(I[0-9]{4} [0-9]{2}:[0-9]{2}:|[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:.]+: I |"
     r"WARNING: All log messages before absl::InitializeLog\(\) is called)"
 )
-_IS_NOTE = re.compile(_NOTE)
+is_note = re.compile(_NOTE).match  # of a line: None for a warning or an error
 _FILTER = ("grep", "--text", "--line-buffered", "-vE", f"^{_NOTE}")
 _WAIT_S = 2.0
 
@@ -52,11 +52,6 @@ def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
 def wanted() -> bool:
     """Return whether notes are hidden."""
     return os.environ.get(QUIET) != "0" and os.environ.get(LEVEL, "1") != "0"
-
-
-def is_note(line: str) -> bool:
-    """Return whether a line is a framework's note, not a warning or an error."""
-    return _IS_NOTE.match(line) is not None
 
 
 class _TensorFlowFinder:

@@ -19,8 +19,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 RUN_DIR = "HVDTRAIN_RUN_DIR"
 DONE = b"done"
@@ -30,8 +30,7 @@ _PAUSE_S = 0.02
 _QUIET_SCANS = 3
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """One process of a job; `rank` is None for the launcher's processes."""
 
     pid: int

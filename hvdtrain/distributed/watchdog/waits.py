@@ -16,9 +16,8 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 # The end of a file's name and a function: what is waited for there.
 _PLACES = {
@@ -45,8 +44,7 @@ _graphs: dict[str, tuple[Sequence[str], Callable[[], tuple[int, int]]]] = {}
 _device: tuple[int, Callable[[], bool]] = (0, lambda: True)
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """One thread that waits for other ranks."""
 
     key: Hashable  # equal for as long as it is the same wait

@@ -117,7 +117,7 @@ def test_without_grep_everything_is_shown(
 
 @pytest.mark.parametrize("line", [*NOTES, *OTHERS])
 def test_a_launcher_tells_notes_from_the_rest(line: str) -> None:
-    assert log_filter.is_note(line) == (line in NOTES)
+    assert bool(log_filter.is_note(line)) == (line in NOTES)
 
 
 @pytest.mark.slow
