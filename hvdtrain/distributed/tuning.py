@@ -107,8 +107,7 @@ def prepare(engine: str, host: ModuleType, *, nccl: bool, on_jax: bool = False) 
     if engine == "torch" and nccl and gpu_async():
         if not installed.has_these_changes():  # as Horovod comes, another stream waits than the one that should
             raise HorovodMismatchError(
-                f"{GPU_ASYNC}=1 needs a Horovod that this version of hvdtrain built. Run `hvdtrain build` in this "
-                f"environment, or unset {GPU_ASYNC}."
+                f"{GPU_ASYNC}=1 needs this version's Horovod. Run `hvdtrain build`, or unset it."
             )
         wanted[ASYNC_COMPLETION] = "1"
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]

@@ -42,9 +42,7 @@ _ADVICE = (
     "those without a line of their own: uneven data (equal shards, or hvd.join), a collective under `if rank == 0`, a "
     "slow or stopped process. If so long a wait is right, set HVDTRAIN_STALL_S to more seconds, or to 0."
 )
-_ADVICE_START = (
-    "What to do: see whether every rank was started and reaches hvd.init; their own messages come before this one."
-)
+_ADVICE_START = "What to do: see whether every rank was started and reaches hvd.init; their messages come before this."
 
 _watchdog: Watchdog | None = None
 
@@ -173,7 +171,7 @@ class Watchdog:
 
     def _others_wait(self, this: RankExit) -> bool:
         """Return whether other ranks wait for this one: they report it, or have shut Horovod down."""
-        if any(rank != this.rank for rank in this.facts.all("waits")):
+        if this.facts.others("waits"):
             return True
         ranks = (ctypes.c_int * this.size)()
         library = self._basics.MPI_LIB_CTYPES

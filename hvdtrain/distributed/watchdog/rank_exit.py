@@ -112,7 +112,7 @@ class RankExit:
     def _follow(self, error: BaseException) -> int:
         """Say in one line why another rank's end ends this one; return the exit status."""
         time.sleep(self.stalled_s)
-        stalled = [rank for rank in self.facts.all("waits") if rank != self.rank]
+        stalled = list(self.facts.others("waits"))
         if self.stalled_s or stalled:
             reported = "reported above" if self.stalled_s else f"that {named(stalled)} reported"
             say(f"{self.who}: ended after the stall {reported}")
@@ -125,16 +125,12 @@ class RankExit:
 
     def _cause(self) -> str:
         time.sleep(0.2)  # what the other rank writes down comes right after what it prints
-        errors, ended = (
-            {rank: what for rank, what in self.facts.all(fact).items() if rank != self.rank}
-            for fact in ("error", "ended")
-        )
+        errors, ended = self.facts.others("error"), self.facts.others("ended")
         if errors:
             rank, first = min(errors.items(), key=lambda item: float(item[1].get("time", 0)))
             return f"rank {rank} failed first ({str(first.get('last_line', ''))[:200]}); see its message"
         if ended:
-            ranks = named(list(ended))
-            return f"{ranks} ended early, by sys.exit or at the end of the script, while others continued"
+            return f"{named(list(ended))} ended early, by sys.exit or at the end of the script, while others continued"
         followed = self.facts.all("followed")  # what they waited for is the cause, and may be on another host
         for rank, pid in self.facts.all("pid").items():
             state = process_state(int(pid)) if rank not in followed else ""

@@ -55,6 +55,10 @@ class SharedFacts:
                     found[int(path.stem.removeprefix(f"{fact}-"))] = json.loads(path.read_text(encoding="utf-8"))
         return dict(sorted(found.items()))
 
+    def others(self, fact: str) -> dict[int, Any]:
+        """Return a fact of the other ranks, by rank."""
+        return {rank: what for rank, what in self.all(fact).items() if rank != self.rank}
+
     def claim(self, what: str) -> bool:
         """Return whether this rank is the first to claim `what`; without a folder no other rank is known."""
         path = self.directory / f"claimed-{what}"
