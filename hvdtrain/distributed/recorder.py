@@ -29,11 +29,6 @@ class Seconds(NamedTuple):
     elsewhere: float = 0.0  # waiting for other ranks during data and other
 
     @property
-    def train(self) -> float:
-        """Forward, backward, reduction, update."""
-        return self.compute + self.backward + self.reduction
-
-    @property
     def waited(self) -> float:
         """Waiting for other ranks."""
         return self.reduction + self.elsewhere

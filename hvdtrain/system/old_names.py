@@ -37,5 +37,4 @@ class _OldNamesFinder:  # importlib.abc is not imported: it takes 10 ms
 
 def install() -> None:
     """Let an old name stand for the same module object as the new one."""
-    if not any(isinstance(each, _OldNamesFinder) for each in sys.meta_path):
-        sys.meta_path.append(_OldNamesFinder())
+    sys.meta_path.append(_OldNamesFinder())

@@ -113,8 +113,9 @@ class Heartbeat:
         self._recorder.ended("other")
         now = self._recorder.read()
         mine, self._before = now.since(self._before), now
-        step_s = mine.data + mine.train + mine.other + mine.elsewhere
-        row = np.array([step_s, mine.data, mine.train, mine.reduction, mine.other]) / self._steps
+        train = mine.compute + mine.backward + mine.reduction
+        step_s = mine.data + train + mine.other + mine.elsewhere
+        row = np.array([step_s, mine.data, train, mine.reduction, mine.other]) / self._steps
         size = self._world.size
         vector = np.zeros(1 + size * len(row))
         vector[0] = stop
