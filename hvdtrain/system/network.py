@@ -17,7 +17,6 @@ from hvdtrain.system import open_mpi
 
 LOOPBACK = "127.0.0.1"
 _CHOICE = "OMPI_MCA_btl_tcp_if_"  # followed by "include" or "exclude"
-_NEVER = ("127.0.0.1/8", "sppp")  # what Open MPI leaves out by itself
 _INTERFACES = Path("/sys/class/net")
 _ROUTES = Path("/proc/net/route")
 _TOLD = ("--parsable", "--level", "9", "--param", "btl", "tcp")
@@ -55,7 +54,7 @@ def without_bridges(given: Iterable[str]) -> dict[str, str]:
     left_out = sorted(str(each) for each in bridges - others)
     if not left_out or _is_chosen_in_files():
         return {}
-    return {f"{_CHOICE}exclude": ",".join([*_NEVER, *left_out])}
+    return {f"{_CHOICE}exclude": ",".join(["127.0.0.1/8", "sppp", *left_out])}  # the first two as by itself
 
 
 def _networks() -> tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]]:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
 
+T = TypeVar("T")
+
 
 def listed(words: str) -> frozenset[str]:
     """Return the words of a text, as a set."""
     return frozenset(words.split())
 
-
-T = TypeVar("T")
 
 HIDDEN = "(hidden)"
 
@@ -123,9 +123,7 @@ class _Hider:
         self._known = _pattern(frozenset(filter(_is_distinct, known)))
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: self._secret(value) if is_secret(name) else self.text(value) for name, value in environment.items()
-        }
+        return {name: (self._secret if is_secret(name) else self.text)(value) for name, value in environment.items()}
 
     def words(self, said: Sequence[str]) -> list[str]:
         shown, is_value = [], False  # the value of an option such as --token
