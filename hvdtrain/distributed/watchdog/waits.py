@@ -61,8 +61,7 @@ class Wait(NamedTuple):
             return f"the reduction of {_listed(self.names)}"
         if self.kind == "device":
             return "a step's reductions on the GPU"
-        frame = frames().get(self.thread)
-        return "a collective" if frame is None else describe(frame)
+        return describe(frames().get(self.thread))
 
 
 def note_graph(names: Sequence[str], counts: Callable[[], tuple[int, int]]) -> None:
