@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ _BATCH_ROWS = 2**14
 _FORMAT = 2  # of the unpacked files; part of the folder's name
 _INDEX = "arrays.json"  # [type, shape] of each array
 _UNUSED_S = 7 * 24 * 3600.0
+_WAIT_S = 3600.0
+_POLL_S = 0.1
 _SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-")
 
 
@@ -57,10 +59,11 @@ def read_parquet(
             temporary files. Arrays that nobody has read for a week are removed.
 
     Raises:
+        PackageMissingError: pyarrow is not installed.
         FileNotFoundError: there is no such file or folder here, or nothing in it.
         ValueError: a folder half written, a missing column, a column that is not of numbers, a null, lists of several
             lengths, or no rows.
-        HvdTrainError: the files cannot be unpacked here, or pyarrow is not installed.
+        HvdTrainError: the files cannot be unpacked here.
     """
     table = _Table(os.fspath(path))
     casts = {name: np.dtype(each) for name, each in (dtypes or {}).items()}
@@ -70,8 +73,7 @@ def read_parquet(
     parent = _cache(cache_dir)
     folder = parent / key
     if not folder.is_dir():
-        with (parent / f"{key}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # on this host; it ends with this process
+        with _lock(parent / f"{key}.lock"):
             if not folder.is_dir():  # another process may have been first
                 _remove_unused(parent)
                 _unpack(table, wanted, casts, folder)
@@ -144,10 +146,12 @@ class _Table:
             kind = kind.value_type
         if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
             return str(np.dtype(kind.to_pandas_dtype()))
-        raise ValueError(
-            f"column {column!r} of {self.path} is of {kind}: an array takes numbers, or lists of numbers. Encode, cast "
-            "or omit it. ML vectors: hvdtrain.integrations.spark.write_parquet writes them as lists"
-        )
+        advice = "an array takes numbers, or lists of numbers. Cast it, or leave it out of columns"
+        if types.is_struct(kind):
+            advice = "ML vectors are written as lists by hvdtrain.integrations.spark.write_parquet; take others apart"
+        elif types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind):
+            advice = "a model takes numbers. Encode it, say by StringIndexer"
+        raise ValueError(f"column {column!r} of {self.path} is of {kind}: {advice}")
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, NDArray[Any]], str]]:
         """Yield (number of rows, {column: array}, file)."""
@@ -160,8 +164,6 @@ class _Table:
                     if other:
                         raise ValueError(f"{path} has another schema than {self.files[0]}: see {', '.join(other)}")
                     for batch in file.iter_batches(_BATCH_ROWS, columns=list(columns)):
-                        if not batch.num_rows:
-                            continue
                         arrays = {name: _array(batch.column(name), name, path, row) for name in columns}
                         yield batch.num_rows, arrays, path
                         row += batch.num_rows
@@ -201,14 +203,18 @@ def _unpack(
             # Written, not mapped: a full disk is then an error, and does not kill the process.
             outputs = [stack.enter_context((making / str(i)).open("wb")) for i in range(len(wanted))]
             for num_rows, arrays, file in table.batches(columns):
+                if not num_rows:
+                    continue
                 rows += num_rows
                 for output, (name, group) in zip(outputs, wanted.items(), strict=True):
-                    array = np.column_stack([arrays[each] for each in group]) if len(group) > 1 else arrays[group[0]]
+                    array = _side_by_side([arrays[column] for column in group])
                     array = array.astype(casts.get(name, array.dtype), copy=False)
                     _, shape = kinds.setdefault(name, (array.dtype.str, array.shape[1:]))
                     if shape != array.shape[1:]:
-                        lengths = f"{array.shape[1]} numbers, and {shape[0]} before"
-                        raise ValueError(f"lists of {name!r} of {file} have {lengths}: pad or cut them")
+                        raise ValueError(
+                            f"lists of {name!r} of {file} have {array.shape[1]} numbers, and {shape[0]} before: pad or "
+                            "cut them"
+                        )
                     array.tofile(output)
         if not rows:
             raise ValueError(f"{table.path} holds no samples. Received: {len(table.files)} files without rows")
@@ -227,17 +233,28 @@ def _unpack(
 
 def _array(column: Any, name: str, file: str, first: int) -> NDArray[Any]:
     """Return a column of a record batch: shape (rows,), or (rows, length) of lists."""
-    is_list = hasattr(column, "flatten")
-    values = column.flatten() if is_list else column
-    if column.null_count or values.null_count:
-        raise ValueError(f"column {name!r} of {file} holds a null, in row {first} or below it. Fill or drop such rows")
+    if column.null_count:
+        row = first + int(np.flatnonzero(np.asarray(column.is_null()))[0])
+        raise ValueError(f"column {name!r} is null in row {row} of {file}. Fill or drop such rows before")
+    if not hasattr(column, "flatten"):
+        return np.ascontiguousarray(column.to_numpy(zero_copy_only=False))
+    values = column.flatten()
+    if values.null_count:
+        raise ValueError(f"a list in column {name!r} holds a null, below row {first} of {file}. Fill or drop such rows")
     if hasattr(column, "offsets"):
         lengths = np.diff(np.asarray(column.offsets))
-        if lengths.min() != lengths.max():
-            found = f"{lengths.min()} to {lengths.max()} numbers"
-            raise ValueError(f"lists of {name!r} of {file} have {found}, in row {first} or below it: pad or cut them")
-    array = np.ascontiguousarray(values.to_numpy(zero_copy_only=False))
-    return array.reshape(len(column), -1) if is_list else array
+        if len(lengths) and (odd := np.flatnonzero(lengths != lengths[0])).size:
+            raise ValueError(
+                f"lists of column {name!r} must have one length. Received: {lengths[0]} numbers in row {first} of "
+                f"{file}, {lengths[odd[0]]} in row {first + odd[0]}. Pad or cut them before"
+            )
+    return np.ascontiguousarray(values.to_numpy(zero_copy_only=False).reshape(len(column), -1 if len(column) else 0))
+
+
+def _side_by_side(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate([array if array.ndim > 1 else array[:, None] for array in arrays], axis=1)
 
 
 def _cache(given: str | os.PathLike[str] | None) -> Path:
@@ -250,6 +267,24 @@ def _cache(given: str | os.PathLike[str] | None) -> Path:
     if folder.is_symlink() or owner != os.getuid():
         raise HvdTrainError(f"{folder} is another user's, who could change the data. Choose another with cache_dir")
     return folder
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock on this host; it ends with this process."""
+    until = time.monotonic() + _WAIT_S
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise HvdTrainError(
+                        f"another process of this host has been unpacking for {_WAIT_S:.0f} s and holds {path}"
+                    ) from None
+                time.sleep(_POLL_S)
+        yield
 
 
 def _remove_unused(parent: Path) -> None:

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import platform
+import re
 import socket
+import subprocess
 import uuid as uuids
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +21,6 @@ from numpy.typing import NDArray
 
 from hvdtrain.distributed.launch_environment import named
 from hvdtrain.errors import LaunchError
-from hvdtrain.horovod_build import find
 
 log = logging.getLogger("hvdtrain")
 
@@ -27,6 +28,9 @@ Bytes = NDArray[np.uint8]
 
 picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its script chooses by itself
 _compare: Callable[[], None] | None = None
+
+# "GPU 0: NVIDIA A100 (UUID: GPU-...)", below which stand its slices: "  MIG 1g.5gb  Device 0: (UUID: MIG-...)".
+_LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re.MULTILINE)
 
 
 class RankDevice(NamedTuple):
@@ -118,14 +122,28 @@ def in_words(ranks: Sequence[RankDevice]) -> str:
 
 
 def from_driver(index: int) -> tuple[str, str]:
-    """Return UUID and name of the GPU that CUDA will call `index` here; ("", "") where nvidia-smi is silent."""
-    listed = find.output_of(["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]) or ""
-    cards = [row for line in listed.splitlines() if len(row := line.split(", ", 2)) == 3]
+    """Return UUID and name of the GPU that CUDA will call `index` in this process; ("", "") where nvidia-smi is silent.
+
+    For frameworks that know it only once they run. GPUs are counted as nvidia-smi does, which is CUDA's order
+    among equal ones.
+    """
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "", ""
+    cards: list[list[tuple[str, str]]] = []  # of each: itself, then its MIG instances
+    for number, name, mig, uuid in _LISTED.findall(listed):
+        if number:
+            cards.append([(uuid, name)])
+        elif cards:
+            cards[-1].append((uuid, f"{cards[-1][0][1]} {mig}"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [card[0] for card in cards] if visible is None else [name.strip() for name in visible.split(",")]
+    names = [str(n) for n in range(len(cards))] if visible is None else [n.strip() for n in visible.split(",")]
     wanted = (names[index] if index < len(names) else "") or "none"
-    if wanted.startswith("MIG-"):  # nvidia-smi does not list these
-        return wanted, "a MIG instance"
-    found = (card for number, *card in cards if wanted == number or card[0].startswith(wanted))
-    uuid, name = next(found, ("", ""))
-    return uuid, name
+    for number, (card, *instances) in enumerate(cards):
+        if wanted == str(number) or card[0].startswith(wanted):
+            return instances[0] if instances else card  # of instances that are not named, CUDA takes the first
+        for each in instances:
+            if each[0].startswith(wanted):
+                return each
+    return "", ""

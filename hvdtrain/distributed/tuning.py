@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.distributed import devices, launch_environment, watchdog
 from hvdtrain.errors import HorovodMismatchError
@@ -24,6 +26,7 @@ from hvdtrain.horovod_build import installed
 from hvdtrain.system import network, open_mpi
 
 log = logging.getLogger("hvdtrain")
+Array = NDArray[Any]
 
 PIECES = "HVDTRAIN_MPI_PIECE_BYTES"
 FUSION = "HOROVOD_FUSION_THRESHOLD"
@@ -76,7 +79,35 @@ class Tuning:
     yours: list[str] = field(default_factory=list)
 
 
-def prepare(engine: str, host: ModuleType, *, nccl: bool, on_jax: bool = False) -> Tuning:
+class Host(Protocol):
+    """What a framework does with host arrays and with its share of the host: `collectives` of each framework."""
+
+    def run(self, horovod: ModuleType, kind: str, array: Array, *args: Any, **options: Any) -> Array:
+        """Return what Horovod's collective `kind`, such as "allreduce", makes of a host array."""
+
+    def pick_device(self, local_rank: int) -> str:
+        """Make this rank's GPU the current one and return its name, or "cpu"."""
+
+    def has_gpu(self) -> bool:
+        """Return whether the framework sees a GPU."""
+
+    def why_not(self, horovod: ModuleType) -> str:
+        """Return why `horovod` cannot serve the GPU that this process would compute on, "" if it can."""
+
+    def gpu(self, index: int) -> tuple[str, str]:
+        """Return UUID and name of a GPU that this process sees."""
+
+    def put_off_loading(self) -> str:
+        """Leave out of this process what the framework would load at once and most trainings never use; name it."""
+
+    def starts_with_threads(self) -> bool:
+        """Return whether the number of threads must be known before anything is computed, a collective included."""
+
+    def set_threads(self, threads: int) -> int | None:
+        """Compute with at most so many threads; return the number in force, None where that is unknown."""
+
+
+def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tuning:
     """Decide what must be decided before Horovod starts; `nccl` says whether it was built with NCCL."""
     nccl = nccl and not on_jax  # JAX's gradients travel from host memory
     tuning = Tuning(one_host=launch_environment.on_one_host(), nccl=nccl and host.has_gpu())
@@ -119,7 +150,10 @@ def prepare(engine: str, host: ModuleType, *, nccl: bool, on_jax: bool = False) 
 
 
 def gpu_async() -> bool:
-    """Return whether steps in which the host waits for no GPU are requested; elastic jobs need to see NCCL's errors."""
+    """Return whether steps in which the host waits for no GPU are requested; no GPU has run them yet.
+
+    Not in elastic jobs, where NCCL's errors must reach the host.
+    """
     return os.environ.get(GPU_ASYNC) == "1" and not launch_environment.is_elastic()
 
 
@@ -146,7 +180,7 @@ def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if _ours.get(name) != value}
 
 
-def settle(tuning: Tuning, module: ModuleType, host: ModuleType) -> None:
+def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
     """Share out the cores, now that ranks know each other, and say once, on rank 0, what was decided."""
     global _said
     if module.size() == 1:
@@ -212,7 +246,7 @@ def _has_room_for(ranks: int) -> bool:
         return False
 
 
-def share_of_cores(module: ModuleType, host: ModuleType) -> int:
+def share_of_cores(module: ModuleType, host: Host) -> int:
     """Return how many of its cores are this rank's share, at least 1; a collective of all ranks."""
     cores = sorted(core for core in os.sched_getaffinity(0) if core < _MOST_CORES)
     mask = np.zeros(_MOST_CORES, np.uint8)

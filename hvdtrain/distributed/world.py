@@ -63,7 +63,7 @@ class World:
     @recorder.waiting()
     def _run(self, kind: str, array: Array, *args: Any, **options: Any) -> Array:
         devices.compare_once()
-        host = frameworks.load(self.engine, "collectives")
+        host: tuning.Host = frameworks.load(self.engine, "collectives")
         return np.asarray(host.run(self._horovod, kind, array, *args, **options))
 
     # Read from Horovod each time: an elastic job renumbers ranks, grows and shrinks.
@@ -197,7 +197,7 @@ def init_engine(
     module = load_engine(framework)
     if module is None:
         return None
-    host = frameworks.load(framework, "collectives")
+    host: tuning.Host = frameworks.load(framework, "collectives")
     if pick and not on_jax and not launch_environment.is_alone() and (why := host.why_not(module)):
         raise HorovodMismatchError(f"rank {launch_environment.rank()}: {why}")
     if module.is_initialized():

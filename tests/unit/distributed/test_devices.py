@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,8 +73,10 @@ def test_a_rank_without_a_gpu_beside_others_is_refused_with_nccl_alone():
 
 
 LISTED = """\
-0, GPU-aaaa, NVIDIA A100-SXM4-40GB
-1, GPU-bbbb, NVIDIA A100-SXM4-80GB
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaaa)
+  MIG 3g.20gb     RankDevice  0: (UUID: MIG-1111)
+  MIG 3g.20gb     RankDevice  1: (UUID: MIG-2222)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bbbb)
 """
 
 
@@ -83,15 +86,15 @@ LISTED = """\
         (None, 1, ("GPU-bbbb", "NVIDIA A100-SXM4-80GB")),
         ("1,0", 0, ("GPU-bbbb", "NVIDIA A100-SXM4-80GB")),
         ("GPU-bb", 0, ("GPU-bbbb", "NVIDIA A100-SXM4-80GB")),
-        (None, 0, ("GPU-aaaa", "NVIDIA A100-SXM4-40GB")),
-        ("MIG-2222", 0, ("MIG-2222", "a MIG instance")),
+        (None, 0, ("MIG-1111", "NVIDIA A100-SXM4-40GB MIG 3g.20gb")),
+        ("MIG-2222", 0, ("MIG-2222", "NVIDIA A100-SXM4-40GB MIG 3g.20gb")),
         ("1", 3, ("", "")),
         ("7", 0, ("", "")),
         ("", 0, ("", "")),
     ],
 )
 def test_the_driver_names_the_gpu_that_cuda_will_take(monkeypatch, visible, index, expected):
-    monkeypatch.setattr(devices.find, "output_of", lambda command: LISTED)
+    monkeypatch.setattr(devices.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, LISTED))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
