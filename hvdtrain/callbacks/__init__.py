@@ -4,11 +4,11 @@ from hvdtrain.callbacks.base import Callback as Callback
 from hvdtrain.callbacks.base import RunContext as RunContext
 from hvdtrain.callbacks.checkpoint import Checkpoint as Checkpoint
 from hvdtrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
-from hvdtrain.callbacks.loggers.logger import Logger as Logger
-from hvdtrain.callbacks.loggers.tools import CSVLogger as CSVLogger
-from hvdtrain.callbacks.loggers.tools import MLflowLogger as MLflowLogger
-from hvdtrain.callbacks.loggers.tools import TensorBoardLogger as TensorBoardLogger
-from hvdtrain.callbacks.loggers.tools import WandbLogger as WandbLogger
+from hvdtrain.callbacks.loggers import CSVLogger as CSVLogger
+from hvdtrain.callbacks.loggers import Logger as Logger
+from hvdtrain.callbacks.loggers import MLflowLogger as MLflowLogger
+from hvdtrain.callbacks.loggers import TensorBoardLogger as TensorBoardLogger
+from hvdtrain.callbacks.loggers import WandbLogger as WandbLogger
 from hvdtrain.callbacks.progress import Progress as Progress
 from hvdtrain.callbacks.run_folder import RunFolder as RunFolder
 from hvdtrain.callbacks.schedule import Schedule as Schedule

@@ -9,12 +9,19 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
+    **{
+        f"hvdtrain.callbacks.loggers.{name}": "hvdtrain.callbacks.loggers.tools"
+        for name in ("csv_file", "mlflow", "tensorboard", "wandb")
+    },
     "hvdtrain.interval": "hvdtrain.telemetry.interval",
+    "hvdtrain.keras.compression": "hvdtrain.keras.reduction",
+    "hvdtrain.keras.saving": "hvdtrain.keras.wrapping",
     "hvdtrain.loop": "hvdtrain.training.loop",
     "hvdtrain.own_loop": "hvdtrain.training.custom_loop",
     "hvdtrain.parquet": "hvdtrain.data.parquet",
     "hvdtrain.preemption": "hvdtrain.training.preemption",
     "hvdtrain.sampling": "hvdtrain.data.sharding",
+    "hvdtrain.torch.handles": "hvdtrain.torch.engine",
     "hvdtrain.trainer": "hvdtrain.training.trainer",
     "hvdtrain.world": "hvdtrain.distributed.world",
 }

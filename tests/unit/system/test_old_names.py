@@ -9,7 +9,11 @@ import pytest
 from hvdtrain.system import old_names
 
 
-@pytest.mark.parametrize("old", sorted(old_names.MOVED))
+def _marks(old: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * (old.startswith(("hvdtrain.keras", "hvdtrain.torch")))  # which import a framework
+
+
+@pytest.mark.parametrize("old", [pytest.param(old, marks=_marks(old)) for old in sorted(old_names.MOVED)])
 def test_a_module_can_be_imported_by_the_name_that_it_had(old: str) -> None:
     module = importlib.import_module(old)
     assert module is importlib.import_module(old_names.MOVED[old])
