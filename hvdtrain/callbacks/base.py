@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
+from hvdtrain.checkpoint.store import Store
 from hvdtrain.distributed.world import World
 from hvdtrain.telemetry.interval import Interval
 
@@ -29,6 +30,32 @@ class RunId:
     id: str
     name: str
     resumed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointOptions:
+    """Where a run's checkpoints go and when one is due; `hvdtrain.callbacks.Checkpoint` explains each option."""
+
+    store: Store
+    every_epochs: int
+    every_steps: int | None
+    best: str | None
+    background: bool
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks, because saving is a collective."""
+        return {"every_epochs": self.every_epochs, "every_steps": self.every_steps, "best": self.best}
+
+    def is_due(self, global_step: int) -> bool:
+        """Return whether a checkpoint is due after this step."""
+        return self.every_steps is not None and global_step % self.every_steps == 0
+
+    def is_due_after(self, epoch: int, logs: Logs) -> bool:
+        """Return whether a checkpoint is due after this epoch; ValueError if it has no metric `best`."""
+        if self.best is not None and self.best not in logs:
+            raise ValueError(f"best must be one of {sorted(logs)}. Received: best={self.best!r}")
+        return bool(self.every_epochs) and (epoch + 1) % self.every_epochs == 0
 
 
 class RunContext(Protocol):
@@ -69,8 +96,8 @@ class RunContext(Protocol):
     def repair(self) -> None:
         """Broadcast the root's weights and optimizer state. A collective."""
 
-    def save_checkpoint(self, checkpoint: Any) -> None:
-        """Save the current state as a `hvdtrain.callbacks.Checkpoint` says. A collective."""
+    def save_checkpoint(self, options: CheckpointOptions) -> None:
+        """Save the current state to the folder of these options. A collective."""
 
 
 class Callback:
@@ -80,6 +107,8 @@ class Callback:
     Guard I/O with `trainer.world.is_root`. To end the run after the current epoch, call `trainer.stop()` on one rank or
     more.
     """
+
+    checkpoint: CheckpointOptions | None = None  # of a `Checkpoint`
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hvdtrain.callbacks.base import Callback, Logs, RunContext
+from hvdtrain.callbacks.base import Callback, CheckpointOptions, RunContext
 from hvdtrain.checkpoint.store import Mode, Store
 from hvdtrain.system import scratch
 
@@ -47,16 +47,9 @@ class Checkpoint(Callback):
                 "every_epochs must be >= 0, every_steps >= 1 or None, and one of them must be given. Received: "
                 f"every_epochs={every_epochs}, every_steps={every_steps}"
             )
-        self.store = Store(scratch.place(directory), keep_last=keep_last, best=best, mode=mode)
-        self.every_epochs, self.every_steps = every_epochs, every_steps
-        self.best, self.background = best, background
+        store = Store(scratch.place(directory), keep_last=keep_last, best=best, mode=mode)
+        self.checkpoint: CheckpointOptions = CheckpointOptions(store, every_epochs, every_steps, best, background)
 
     def save(self, trainer: RunContext) -> None:
         """Save the current state, also if no checkpoint is due. A collective."""
-        trainer.save_checkpoint(self)
-
-    def is_due_after(self, epoch: int, logs: Logs) -> bool:
-        """Return whether a checkpoint is due after this epoch; ValueError if it has no metric `best`."""
-        if self.best is not None and self.best not in logs:
-            raise ValueError(f"best must be one of {sorted(logs)}. Received: best={self.best!r}")
-        return bool(self.every_epochs) and (epoch + 1) % self.every_epochs == 0
+        trainer.save_checkpoint(self.checkpoint)

@@ -15,8 +15,7 @@ import numpy as np
 
 from hvdtrain import checkpoint
 from hvdtrain.adapter import Adapter, State
-from hvdtrain.callbacks.base import RunId, with_arrays, without_arrays
-from hvdtrain.callbacks.checkpoint import Checkpoint
+from hvdtrain.callbacks.base import CheckpointOptions, RunId, with_arrays, without_arrays
 from hvdtrain.checkpoint import Contents, Writer
 from hvdtrain.checkpoint.lock import FolderLock, Holder
 from hvdtrain.distributed import agreement, rank_state
@@ -52,7 +51,7 @@ class RunCheckpoints:
     raises at the next `save` or `wait`: rank 0 the CheckpointError, the others a HvdTrainError that says so.
     """
 
-    def __init__(self, options: Checkpoint, world: World) -> None:
+    def __init__(self, options: CheckpointOptions, world: World) -> None:
         self.options = options
         self.saved_at = 0
         self._store = options.store
@@ -138,7 +137,7 @@ class RunCheckpoints:
 
 @contextmanager
 def held(
-    options: Sequence[Checkpoint], run: RunId, *, before: RunId | None, world: World
+    options: Sequence[CheckpointOptions], run: RunId, *, before: RunId | None, world: World
 ) -> Iterator[list[RunCheckpoints]]:
     """Lock the folders of checkpoints. However the block ends, finish writing; see `RunCheckpoints.hold`."""
     checkpoints = [RunCheckpoints(each, world) for each in options]

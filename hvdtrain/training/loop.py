@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter
-from hvdtrain.callbacks.base import CallbackList, RunContext, RunId
-from hvdtrain.callbacks.checkpoint import Checkpoint
+from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext, RunId
 from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
@@ -53,7 +52,7 @@ class Loop:
         self._accumulate: int = config["accumulate"]
         self._hooks = CallbackList([])
         self._checkpoints: list[RunCheckpoints] = []  # of this fit
-        self._savers: dict[Checkpoint, RunCheckpoints] = {}  # these, and others to which callbacks save
+        self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # these, and others to which callbacks save
         self._facts: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
         self._held: rank_state.Arrays = {}  # that checkpoint's arrays of this rank, to be loaded when steps begin
@@ -91,7 +90,7 @@ class Loop:
             self.progress = RunProgress.from_json(found.meta["position"])
             self.history = History(found.meta["history"])
 
-    def save_checkpoint(self, options: Checkpoint) -> None:
+    def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call."""
         self._save(self._savers.setdefault(options, RunCheckpoints(options, self._world)))
 
@@ -299,7 +298,7 @@ class Loop:
         for hook in self._hooks:
             hook.on_step_end(context, step)
         for each in self._checkpoints:
-            if each.options.every_steps and self.progress.global_step % each.options.every_steps == 0:
+            if each.options.is_due(self.progress.global_step):
                 self._save(each)
         requested = preemption.requested() is not None
         report = self._heartbeat.beat(requested or (self.commits is not None and self.commits.hosts_have_changed))

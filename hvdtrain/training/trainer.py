@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter, Options, State, framework_of
-from hvdtrain.callbacks.base import CallbackList, RunId
+from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.keras_style import as_callback
 from hvdtrain.callbacks.loggers.logger import Logger
@@ -217,8 +217,8 @@ class Trainer:
         self.epochs = epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
         self.hosts, new_run = agree_on_run(self.world)
-        checkpoints = [hook for hook in hooks if isinstance(hook, Checkpoint)]
-        schedules = [[each.every_epochs, each.every_steps, each.best] for each in checkpoints]
+        checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
+        schedules = [each.schedule for each in checkpoints]
         facts = {"epochs": epochs, "validation": held_out is not None, "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")
         if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
@@ -329,9 +329,9 @@ class Trainer:
         """Optimizer steps taken since training began, those before a resumed checkpoint included."""
         return self._loop.progress.global_step
 
-    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
-        self._loop.save_checkpoint(checkpoint)
+        self._loop.save_checkpoint(options)
 
     def state(self, *, copy: bool = True) -> State:
         """Return weights and optimizer state; without a copy, as arrays that the next step may change."""
