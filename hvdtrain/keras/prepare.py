@@ -65,8 +65,10 @@ class PreparedData(keras.utils.PyDataset):
         super().__init__()
         source = as_source(data, batch_size=batch_size, world=world, seed=world.seed or 0)
         if not isinstance(source, IndexedSource):
-            kind = type(data).__name__
-            raise TypeError(f"prepare needs arrays or a map-style dataset; Trainer takes others too. Received: {kind}")
+            raise TypeError(
+                f"prepare needs arrays or a map-style dataset. Received: {type(data).__name__} on rank {world.rank}. "
+                "Use hvdtrain.Trainer, which takes such data."
+            )
         self._source, self._world = source, world
         self._epoch = self._next = 0
 
