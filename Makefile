@@ -14,9 +14,11 @@ TARGET ?= cpu
 # Passed on to the benchmarks: make bench BENCH="--workload lenet --peer ddp,trainer"
 BENCH ?=
 
-UNIT := python -m pytest -n logical --maxprocesses 8 --dist loadfile tests/unit
-# Each of these starts ranks, and waits for them most of the time.
-TWO_AT_A_TIME := python -m pytest -n 2
+# One process more than there are cores, at most 8: while some wait for what they started, others compute.
+WORKERS := $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+UNIT := python -m pytest -n $(WORKERS) --dist loadfile tests/unit
+# Each of these starts ranks.
+THREE_AT_A_TIME := python -m pytest -n 3
 
 # Debian's, of test-packages.
 TEST_PACKAGES := openssh-server iproute2 util-linux slurmctld slurmd slurm-client munge default-jre-headless
@@ -88,7 +90,7 @@ ranks-all: $(STAMP) ## Each of them on every framework and Keras backend, at eve
 	python tests/ranks/run.py --all
 
 e2e: $(STAMP) ## Commands as a person types them
-	$(TWO_AT_A_TIME) --dist loadfile tests/e2e
+	$(THREE_AT_A_TIME) --dist loadfile tests/e2e
 
 e2e-all: $(STAMP) ## Also those that prove a claim once more, with another launcher, signal or Keras backend
 	HVDTRAIN_TEST_LONG=1 python -m pytest tests/e2e
@@ -117,7 +119,7 @@ faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULT
 	HVDTRAIN_FAULTS=long python -m pytest tests/faults
 
 faults-short: $(STAMP)
-	$(TWO_AT_A_TIME) tests/faults
+	$(THREE_AT_A_TIME) tests/faults
 
 # Over .venv: its frameworks and tools, with another Open MPI and a Horovod built for it.
 MPI5 := $(CURDIR)/build/mpi5

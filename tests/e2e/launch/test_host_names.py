@@ -70,8 +70,8 @@ def _hosts_can_be_made() -> None:
     ("command", "hosts", "variables"),
     [
         ("horovodrun -np 2 --gloo", "", {}),
-        ("horovodrun -np 2 --gloo", f"{ADDRESS} {NAME}\n", {}),
-        ("hvdtrain run -np 2 --gloo", "", {}),
+        pytest.param("horovodrun -np 2 --gloo", f"{ADDRESS} {NAME}\n", {}, marks=pytest.mark.long),
+        ("hvdtrain run -np 2 --gloo", f"{ADDRESS} {NAME}\n", {}),
         ("horovodrun -np 2 --mpi", "", {}),
         ("", f"{ADDRESS} {NAME}\n", {}),
         ("", "", GLOO_ALONE),

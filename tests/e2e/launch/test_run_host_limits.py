@@ -76,7 +76,12 @@ def test_shared_memory_that_horovodrun_cannot_do_without_is_named_at_the_start(
 
 @own_shared_memory
 @pytest.mark.parametrize(
-    ("command", "shared"), [(MPIRUN, FULL), (MPIRUN, TINY), (MPIRUN, UNWRITABLE), (MPI, TINY), (GLOO, TINY)]
+    ("command", "shared"),
+    [
+        (MPIRUN, UNWRITABLE),
+        (MPI, TINY),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((MPIRUN, FULL), (MPIRUN, TINY), (GLOO, TINY))),
+    ],
 )
 def test_where_another_folder_will_do_it_is_taken_with_a_word(
     command: str, shared: tuple[str, str], tmp_path: Path

@@ -124,6 +124,7 @@ def test_trainer_passes_97_percent_on_digits_with_pytorch_like_one_process(tmp_p
     assert sum(line.startswith("epoch 12/12  loss ") for line in lines) == 1
 
 
+@pytest.mark.long  # make train does it, the rank tests train on each backend
 @pytest.mark.tensorflow
 def test_trainer_passes_97_percent_on_digits_with_keras(tmp_path: Path) -> None:
     command = f"horovodrun -np 2 python {EXAMPLES}/train.py --framework keras"

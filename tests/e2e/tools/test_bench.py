@@ -102,9 +102,7 @@ model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8), keras.layer
 model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.001)), loss="mse")
 model.fit(Slow(), epochs=2, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
-# tests/unit/telemetry finds a step of Keras on each backend. What is measured from there on is the same.
-TORCH_AND_JAX = [pytest.param(backend, marks=pytest.mark.long) for backend in ("torch", "jax")]
-TENSORFLOW_FIRST = ["tensorflow", *TORCH_AND_JAX]
+TENSORFLOW_FIRST = ["tensorflow", *(pytest.param(backend, marks=pytest.mark.long) for backend in ("torch", "jax"))]
 KERAS_TRAINER = """
 import keras, hvdtrain, numpy as np
 hvdtrain.init()
@@ -249,7 +247,8 @@ def test_a_prepared_loop_is_measured(folder: Path) -> None:
     assert all(each["data_s"] >= 0.02 for each in told["steps"])
 
 
-@pytest.mark.parametrize("backend", TENSORFLOW_FIRST)
+@pytest.mark.long  # tests/unit/telemetry finds a step of such a script on each backend
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
 def test_a_drop_in_keras_script_is_measured(folder: Path, backend: str) -> None:
     told = of_script(folder, KERAS_DROP_IN, "--steps", "12", KERAS_BACKEND=backend)
     assert {each["steps"] for each in told["steps"]} == {12}
