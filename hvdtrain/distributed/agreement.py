@@ -38,17 +38,32 @@ def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
 
 
 def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
-    """Run `action`, which does only I/O, on the root; return its JSON result, or raise, on every rank."""
-    result = None
-    with everywhere(world=world, name=name):
-        if world.is_root:
-            result = action()
-    return world.broadcast_object(result, name=name)
+    """Run `action`, which does only I/O, on the root; return its JSON result on every rank, or raise on every rank.
+
+    The root raises the action's own error, the others a HvdTrainError that quotes it.
+    """
+    outcome: dict[str, Any] = {}
+    error: Exception | None = None
+    if world.is_root:
+        try:
+            outcome["result"] = action()
+        except Exception as caught:  # noqa: BLE001 - the other ranks wait, whatever the error is
+            error = caught
+            outcome["error"] = f"{type(caught).__name__}: {caught}"
+    received = world.broadcast_object(outcome, name=name)  # outside `if is_root`
+    if error is not None:
+        raise error
+    if "error" in received:
+        raise HvdTrainError(f"On rank 0: {received['error']}")
+    return received["result"]
 
 
 @contextmanager
 def everywhere(*, world: World, name: str) -> Iterator[None]:
-    """Raise on every rank, in a collective at its end, if the block fails on one: its own error, or a quote."""
+    """Raise on every rank if the block fails on one; its end is a collective.
+
+    A rank whose block failed raises its own error, the others a HvdTrainError that quotes the first.
+    """
     error: Exception | None = None
     try:
         yield

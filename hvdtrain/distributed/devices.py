@@ -92,7 +92,7 @@ def host_id() -> bytes:
 
 
 def compare(mine: RankDevice, module: ModuleType, run: Callable[..., Bytes], *, nccl: bool) -> None:
-    """Name the ranks that share a GPU; a collective of all ranks, and a LaunchError with NCCL, which takes one each."""
+    """Name the ranks that share a GPU; a LaunchError with NCCL, which needs a GPU per rank. A collective."""
     lines = run(module, "allgather", mine.to_bytes(), name="hvdtrain.devices").tobytes().splitlines()
     ranks = [RankDevice(*json.loads(line)) for line in lines]
     shared = in_words(ranks)

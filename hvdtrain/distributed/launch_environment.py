@@ -25,7 +25,7 @@ class Launcher(NamedTuple):
 # SLURM_NTASKS the whole allocation's, and may be all that a container passes on.
 _LAUNCHERS = {
     "HOROVOD_SIZE": "horovodrun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
-    "MV2_COMM_WORLD_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun", "SLURM_NTASKS": "Slurm", "WORLD_SIZE": "torchrun",
+    "MV2_COMM_WORLD_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun", "SLURM_NTASKS": "Slurm",
 }  # fmt: skip
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -42,11 +42,14 @@ _LOCAL_SIZE_VARIABLES = (
 def detect() -> Launcher | None:
     """Return the launcher that started this process, or None."""
     for variable, name in _LAUNCHERS.items():
-        value = os.environ.get(variable, "")
-        # WORLD_SIZE alone is too common a name; torchrun also sets its run id.
-        if value.isdigit() and (name != "torchrun" or "TORCHELASTIC_RUN_ID" in os.environ):
+        if (value := os.environ.get(variable, "")).isdigit():
             return Launcher(name, variable, int(value))
-    return Launcher("horovodrun", "HOROVOD_RANK", None) if os.environ.get("HOROVOD_RANK") else None
+    if os.environ.get("HOROVOD_RANK"):
+        return Launcher("horovodrun", "HOROVOD_RANK", None)
+    # WORLD_SIZE alone is too common a name; torchrun also sets its run id.
+    if (value := os.environ.get("WORLD_SIZE", "")).isdigit() and "TORCHELASTIC_RUN_ID" in os.environ:
+        return Launcher("torchrun", "WORLD_SIZE", int(value))
+    return None
 
 
 def rank() -> str:

@@ -52,5 +52,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set; return whether there was one to forget."""
-    known, process_set.process_set_id = process_set.process_set_id, None
-    return bool(known)
+    if not process_set.process_set_id:  # not registered, or the set of all ranks, which stays
+        return False
+    process_set.process_set_id = None
+    return True

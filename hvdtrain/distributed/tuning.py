@@ -138,7 +138,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
     if engine == "torch" and nccl and gpu_async():
         if not installed.has_these_changes():  # as Horovod comes, another stream waits than the one that should
             raise HorovodMismatchError(
-                f"{GPU_ASYNC}=1 needs this version's Horovod. Run `hvdtrain build`, or unset it."
+                f"{GPU_ASYNC}=1 needs this version's Horovod. Run `hvdtrain build`, or unset {GPU_ASYNC}."
             )
         wanted[ASYNC_COMPLETION] = "1"
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]

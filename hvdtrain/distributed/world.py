@@ -191,7 +191,7 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
 def init_engine(
     framework: Framework, *args: Any, on_jax: bool | None = None, pick: Pick | None = None, **kwargs: Any
 ) -> ModuleType | None:
-    """Load and initialise Horovod; `pick` takes a local rank's device; for None, the script does."""
+    """Load and initialise Horovod. `pick` takes a local rank's device; without it, the script does that."""
     if on_jax is None:  # find out before Horovod imports torch, which would look like the user's choice
         on_jax = launch_environment.runs_on_jax(None)
     module = load_engine(framework)

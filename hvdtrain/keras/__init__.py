@@ -18,12 +18,7 @@ from hvdtrain.keras.reduction import Compression
 from hvdtrain.keras.variables import broadcast_global_variables, broadcast_model, broadcast_variables
 from hvdtrain.keras.wrapping import DistributedOptimizer, PartialDistributedOptimizer, distribute_model, load_model
 
-# Horovod's own classes and functions where it is installed. Asking for them loads it.
-_OF_PROCESS_SETS = ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")
-_OF_HOROVOD = (
-    "ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "rocm_built", "start_timeline", "stop_timeline",
-)  # fmt: skip
+_OF_PROCESS_SETS = ("ProcessSet", "global_process_set")  # Horovod's own where it is installed: this loads it
 
 __all__ = [
     "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "broadcast_global_variables",
@@ -31,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 __all__ += basics.__all__
 __all__ += ops.__all__
-__all__ += [*_OF_PROCESS_SETS, *_OF_HOROVOD, "elastic"]
+__all__ += [*_OF_PROCESS_SETS, "elastic"]
 
 
 def __getattr__(name: str) -> Any:
@@ -39,8 +34,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("hvdtrain.keras.elastic")
     if name in _OF_PROCESS_SETS:
         return getattr(basics.process_sets(), name)
-    if name in _OF_HOROVOD:
-        return getattr(basics.engine(), name, lambda *_, **__: False)  # one process has nothing built or enabled
     raise AttributeError(f"module 'hvdtrain.keras' has no attribute {name!r}")
 
 

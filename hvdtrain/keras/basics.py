@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,8 +11,10 @@ from hvdtrain.distributed import launch_environment, solo_process_sets, world
 from hvdtrain.errors import HvdTrainError
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "Product", "Sum", "cross_rank", "cross_size", "init", "is_initialized",
-    "local_rank", "local_size", "rank", "shutdown", "size",
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "add_process_set", "ccl_built", "cross_rank", "cross_size",
+    "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init", "is_initialized", "local_rank", "local_size",
+    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built",
+    "shutdown", "size", "start_timeline", "stop_timeline",
 ]  # fmt: skip
 
 # Horovod's own values, so that scripts may pass either kind, with Horovod installed or not.
@@ -20,7 +23,15 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 
 def engine() -> ModuleType | None:
     """Return `horovod.torch` or `horovod.tensorflow`; None in one process without Horovod."""
-    return world.load_engine(launch_environment.engine_for("keras") or "tensorflow")
+    return world.load_engine(_framework())
+
+
+def _framework() -> world.Framework:
+    """Return which Horovod library serves Keras's backend."""
+    chosen = launch_environment.engine_for("keras")
+    if chosen is None:
+        raise HvdTrainError("Keras's JAX backend needs torch or tensorflow installed for Horovod. Install one of them.")
+    return chosen
 
 
 def running() -> ModuleType | None:
@@ -37,8 +48,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     Arguments are those of `horovod.init`: `comm` and `process_sets`.
     """
     if args or kwargs:
-        framework, on_jax = launch_environment.engine_for("keras"), launch_environment.runs_on_jax("keras")
-        world.use(world.make(framework, *args, on_jax=on_jax, **kwargs))
+        world.use(world.make(_framework(), *args, on_jax=launch_environment.runs_on_jax("keras"), **kwargs))
     else:
         world.init("keras")
 
@@ -87,6 +97,46 @@ def cross_size() -> int:
     """Number of hosts that have this local rank."""
     module = running()
     return 1 if module is None else int(module.cross_size())
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> Any:
+    """Write Horovod's timeline to `file_path`; does nothing in one process without Horovod, which sends nothing."""
+    module = running()
+    return None if module is None else module.start_timeline(file_path, mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> Any:
+    """Stop writing Horovod's timeline."""
+    module = running()
+    return None if module is None else module.stop_timeline()
+
+
+def _query(function: str) -> Callable[[], bool]:
+    """Return Horovod's `function`; without Horovod it returns False."""
+
+    def ask() -> bool:
+        module = engine()
+        return module is not None and bool(getattr(module, function)())
+
+    ask.__name__, ask.__doc__ = function, "True if Horovod has this, was built with it, or uses it in this run."
+    return ask
+
+
+mpi_threads_supported, mpi_enabled, mpi_built = map(_query, ("mpi_threads_supported", "mpi_enabled", "mpi_built"))
+gloo_enabled, gloo_built, nccl_built = map(_query, ("gloo_enabled", "gloo_built", "nccl_built"))
+ddl_built, ccl_built, cuda_built, rocm_built = map(_query, ("ddl_built", "ccl_built", "cuda_built", "rocm_built"))
+
+
+def add_process_set(process_set: Any) -> Any:
+    """Register a set of ranks, equal on all ranks; see `horovod.add_process_set`."""
+    running()
+    return process_sets().add_process_set(process_set)
+
+
+def remove_process_set(process_set: Any) -> bool:
+    """Forget a registered set of ranks; returns False if it was not registered."""
+    running()
+    return bool(process_sets().remove_process_set(process_set))
 
 
 def process_sets() -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvdtrain.distributed import world
 from hvdtrain.keras.training_state import build_optimizer, number
@@ -77,8 +77,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if world.current().size == 1:
             return
         logs = {} if logs is None else logs
-        numbers = (name for name in sorted(logs) if hasattr(logs[name], "__float__") and np.ndim(logs[name]) == 0)
-        mine = {name: float(logs[name]) for name in numbers}
+        mine: dict[str, float] = {}
+        for name, value in sorted(logs.items()):
+            with contextlib.suppress(TypeError, ValueError):  # no number
+                mine[name] = float(value)
         # Names and values in one message: ranks with different names would otherwise wait for each other forever.
         logs_of_ranks = world.current().allgather_object(mine, name="logs")
         for name in sorted({name for values in logs_of_ranks for name in values}):

@@ -84,6 +84,7 @@ class CommitStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
         self.state, self.batches_per_commit = state, batches_per_commit
+        self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Start counting: ranks that just joined start here."""
@@ -110,15 +111,15 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self.state = state
+        self.state, self.first = state, state.batch
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Note where this part of the epoch begins: Keras counts its batches from 0."""
-        self.before = self.state.batch
+        self.first = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Count the batch."""
-        self.state.batch = self.before + batch + 1
+        self.state.batch = self.first + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Start over."""
@@ -130,7 +131,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self.state = state
+        self.state, self.initial_epoch = state, state.epoch
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Note where this call of fit begins: Keras counts from 0 each time."""

@@ -92,7 +92,7 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
     """Return the seeds of the data's order, for the ranks to compare; ValueError if the order differs between them."""
     found: list[list[int]] = []
     problem = "deterministic=False" if data.options().deterministic is False else ""
-    for dataset in _upstream(data, {}).values():
+    for dataset in _upstream(data):
         seeds = [int(seed) for name in ("_seed", "_seed2") if (seed := getattr(dataset, name, None)) is not None]
         if seeds:
             found.append(seeds)
@@ -109,13 +109,15 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
     return found
 
 
-def _upstream(dataset: Any, found: dict[int, Any]) -> dict[int, Any]:
-    """Return `found` with `dataset` and all that it reads from, each once, by id."""
-    if id(dataset) not in found and hasattr(dataset, "_inputs"):
-        found[id(dataset)] = dataset
-        for each in dataset._inputs():
-            _upstream(each, found)
-    return found
+def _upstream(data: Any) -> list[Any]:
+    """Return `data` and all that it reads from, each once; checkpoints hold their seeds in this order."""
+    pending, found = [data], {}
+    while pending:
+        dataset = pending.pop()
+        if id(dataset) not in found:
+            found[id(dataset)] = dataset
+            pending += [each for each in dataset._inputs() if hasattr(each, "_inputs")]
+    return list(found.values())
 
 
 def _is_unordered(dataset: Any) -> bool:

@@ -169,6 +169,9 @@ class _TensorFlowMarks(_KerasMarks):
         self._samples += int(samples.numpy())
         batch_at.assign(0.0)
         samples.assign(0)
+
+    def _called(self, model: Any) -> None:
+        super()._called(model)
         self._ended_at = time.time()
 
     def _see(self, batch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import Any
@@ -11,7 +12,6 @@ import keras
 from hvdtrain.keras import basics
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
 from hvdtrain.keras.reduction import Compression, GradientReduction, resolve
-from hvdtrain.keras.training_state import assign
 
 log = logging.getLogger("hvdtrain")
 
@@ -82,7 +82,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         name=name or "",
     )
     _patch_keras()
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    inner = optimizer.inner_optimizer if is_scaled else optimizer
     distributed = _twin(inner, _distributed_class(type(inner), how))
     if backward_passes_per_step > 1:
         _accumulate(distributed, backward_passes_per_step)
@@ -175,8 +176,14 @@ def _mend_optimizer(model: Any, filepath: Any) -> None:
 
     model.optimizer = type(optimizer).from_config(optimizer.get_config())
     model.optimizer.build(model.trainable_variables)
-    with h5py.File(filepath) as file:
-        assign(model.optimizer.variables, load_optimizer_weights_from_hdf5_group(file))
+    with contextlib.nullcontext(filepath) if hasattr(filepath, "attrs") else h5py.File(filepath) as file:
+        values = load_optimizer_weights_from_hdf5_group(file)
+    if len(values) != len(model.optimizer.variables):
+        raise ValueError(
+            f"{filepath} holds {len(values)} values of its optimizer's state, but {type(optimizer).__name__} has "
+            f"{len(model.optimizer.variables)}. Save the model as .keras instead."
+        )
+    model.optimizer.set_weights(values)
 
 
 def _plain(optimizer: Any) -> Any:

@@ -1,6 +1,7 @@
 """Step times for `hvdtrain bench`: compute, exposed communication and data wait, step by step.
 
-`hvdtrain bench --script` sets HVDTRAIN_STEP_TIMES for them, or makes a `StepTimes` and attaches `step_marks` to it.
+Nothing is saved unless HVDTRAIN_STEP_TIMES is set, which `hvdtrain bench --script` does, or a `StepTimes` is made and a
+framework's `step_marks` are attached to it.
 """
 
 from __future__ import annotations

@@ -16,21 +16,31 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 class Compressor:
-    """What a compression does: nothing by default; subclass it with two static methods for your own."""
+    """What a compression does; subclass it with two static methods for your own."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the smaller tensor, and what `decompress` needs besides it."""
-        return tensor, None
+        raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
         """Return `tensor` as it was before `compress`, except for rounding."""
-        return tensor
+        raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
     """Send tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return `tensor`."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return `tensor`."""
+        return tensor
 
 
 class _CastCompressor(Compressor):

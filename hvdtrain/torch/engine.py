@@ -84,9 +84,14 @@ def is_global(process_set: Any) -> bool:
 
 
 class Handle:
-    """One operation in flight, whose result `finish` makes, once, of what its parts give: native or other handles."""
+    """One operation in flight; calling it waits too.
 
-    def __init__(self, parts: Sequence[Any], finish: Callable[..., Any]) -> None:
+    `parts` are native handles, or other handles, that must be done first; `finish`, given their outputs, returns the
+    result. The watchdog reads `name` from the stack, to say which operation a rank waits for.
+    """
+
+    def __init__(self, parts: Sequence[Any], finish: Callable[..., Any], name: str = "") -> None:
+        self.name = name
         self._parts, self._finish = list(parts), finish
         self._generation = generation
         self._done = False
@@ -120,7 +125,7 @@ class Handle:
 
     def first(self) -> Handle:
         """Return a handle on the first of this one's results."""
-        return Handle([self], lambda results: results[0])
+        return Handle([self], lambda results: results[0], self.name)
 
     @property
     def is_stale(self) -> bool:

@@ -21,7 +21,7 @@ def _start(
     dtypes, is_group = [t.dtype for t in like], len(sent) > 1
     start = getattr(engine.native(), f"grouped_{kind}" if is_group else kind)
     part = start(sent if is_group else sent[0], name=name, **options)
-    return Handle([part], lambda received: list(map(back, received if is_group else [received], dtypes)))
+    return Handle([part], lambda received: list(map(back, received if is_group else [received], dtypes)), name)
 
 
 def _mean_of(grads: Sequence[Tensor], process_set: Any) -> Any:
@@ -80,7 +80,7 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, pr
             tensor.detach().copy_(from_move(received, tensor.dtype))
         return tensor
 
-    return Handle([part], finish)
+    return Handle([part], finish, name)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
@@ -120,7 +120,7 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
         splits = splits.to("cpu", torch.int32)
     part = engine.native().alltoall_async(to_move(tensor), splits, name=name, process_set=process_set)
     dtype = tensor.dtype
-    return Handle([part], lambda outputs: (from_move(outputs[0], dtype), outputs[1]))
+    return Handle([part], lambda outputs: (from_move(outputs[0], dtype), outputs[1]), name)
 
 
 def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:

@@ -71,7 +71,7 @@ class PreparedLoader:
         filler = None
         for item, count, held in self._source.items(epoch):
             self.count = count
-            if item is None:  # a batch of one sample, for a rank without samples in the epoch
+            if item is None:  # this rank has no samples in this step; it repeats a batch, or takes the first sample
                 item = filler if filler is not None else self._loader.collate_fn([self._loader.dataset[0]])
             filler = item
             hooks = self._scale_gradients(count * self._world.size / held)

@@ -36,7 +36,7 @@ def active_ranks_async(name: str) -> Handle:
     """Count the ranks that have not joined: each sends a one; for a rank that joined, Horovod sends a zero."""
     ones = torch.ones(1)
     part = engine.native().allreduce_async_(ones, name=f"{name}.active", op=Sum)
-    return Handle([part], lambda total: round(float(total)))
+    return Handle([part], lambda total: round(float(total)), name)
 
 
 def submit(
@@ -78,7 +78,7 @@ def submit(
             results.append(tensor)
         return results
 
-    return Handle(parts, finish)
+    return Handle(parts, finish, name)
 
 
 class BF16Exchange(Handle):
@@ -90,7 +90,7 @@ class BF16Exchange(Handle):
 
     def __init__(self, tensors: Sequence[Tensor], how: Reduction, name: str) -> None:
         self._like = [(t.shape, t.dtype) for t in tensors]
-        self._how, self._name, self._size = how, name, how.process_set.size()
+        self._how, self._size = how, how.process_set.size()
         shard = -(-sum(t.numel() for t in tensors) // self._size)
         bits = torch.zeros(self._size * shard, dtype=torch.bfloat16, device=tensors[0].device)
         offset = 0
@@ -100,8 +100,8 @@ class BF16Exchange(Handle):
             offset += flat.numel()
         sent = bits.view(torch.float16)
         scatter = engine.native().alltoall_async(sent, name=f"{name}.scatter", process_set=how.process_set)
-        self.first_half = Handle([scatter], self._start_second_half)  # waiting for it starts the second
-        super().__init__([self.first_half], self._split)
+        self.first_half = Handle([scatter], self._start_second_half, name)  # waiting for it starts the second
+        super().__init__([self.first_half], self._split, name)
 
     def _start_second_half(self, scattered: tuple[Tensor, Tensor]) -> Any:
         # (size, shard): one row per rank, added up in rank order
@@ -110,7 +110,7 @@ class BF16Exchange(Handle):
         if factor != 1.0:
             mine *= factor
         bits = mine.to(torch.bfloat16).view(torch.float16)
-        return engine.native().allgather_async(bits, name=f"{self._name}.gather", process_set=self._how.process_set)
+        return engine.native().allgather_async(bits, name=f"{self.name}.gather", process_set=self._how.process_set)
 
     def _split(self, gather: Any) -> list[Tensor]:
         bits = engine.native().synchronize(gather).view(torch.bfloat16)
@@ -305,7 +305,7 @@ def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any 
             gathered = gathered / process_set.size()
         return torch.sparse_coo_tensor(all_indices.t(), gathered, tensor.shape, check_invariants=False)
 
-    return Handle(parts, finish)
+    return Handle(parts, finish, name)
 
 
 def join(device: int = -1) -> int:

@@ -85,7 +85,7 @@ class ReductionUnit:
         self.reset()
 
     def set_scale(self, scale: float) -> None:
-        """Multiply the gradients by `scale`."""
+        """Multiply the gradients by `scale`, from the next reduction on."""
         self._scale = scale
         self.how = reduction(self._options, scale)
 

@@ -1,4 +1,4 @@
-"""horovod.torch's primitives for one process, with its results at size 1; a handle is a function that returns one."""
+"""horovod.torch's primitives for one process. A handle is a function that returns the result."""
 
 from __future__ import annotations
 

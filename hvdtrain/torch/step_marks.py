@@ -59,7 +59,8 @@ class _StepMarks:
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim():
             self._batch_samples = len(inputs[0])
 
-    def reported(self, backward: Callable[..., Any]) -> Callable[..., Any]:  # its outermost calls are
+    def reported(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `backward`, with a report of each outermost call."""
 
         @functools.wraps(backward)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +91,7 @@ class _StepMarks:
             wire = "NoneCompressor" if reducer is None else reducer.options.compression.__name__
             facts |= {
                 "framework": "torch",
-                "gradient_bytes": sum(g.nbytes for g in gradients),
+                "gradient_bytes": sum(g.numel() * g.element_size() for g in gradients),
                 "reduced": bool(reducer is not None and reducer.is_distributed),
                 "wire": {"NoneCompressor": "none", "FP16Compressor": "fp16", "BF16Compressor": "bf16"}.get(wire, wire),
             }

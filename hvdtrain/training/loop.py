@@ -92,7 +92,9 @@ class Loop:
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call."""
-        self._save(self._savers.setdefault(options, RunCheckpoints(options, self._world)))
+        if options not in self._savers:
+            self._savers[options] = RunCheckpoints(options, self._world)
+        self._save(self._savers[options])
 
     def _save(self, checkpoints: RunCheckpoints) -> None:
         if self.progress.step:  # an epoch's end has its own commit

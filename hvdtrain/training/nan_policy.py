@@ -44,7 +44,10 @@ class NanPolicy:
         self._warned = bool(bad)
 
     def must_stop(self, fault: Fault | None, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
-        """Return whether training must stop before a step that the adapter refused, equal on all ranks."""
+        """Count a step taken, or handle a refused one; return whether training stops, equal on all ranks.
+
+        With "raise", a refused step is a NonFiniteError on every rank.
+        """
         if fault is None:
             self._in_a_row = 0
             return False

@@ -119,7 +119,9 @@ class Watchdog:
 
     def joined(self, module: ModuleType) -> None:
         """Learn this rank, and take over its end; again after an elastic reset."""
-        basics: Any = sys.modules[f"{module.__name__}.mpi_ops"]._basics
+        basics: Any = getattr(sys.modules.get(f"{module.__name__}.mpi_ops"), "_basics", None)
+        if basics is None:  # not Horovod 0.28.1
+            return
         rank, size = int(module.rank()), int(module.size())
         facts = open_facts(rank, elastic=launch_environment.is_elastic())
         # Our exit calls it, with a limit; Horovod registers it again in each init.

@@ -106,7 +106,8 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
     """Replace the handler of each class."""
-    _registry[:] = registry
+    global _registry
+    _registry = registry
 
 
 def _handler(value: Any) -> StateHandler | None:

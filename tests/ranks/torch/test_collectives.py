@@ -142,6 +142,24 @@ def test_bf16_compression_sends_half_the_bytes_and_adds_up_in_float32(hvd, rank,
     assert native_calls.bytes_sent["allreduce"] == 4  # the count of active ranks
 
 
+def test_operations_in_flight_have_their_names(hvd):
+    """The watchdog reads them, to say in which operation a rank waits."""
+    one = torch.ones(hvd.size())
+    handles = [
+        hvd.allreduce_async_(one.clone(), name="a"),
+        hvd.grouped_allreduce_async([one, one], name="b"),
+        hvd.allgather_async(one, name="c"),
+        hvd.broadcast_async_(one.clone(), 0, name="d"),
+        hvd.alltoall_async(one, name="e"),
+        hvd.reducescatter_async(one, name="f"),
+        hvd.sparse_allreduce_async(one.to_sparse(), "g", hvd.Sum),
+    ]
+    names = [handle.name for handle in handles]
+    for handle in handles:
+        hvd.synchronize(handle)
+    assert names == list("abcdefg")
+
+
 def test_objects_travel(hvd, rank, size):
     thing = {"rank": rank, "nested": [None, (1, "two"), torch.ones(2) * rank]}
     assert hvd.broadcast_object(thing, 1)["nested"][2].tolist() == [1, 1]

@@ -98,6 +98,8 @@ def test_process_sets_of_one(hvd):
     assert (mine.size(), mine.rank(), mine.included()) == (1, 0, True)
     assert hvd.remove_process_set(mine)
     assert mine.size() is None
+    assert not hvd.remove_process_set(hvd.global_process_set)  # which stays, as Horovod's does
+    assert hvd.global_process_set.size() == 1
     with pytest.raises(ValueError, match="one process"):
         hvd.add_process_set([0, 1])
     with pytest.raises(ValueError, match="list of ranks"):
