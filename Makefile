@@ -18,7 +18,7 @@ BENCH ?=
 WORKERS := $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 UNIT := python -m pytest -n $(WORKERS) --dist loadfile tests/unit
 # Each of these starts ranks.
-THREE_AT_A_TIME := python -m pytest -n 3
+THREE_AT_A_TIME := python -m pytest -n 3 --dist loadfile
 
 # Debian's, of test-packages.
 TEST_PACKAGES := openssh-server iproute2 util-linux slurmctld slurmd slurm-client munge default-jre-headless
@@ -35,12 +35,12 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit unit-slow ranks ranks-all e2e e2e-all engines attack faults faults-short mutants: export CUDA_VISIBLE_DEVICES :=
+check test unit unit-all ranks ranks-all jobs e2e e2e-all tooling engines attack faults mutants: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-slow ranks ranks-all e2e e2e-all mutants test-packages engines gpu-build-test attack faults faults-short gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all ranks ranks-all jobs e2e e2e-all tooling mutants test-packages engines gpu-build-test attack faults gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,7 +65,7 @@ train-torch: $(STAMP) ## The PyTorch half of `make train`
 train-keras: $(STAMP) ## The Keras half
 	KERAS_BACKEND=$(BACKEND) $(RUN) python examples/mnist/train.py --framework keras $(ARGS)
 
-test: lint types unit unit-slow faults-short ranks e2e ## Lint, types and every test
+test: lint types unit-all ranks jobs ## Lint, types, and every claim about hvdtrain, each where it is cheapest to prove
 
 check: lint types unit ## What is quick of `make test`, before every commit: lint, types, tests of one process
 
@@ -80,8 +80,8 @@ types: $(STAMP) ## mypy
 unit: $(STAMP) ## Tests of one process, but for those that start others with a framework (marked slow)
 	$(UNIT) -m "not slow"
 
-unit-slow: $(STAMP)
-	$(UNIT) -m slow
+unit-all: $(STAMP)
+	$(UNIT) -m "not tooling"
 
 ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to prove
 	python tests/ranks/run.py
@@ -89,8 +89,14 @@ ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to p
 ranks-all: $(STAMP) ## Each of them on every framework and Keras backend, at every world size (35 minutes)
 	python tests/ranks/run.py --all
 
+jobs: $(STAMP) # Faults in the short version, and commands as a person types them: both start jobs
+	$(THREE_AT_A_TIME) -m "not tooling" tests/faults tests/e2e
+
 e2e: $(STAMP) ## Commands as a person types them
-	$(THREE_AT_A_TIME) --dist loadfile tests/e2e
+	$(THREE_AT_A_TIME) tests/e2e
+
+tooling: $(STAMP) ## What the project uses itself: the harness of the rank tests, the benchmarks, the suite for GPUs
+	$(THREE_AT_A_TIME) -m tooling tests/e2e/project tests/unit/benchmarks tests/unit/project
 
 e2e-all: $(STAMP) ## Also those that prove a claim once more, with another launcher, signal or Keras backend
 	HVDTRAIN_TEST_LONG=1 python -m pytest tests/e2e
@@ -117,9 +123,6 @@ attack: $(STAMP) ## Attacks on jobs by another user of this host, with a table (
 
 faults: $(STAMP) ## Injected faults by the hundred, with a table (HVDTRAIN_FAULTS_SEED=0)
 	HVDTRAIN_FAULTS=long python -m pytest tests/faults
-
-faults-short: $(STAMP)
-	$(THREE_AT_A_TIME) tests/faults
 
 # Over .venv: its frameworks and tools, with another Open MPI and a Horovod built for it.
 MPI5 := $(CURDIR)/build/mpi5

@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"nccl: of a Horovod built with NCCL, which needs no GPU; {SWITCHES['nccl']}=1: must not skip"
     )
+    config.addinivalue_line("markers", "tooling: of the harness, the benchmarks and the package: make tooling")
     config.addinivalue_line(
         "markers",
         "long: proves a claim once more in another place; runs under HVDTRAIN_TEST_LONG=1 or HVDTRAIN_FAULTS=long",

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.tooling,
     pytest.mark.timeout(240),
     pytest.mark.skipif(
         importlib.util.find_spec("horovod") is None, reason="needs Horovod: install it with hvdtrain build"

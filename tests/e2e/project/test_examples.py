@@ -202,6 +202,7 @@ def test_keras_script_trains_and_saves_a_model_that_plain_keras_loads(tmp_path: 
     assert (status, output.splitlines()[-1]) == (0, f"Adam {12 * 23} False"), output
 
 
+@pytest.mark.long  # as any script of one process: tests/unit/keras/test_one_process.py
 def test_keras_script_runs_without_horovod(tmp_path: Path) -> None:
     lines = run_well(f"python {EXAMPLES}/keras_script.py --epochs 2", tmp_path, HVDTRAIN_SOLO="1")
     assert last_line(lines, ranks=1, saved="checkpoints/mnist.keras") >= 0.6

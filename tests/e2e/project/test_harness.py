@@ -29,9 +29,12 @@ import horovod.torch as hvd
 hvd.init()
 """
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="needs Horovod: install it with hvdtrain build"
-)
+pytestmark = [
+    pytest.mark.tooling,
+    pytest.mark.skipif(
+        importlib.util.find_spec("horovod") is None, reason="needs Horovod: install it with hvdtrain build"
+    ),
+]
 
 
 class Harness:

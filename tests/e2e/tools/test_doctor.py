@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long  # `hvdtrain build` proves itself by the same live allreduces: test_build.py
 @pytest.mark.timeout(400)  # four live allreduces, each with its own limit of 90 s
 def test_doctor_finds_that_training_works_here() -> None:
     command = [sys.executable, "-W", "error", "-m", "hvdtrain.cli", "doctor", "--json"]

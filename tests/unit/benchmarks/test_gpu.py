@@ -16,6 +16,7 @@ def test_a_batch_is_halved_until_all_peers_fit_on_the_gpu_at_once(memory_gib: fl
 
 
 @pytest.mark.slow
+@pytest.mark.tooling
 @pytest.mark.parametrize("workload", GPU, ids=lambda each: each.name)
 def test_both_models_take_a_step(workload, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import gpu_tasks

@@ -28,6 +28,7 @@ def test_the_trainers_batches_and_those_of_a_loop_have_one_memory_format(
 
 
 @pytest.mark.slow
+@pytest.mark.tooling
 @pytest.mark.parametrize("workload", ["convnet", "transformer"])
 def test_the_check_takes_no_more_samples_at_once_than_a_step(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_WORKLOAD", workload)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.tooling]
 
 TESTS = Path(__file__).resolve().parent.parent.parent
 PLAIN = "def test_plain(device): assert device == 'cpu'\n"
