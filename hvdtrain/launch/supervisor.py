@@ -89,7 +89,7 @@ def run(launch: Launch, run_dir: Path) -> int:
         attempts: list[Attempt] = []
         while True:
             # A host that has just died may reboot, which takes minutes: wait as long as a rank may wait for others.
-            limit_s = min(watchdog.limit_s(), _AWAY_S) if attempts else _STARTING_S
+            limit_s = _STARTING_S if not attempts or launch.ssh is None else min(watchdog.limit_s(), _AWAY_S)
             unreachable = ssh.wait_for_hosts(launch.ssh, run_dir, limit_s=limit_s, wait=signals.wait, say=say)
             if signals.requests:
                 say(f"stopped by {signals.requests[0].name} before the {'re' * bool(attempts)}start")
@@ -107,15 +107,16 @@ def run(launch: Launch, run_dir: Path) -> int:
                 return cause.code or 1
             if cause.code == 0:
                 return 0
+            requests = (*signals.requests,)  # a later one does not make this end a requested one
             error = exit_cause.first_error(run_dir, listener=job.listener, cause=cause)
             step = exit_cause.latest_step(run_dir, rank=cause.rank)
             attempts.append(Attempt(cause, seconds, step, error))
             decision = judge(attempts, max_restarts=launch.max_restarts)
-            if cause.code == EXIT_STOPPED or signals.requests or decision.pause_s is None:
+            if cause.code == EXIT_STOPPED or requests or decision.pause_s is None:
                 if launch.ssh is not None:  # a killed launcher leaves ranks running on other hosts
                     ssh.on_every_host(launch.ssh, "end", run_dir)
-                _say_how_it_ended(attempts, decision, signals.requests)
-                return 128 + signals.requests[0] if signals.requests and cause.code != EXIT_STOPPED else cause.code
+                _say_how_it_ended(attempts, decision, requests)
+                return 128 + requests[0] if requests and cause.code != EXIT_STOPPED else cause.code
             how = f"{cause} after {_time(seconds)}" + (f", at step {step}" if step is not None else "")
             how += f" ({error.last_line})" if error else ""
             soon = f" in {_time(decision.pause_s)}" if decision.pause_s else ""
