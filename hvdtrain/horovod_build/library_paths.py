@@ -1,6 +1,7 @@
 """Check where a wheel's libraries look for other libraries: in their own environment and the system's folders only.
 
-Who can write to another folder, or create it again in /tmp, can run code in the process of everybody who loads them.
+A user who can write to a folder that a library names can run code in the process of everybody who loads the library.
+If the folder was in /tmp and is removed, any user can create it again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def dynamic(data: bytes) -> list[tuple[str, str]]:
         # Each: kind, flags, offset in the file, address, physical address, size in the file.
         segments = [struct.unpack_from("<IIQQQQ", data, table + index * size) for index in range(count)]
         places = [range(offset, offset + length, 16) for kind, _, offset, *_, length in segments if kind == _DYNAMIC]
-        entries = [*takewhile(itemgetter(0), (struct.unpack_from("<QQ", data, at) for each in places for at in each))]
+        sections = [(struct.unpack_from("<QQ", data, at) for at in each) for each in places]
+        entries = [entry for each in sections for entry in takewhile(itemgetter(0), each)]  # each to its own NULL
         texts = [(_TAGS[tag], value) for tag, value in entries if tag in _TAGS]
         if not texts:
             return []
