@@ -35,7 +35,8 @@ class Entry:
 
 def cache_folder() -> tuple[Path, str]:
     """Return the folder of the cache, and a message if it is not the usual one."""
-    # Where neither can be written, as in containers, this environment: its user owns that, unlike a folder in /tmp.
+    # If the usual folder cannot be written, as in containers, and HVDTRAIN_CACHE is not set, use one in this
+    # environment: its user owns that, unlike a folder in /tmp.
     chosen = os.environ.get("HVDTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     usual = Path(os.path.abspath(os.path.expanduser(chosen))) if chosen else Path(base) / "hvdtrain"
@@ -137,5 +138,5 @@ def store(folder: Path, key: str, wheel: Path, *, parts: dict[str, str], seconds
         record = {"key": key, "wheel": wheel.name, "sha256": packages.sha256_of(copy), "seconds": round(seconds, 1)}
         (made / _RECORD).write_text(json.dumps({**record, "parts": parts}, indent=2) + "\n", encoding="utf-8")
         if (folder / key).exists():  # a rename cannot replace a folder with files
-            shutil.rmtree(folder / key)
+            os.rename(folder / key, made.with_name("old"))  # removed only when the new one is in place
     return Entry(folder / key / wheel.name, seconds)

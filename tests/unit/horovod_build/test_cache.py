@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +99,26 @@ def test_a_damaged_entry_is_built_again_and_replaced(tmp_path: Path, wheel: Path
     assert cache.load(folder, "k") is None
     cache.store(folder, "k", wheel, parts={}, seconds=1)
     assert cache.load(folder, "k") is not None
+
+
+def test_an_entry_is_removed_only_once_another_has_its_place(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    cache.store(folder, "k", wheel, parts={}, seconds=1)
+    remove = shutil.rmtree
+
+    def remove_and_stop(path: Path, **options: Any) -> None:
+        remove(path, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", remove_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        cache.store(folder, "k", wheel, parts={}, seconds=2)
+    entry = cache.load(folder, "k")
+    assert entry is not None
+    assert entry.seconds == 2
 
 
 def test_a_second_build_of_the_same_wheel_waits_for_the_first(tmp_path: Path) -> None:
