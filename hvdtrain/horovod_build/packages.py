@@ -110,9 +110,9 @@ def _run_pip(options: list[str], what: str, pins: str, folder: Path, *, cache: P
             f"pip fetched files whose sha256 is not that of {what}: {last_lines(done.stderr)}. If the index is the "
             "usual one, they were tampered with, or this machine is neither x86_64 nor aarch64 with glibc"
         )
-    if done.returncode != 0:
+    if done.returncode != 0 or (tools and not (folder / FILE_NAME).is_file()):
         offline = f". Without a network, bring {FILE_NAME} from elsewhere and pass it with --sdist" if tools else ""
-        raise BuildError(f"pip could not fetch {what}: {last_lines(done.stderr)}{offline}")
+        raise BuildError(f"pip could not fetch {what}: {last_lines(done.stderr) or 'it saved no file'}{offline}")
 
 
 def unpack(sdist: Path, folder: Path) -> Path:

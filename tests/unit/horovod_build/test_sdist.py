@@ -80,6 +80,12 @@ def test_an_impossible_download_says_so_and_offers_sdist(tmp_path: Path, monkeyp
     assert list((tmp_path / "sdists").iterdir()) == []
 
 
+def test_a_download_that_saves_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip_that(monkeypatch)
+    with pytest.raises(BuildError, match=r"could not fetch Horovod 0\.28\.1's source: it saved no file.*--sdist"):
+        packages.fetch(tmp_path, tools=tmp_path)
+
+
 def test_build_tools_that_cannot_be_fetched_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_that(monkeypatch, code=1, stderr="ERROR: no network")
     with pytest.raises(BuildError, match=r"setuptools==79.0.1 cmake==3.31.10 packaging==\S+: ERROR: no network"):
