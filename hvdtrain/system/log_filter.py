@@ -81,14 +81,19 @@ def _without_notes() -> Iterator[None]:
         return
     assert listener.stdin is not None
     original = os.dup(2)
-    sys.stderr.flush()
+    _flush()
     os.dup2(listener.stdin.fileno(), 2)
     listener.stdin.close()
     try:
         yield
     finally:
-        sys.stderr.flush()
+        _flush()
         os.dup2(original, 2)
         os.close(original)
         with suppress(subprocess.TimeoutExpired):  # a process started meanwhile still writes to it
             listener.wait(_WAIT_S)  # so that output stays in order
+
+
+def _flush() -> None:
+    if sys.stderr is not None:  # as in a program without a console
+        sys.stderr.flush()

@@ -115,6 +115,12 @@ def test_without_grep_everything_is_shown(
     assert capfd.readouterr().err.splitlines() == [*NOTES, *OTHERS]
 
 
+def test_a_program_without_a_stream_for_errors_can_import_it(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_filter.begin()
+    monkeypatch.setattr(sys, "stderr", None)
+    assert importlib.import_module("tensorflow").ready == 1
+
+
 @pytest.mark.parametrize("line", [*NOTES, *OTHERS])
 def test_a_launcher_tells_notes_from_the_rest(line: str) -> None:
     assert bool(log_filter.is_note(line)) == (line in NOTES)
