@@ -69,8 +69,10 @@ class TaskListener(proven_server.ProvenServer):
 
     def refuse(self, client: Any) -> None:
         """Count a connection without a proof, and report the first."""
-        self.refused += 1
-        if self.refused == 1:
+        with self._guard:
+            self.refused += 1
+            is_first = self.refused == 1
+        if is_first:
             log.warning("refused a connection from %s, which has no proof; the job is not affected", client[0])
 
     def sources(self) -> list[socket.socket]:
@@ -96,15 +98,17 @@ class TaskListener(proven_server.ProvenServer):
 def connect(address: Address) -> Connection:
     """Connect a task to the caller; an OSError or AuthenticationError if it has ended, or has another key."""
     for _ in range(_ATTEMPTS):
-        connection = Client((address.host, address.port), family="AF_INET")
+        connection = None
         try:
+            connection = Client((address.host, address.port), family="AF_INET")
             with _as_socket(connection) as known:
                 _limit_reading(known, round(proven_server.HEAD_LIMIT_S))
                 exchange.prove_rank(connection, address.key)
                 _limit_reading(known, 0)
                 _notice_loss(known)
         except BaseException as problem:
-            connection.close()
+            if connection is not None:
+                connection.close()
             if not isinstance(problem, (EOFError, ConnectionResetError, TimeoutError, BlockingIOError)):
                 raise
             why = str(problem) or "it hung up"

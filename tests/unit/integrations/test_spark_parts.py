@@ -140,6 +140,25 @@ def test_a_crowd_of_strangers_is_bounded_and_a_task_comes_through(monkeypatch: p
     listener.close()
 
 
+def test_a_task_that_is_hung_up_on_while_it_connects_tries_again(
+    listener: wire.TaskListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, tries = wire.Client, [ConnectionResetError(), TimeoutError()]
+
+    def connect(*args: Any, **options: Any) -> Connection:
+        if tries:
+            raise tries.pop()
+        return client(*args, **options)
+
+    monkeypatch.setattr(wire, "Client", connect)
+    thread, ends = connect_in_a_thread(listener)
+    mine = let_in(listener)
+    thread.join()
+    assert mine is not None
+    mine.close()
+    ends[0].close()
+
+
 def test_both_sides_hear_each_other_and_an_end(listener: wire.TaskListener) -> None:
     thread, found = connect_in_a_thread(listener)
     mine = let_in(listener)
