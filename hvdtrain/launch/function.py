@@ -69,10 +69,10 @@ def run(
             until_ended(job.follow, job.interrupt)
     finally:
         job_folder.remove(run_dir)
-    return returned(job.outcome, show, output=output)
+    return _returned(job.outcome, show, output=output)
 
 
-def returned(outcome: Outcome, show: Callable[[Sequence[Line]], None], *, output: str) -> list[Any]:
+def _returned(outcome: Outcome, show: Callable[[Sequence[Line]], None], *, output: str) -> list[Any]:
     """Return what the function returned on each rank, and show a failure that came after that."""
     values = outcome.values(root_only=output == "root")
     if outcome.cause is None or outcome.cause.code:

@@ -50,9 +50,10 @@ def run(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `np` new ranks, one per Spark task, and return what each returned, in rank order.
 
-    This is `hvdtrain.run` on the executors of the active SparkSession, also for output and interrupts. All ranks start
-    together, or none (Spark's barrier mode), so dynamic allocation must be off. hvdtrain and its Horovod must be
-    installed on the executors. Ranks use Gloo, or NCCL if Horovod was built with it.
+    This is `hvdtrain.run` on the executors of the active SparkSession. What ranks print appears here at once. An
+    interrupt (Ctrl-C) asks the ranks to stop and gives them 30 s to write a checkpoint; a second one ends them at once.
+    All ranks start together, or none (Spark's barrier mode), so dynamic allocation must be off. hvdtrain and its
+    Horovod must be installed on the executors. Ranks use Gloo, or NCCL if Horovod was built with it.
 
     Args:
         fn: what to call. Its data should be loaded in it, on each rank: arguments are copied to all of them.
@@ -91,7 +92,10 @@ def run(
         ranks.close()
     if (problem := ranks.own_problem()) is not None:
         raise problem
-    return function.returned(ranks.outcome, show, output=output)
+    values, cause = ranks.outcome.values(root_only=output == "root"), ranks.outcome.cause
+    if cause is not None and cause.code:
+        show([(None, f"hvdtrain: {cause}, after the function had returned on every rank")])
+    return values
 
 
 def _context() -> Any:

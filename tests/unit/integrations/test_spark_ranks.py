@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -16,6 +17,8 @@ from hvdtrain.errors import RankFailedError, UsageError
 from hvdtrain.integrations.spark import driver, wire
 from hvdtrain.integrations.spark.task import RankEnd
 from hvdtrain.launch.exchange import Message
+from hvdtrain.launch.exit_cause import Cause
+from hvdtrain.launch.function_job import Outcome
 
 Task = Callable[[Any, int], "RankEnd | None"]
 CONTEXT = SimpleNamespace(
@@ -179,3 +182,27 @@ def test_ranks_that_do_not_start_or_cannot_are_told_within_the_limit(monkeypatch
     problem = follow(monkeypatch, refuses)
     assert isinstance(problem, UsageError)
     assert str(problem) == "on host h: Horovod is not installed"
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (None, []),
+        (Cause("rank 1 on host h", 0, 1), []),
+        (Cause("rank 1 on host h", 139, 1),
+         ["hvdtrain: rank 1 on host h was killed by signal 11, after the function had returned on every rank"]),
+    ],
+)  # fmt: skip
+def test_a_failure_after_the_function_had_returned_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cause: Cause | None, said: list[str]
+) -> None:
+    answers = {rank: Message({"kind": "result"}, pickle.dumps((rank,))) for rank in range(2)}
+    ranks = SimpleNamespace(
+        outcome=Outcome(2, answers, cause), run=lambda *_: None, close=lambda: None, own_problem=lambda: None
+    )
+    monkeypatch.setattr(driver, "_context", lambda: CONTEXT)
+    monkeypatch.setattr(driver, "_wait_for_slots", lambda *_: None)
+    monkeypatch.setattr(driver.job_environment, "check_place", lambda _: None)
+    monkeypatch.setattr(driver, "Ranks", lambda *_, **__: ranks)
+    assert driver.run(print, np=2) == [0, 1]
+    assert capsys.readouterr().out.splitlines() == said
