@@ -131,8 +131,12 @@ class TaskServer:
         self.environment = {exchange.ADDRESS: str(folder / "call"), exchange.KEY: self._key.hex()}
         self._ranks: dict[Connection, int] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.environment[exchange.ADDRESS])
-        self._listener.listen(128)
+        try:
+            self._listener.bind(self.environment[exchange.ADDRESS])
+            self._listener.listen(128)
+        except OSError:
+            self._listener.close()
+            raise
 
     def sources(self) -> list[socket.socket | Connection]:
         """Return what to wait for: `take` it once it is ready."""
@@ -221,7 +225,10 @@ class FunctionJob:
         }
 
     def follow(self, also: Mapping[Connection, Callable[[], None]] | None = None) -> None:
-        """Show what ranks print and take their answers until the job has ended; `also` says who else hears of what."""
+        """Show what ranks print and take their answers until the job has ended; may be called again.
+
+        `also` maps connections to what is called when one is ready.
+        """
         also = also or {}
         while self._open:
             found = wait([*self._open, *self._server.sources(), *also])

@@ -143,3 +143,11 @@ def test_after_the_end_nobody_is_let_in(caller: TaskServer) -> None:
     rank.start()
     rank.join(30)
     assert isinstance(rank.problem, OSError)
+
+
+def test_a_socket_that_cannot_be_made_is_closed(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="too long") as info:
+        TaskServer(tmp_path / ("x" * 200), TASK, size=1)
+    assert os.listdir("/proc/self/fd") == before
+    del info
