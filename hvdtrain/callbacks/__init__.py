@@ -14,3 +14,8 @@ from hvdtrain.callbacks.run_folder import RunFolder as RunFolder
 from hvdtrain.callbacks.schedule import Schedule as Schedule
 from hvdtrain.callbacks.stragglers import Stragglers as Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck as SyncCheck
+
+__all__ = [
+    "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "Logger", "MLflowLogger", "Progress", "RunContext",
+    "RunFolder", "Schedule", "Stragglers", "SyncCheck", "TensorBoardLogger", "WandbLogger",
+]  # fmt: skip

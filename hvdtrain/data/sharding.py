@@ -40,6 +40,9 @@ class EpochOrder:
         epoch: counts from 0; each epoch has another order.
         seed: must be equal on all ranks.
         shuffle: False keeps the dataset's order.
+
+    Raises:
+        ValueError: if num_samples, epoch or seed is negative.
     """
 
     def __init__(self, num_samples: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True) -> None:
@@ -53,6 +56,9 @@ class EpochOrder:
             self._bases = np.uint64(high), np.uint64(-(-num_samples // high))
             # A hash: numpy.random takes 60 ms to import. No random state is read or changed.
             self._keys = np.frombuffer(hashlib.shake_128(b"%d %d" % (seed, epoch)).digest(8 * _ROUNDS), "<u8")
+
+    def __len__(self) -> int:
+        return self._num_samples
 
     def at(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, of the shape of `positions`, which lie in [0, num_samples)."""

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
+    "hvdtrain.callbacks.context": "hvdtrain.callbacks.base",
     **{
         f"hvdtrain.callbacks.loggers.{name}": "hvdtrain.callbacks.loggers.tools"
         for name in ("csv_file", "mlflow", "tensorboard", "wandb")

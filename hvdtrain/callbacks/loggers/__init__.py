@@ -8,3 +8,5 @@ from hvdtrain.callbacks.loggers.tools import CSVLogger as CSVLogger
 from hvdtrain.callbacks.loggers.tools import MLflowLogger as MLflowLogger
 from hvdtrain.callbacks.loggers.tools import TensorBoardLogger as TensorBoardLogger
 from hvdtrain.callbacks.loggers.tools import WandbLogger as WandbLogger
+
+__all__ = ["CSVLogger", "Logger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"]

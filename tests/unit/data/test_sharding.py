@@ -59,6 +59,10 @@ def test_a_batch_size_that_is_no_count_is_an_error_that_shows_it(batch_size):
         sharding.check_batch_size(batch_size)
 
 
+def test_an_order_has_the_datasets_length():
+    assert len(sharding.EpochOrder(7)) == 7
+
+
 def test_negative_lengths_and_seeds_are_errors():
     with pytest.raises(ValueError, match="num_samples=-1"):
         sharding.epoch_order(-1)

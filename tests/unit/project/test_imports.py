@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
+
+import pytest
 
 import hvdtrain
 
@@ -25,3 +28,9 @@ def test_nobody_asks_whether_a_callback_is_a_checkpoint() -> None:
     """A `Checkpoint` gives its options; a subclass, or another callback that saves, needs no case of its own."""
     asks = re.compile(r"isinstance\([^)]*\bCheckpoint\b")
     assert [path for path in PACKAGE.rglob("*.py") if asks.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize("package", ["hvdtrain.callbacks", "hvdtrain.callbacks.loggers"])
+def test_all_classes_are_named_for_who_imports_everything(package: str) -> None:
+    module = importlib.import_module(package)
+    assert sorted(module.__all__) == sorted(name for name, each in vars(module).items() if isinstance(each, type))
