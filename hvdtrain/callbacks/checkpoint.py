@@ -26,6 +26,7 @@ class Checkpoint(Callback):
         background: False writes each checkpoint before training continues.
 
     Raises:
+        ValueError: an option outside its range.
         CheckpointError: in `fit`, before the first epoch, if another run uses the folder, if it cannot be written, or
             if its disk has no space for one checkpoint. If a later write fails, at the next checkpoint or at the end;
             older checkpoints and the state in memory do not change.

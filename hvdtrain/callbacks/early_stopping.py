@@ -27,6 +27,9 @@ class EarlyStopping(Callback):
         mode: whether less or more is better; "auto" takes "min" for a loss or an error, else "max".
         restore_best: restore the weights of the best epoch when the run ends early. Checkpoints then hold two
             states, the present and the best.
+
+    Raises:
+        ValueError: negative patience or min_delta, or an unknown mode.
     """
 
     def __init__(

@@ -36,6 +36,9 @@ class Progress(Callback):
             the latter alone, "off"; "auto" is live where standard output is a terminal and no launcher has started
             this rank, and lines elsewhere. The environment variable HVDTRAIN_PROGRESS wins over "auto".
         every_s: seconds between two lines within an epoch.
+
+    Raises:
+        ValueError: another style, or every_s is below 0.
     """
 
     def __init__(self, style: str = "auto", *, every_s: float = 10.0) -> None:

@@ -101,6 +101,10 @@ class RunFolder(RecordingCallback):
             <name> is HVDTRAIN_RUN_NAME, or the script's name and the time.
         every_s: seconds between two intervals that are written; an epoch's last one always is.
         options: the script's own options, as JSON, to be written to config.json too.
+
+    Raises:
+        ValueError: every_s is below 0.
+        TypeError: options are not JSON.
     """
 
     def __init__(

@@ -17,6 +17,10 @@ class Schedule(Callback):
         scheduler: over the optimizer that the Trainer was given.
         every: "epoch" or "step".
         monitor: a metric that `step` is called with, for ReduceLROnPlateau; only with "epoch".
+
+    Raises:
+        TypeError: it has no `step` and `state_dict`.
+        ValueError: another `every`, or a `monitor` that History does not have.
     """
 
     def __init__(

@@ -32,6 +32,9 @@ class Stragglers(Callback):
 
     Attributes:
         slow: {rank: its warning} of the ranks that are slow now.
+
+    Raises:
+        ValueError: factor is neither 0 nor above 1.
     """
 
     def __init__(self, factor: float = 1.3) -> None:

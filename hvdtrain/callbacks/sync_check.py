@@ -55,6 +55,7 @@ class SyncCheck(Callback):
             warning and continues.
 
     Raises:
+        ValueError: another value.
         DesyncError: in `fit`, on every rank: names the first tensor that differs and the ranks. Under "repair" too
             where most ranks agree and rank 0 is not among them.
     """

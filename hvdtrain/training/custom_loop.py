@@ -23,6 +23,10 @@ def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32) -> tup
         data: torch: DataLoaders over map-style datasets. Keras: arrays `(x, y)` or `(x, y, sample_weight)`, or
             map-style datasets. Data that can only be iterated (IterableDataset, tf.data, PyDataset) needs the Trainer.
         batch_size: samples per rank and step, for Keras; a DataLoader has its own batch size.
+
+    Raises:
+        TypeError: a model or data of another kind.
+        ValueError: data without samples, or a model without trainable parameters.
     """
     framework = framework_of(model)
     world = init(framework)

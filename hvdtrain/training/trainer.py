@@ -280,7 +280,11 @@ class Trainer:
         return tree_map(lambda _: next(outputs), shards[0])
 
     def save(self, directory: str) -> None:
-        """Write weights, optimizer state and options to `directory`. A collective; rank 0 writes."""
+        """Write weights, optimizer state and options to `directory`. A collective; rank 0 writes.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
         checkpointing.save(directory, self._adapter, self._loop.snapshot(), world=self.world)
 
     @classmethod

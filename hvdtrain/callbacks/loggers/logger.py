@@ -132,6 +132,8 @@ class Logger(RecordingCallback):
 
     Raises:
         PackageMissingError: the package is not installed.
+        ValueError: every_s is below 0.
+        TypeError: options are not JSON.
     """
 
     def __init__(

@@ -43,6 +43,9 @@ class CSVLogger(Logger):
     Args:
         path: the file.
         every_s: seconds between two logged intervals; an epoch's last interval is always logged.
+
+    Raises:
+        ValueError: every_s is below 0.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every_s: float = 5.0) -> None:
@@ -127,7 +130,13 @@ class TensorBoardLogger(Logger):
 
     Args:
         folder: the run's folder.
-        every_s, options: as of `Logger`.
+        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
+        options: the script's own options, as JSON; logged with the configuration.
+
+    Raises:
+        PackageMissingError: tensorboard is not installed.
+        ValueError: every_s is below 0.
+        TypeError: options are not JSON.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every_s: float = 5.0, options: Json | None = None) -> None:
@@ -191,7 +200,14 @@ class MLflowLogger(Logger):
     Args:
         tracking_uri: a folder, or the address of a server. None for MLFLOW_TRACKING_URI, or the folder mlruns.
         experiment: that the run belongs to; made if there is none.
-        name, every_s, options: as of `Logger`.
+        name: of the run; None for HVDTRAIN_RUN_NAME, or the script's and the time.
+        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
+        options: the script's own options, as JSON; logged with the configuration.
+
+    Raises:
+        PackageMissingError: MLflow is not installed.
+        ValueError: every_s is below 0.
+        TypeError: options are not JSON.
     """
 
     def __init__(
@@ -282,7 +298,14 @@ class WandbLogger(Logger):
     Args:
         project: the run's project.
         folder: where the folder wandb is; None for WANDB_DIR, or the working directory.
-        name, every_s, options: as of `Logger`.
+        name: of the run; None for HVDTRAIN_RUN_NAME, or the script's and the time.
+        every_s: seconds between two logged intervals; an epoch's last interval is always logged.
+        options: the script's own options, as JSON; logged with the configuration.
+
+    Raises:
+        PackageMissingError: wandb is not installed.
+        ValueError: every_s is below 0.
+        TypeError: options are not JSON.
     """
 
     def __init__(
