@@ -119,7 +119,7 @@ def plan(
 
 
 def rank_counts(largest: int) -> list[int]:
-    """Return 1, 2, 4, ... up to `largest`, and `largest` itself, of which no model was looked at beyond 2^20."""
+    """Return 1, 2, 4, ... up to `largest`, and `largest` itself; ValueError above 2^20, where no forecast was tried."""
     if not 1 <= largest <= 2**20:
         raise ValueError(f"the largest number of ranks must be from 1 to {2**20}. Received: {largest}")
     counts = [2**power for power in range(largest.bit_length())]

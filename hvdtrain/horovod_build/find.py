@@ -259,7 +259,11 @@ def find_gpus() -> tuple[str, ...]:
 
 
 def find_cuda(major: str = "") -> Cuda | None:
-    """Return the CUDA toolkit; those of other major versions count only if `major` is missing."""
+    """Return the CUDA toolkit: in CUDA_HOME, beside the nvcc on PATH, in /usr/local/cuda, or from pip's wheels.
+
+    If HOROVOD_CUDA_HOME is set, only that folder counts. If there is none of the major version `major`, the first of
+    another version is returned.
+    """
     nvcc = shutil.which("nvcc")
     # /usr/local/bin/nvcc may be a script that calls the toolkit's: its parent then has no headers.
     homes = [os.environ.get("CUDA_HOME"), str(Path(nvcc).resolve().parent.parent) if nvcc else None, "/usr/local/cuda"]

@@ -28,7 +28,8 @@ def who_can_change(path: Path, *, ours: bool = True, sticky: bool = True, found:
 
 def is_systems(folder: str) -> bool:
     """Return whether only the system can change a folder and those above it, so that no user can add a library."""
-    # Where it does not exist, the existing folders above it decide: then only the system can make it.
+    # If it does not exist, the existing folders above it decide: if only the system can change those, only the system
+    # can make it.
     parents = {each for path in (folder, os.path.realpath(folder)) for each in (Path(path), *Path(path).parents)}
     return not any(who_can_change(each, ours=False, sticky=False) for each in parents if os.path.exists(each))
 

@@ -1,4 +1,8 @@
-"""A live allreduce over one data plane, on ranks that run this module: proves a build, and is shown by doctor."""
+"""A live allreduce over one data plane: what `hvdtrain build` proves and `hvdtrain doctor` shows.
+
+`hvdtrain build` proves a training step too. `allreduce` starts ranks under horovodrun; each runs this module as a
+script and leaves its answer in a file.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ _NOT_PASSED = (
 
 
 def environment(name: str, given: Mapping[str, str], *, passed: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment of all ranks of `name`: `given`, the user's, over our own that begin as `passed`."""
+    """Return the environment that is the same for all ranks of a run of `name`.
+
+    It has this process's variables whose names begin with one of `passed`, and the user's, `given`, which win.
+    """
     ours = tuning.without_ours(start_ranks.rank_environment({}, without=_NOT_PASSED))
     found = {variable: value for variable, value in ours.items() if variable.startswith(passed)}
     run = job_environment.as_new_run(found, name)

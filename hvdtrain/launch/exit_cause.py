@@ -56,9 +56,12 @@ class Cause:
 
 
 class Listener:
-    """Reads what a launcher prints; stores the end of it, and the first rank that it reports as ended."""
+    """Reads what a launcher prints; stores the end of it, and the first rank that it reports as ended.
 
-    def __init__(self, host: str, by_rank: Sequence[str] = ()) -> None:  # this one; that of each rank, "" where unknown
+    `by_rank` has the host of each rank, "" for an unknown one; without it all are on `host`, this one.
+    """
+
+    def __init__(self, host: str, by_rank: Sequence[str] = ()) -> None:
         self.cause: Cause | None = None  # the first report of a rank's end
         self.is_aborted = False  # whether the launcher has announced that it ends the job
         self._host, self._by_rank = host, by_rank

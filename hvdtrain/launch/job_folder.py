@@ -56,7 +56,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def removed_at_the_end() -> Iterator[None]:
-    """On exit, by an error, a signal or in order, remove the folders that were made."""
+    """On exit, by an error, a signal or in order, remove every job folder that this process holds."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # until the job's supervision handles them
             signal.signal(number, lambda number, frame: sys.exit(128 + number))

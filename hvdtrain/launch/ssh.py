@@ -19,7 +19,7 @@ from hvdtrain.system import network, open_mpi, process_tree
 Wait = Callable[[float], object]
 
 _CONNECT_S = 10
-_LIMIT_S = 15.0  # for all of it
+_LIMIT_S = 15.0  # for all hosts together; ssh's own limit is for the connection only
 _BETWEEN_S = 2.0
 _SSH_FAILED = 255
 _NOT_THERE = "does not run"

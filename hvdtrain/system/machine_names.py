@@ -89,7 +89,13 @@ class Scrubber:
     """Takes out of a text what names a person or a machine, and what looks like a secret.
 
     Names of this machine and this account are known. Others are found where messages and paths have names, and then
-    hidden in the whole text. `homes` are folders shown as ~; `keep` are words that tell nothing whoever is called so.
+    hidden in the whole text.
+
+    Args:
+        users: names of accounts; of this process's by default.
+        hosts: names of machines; this one's, and those that the environment names, by default.
+        homes: folders shown as ~; this account's by default.
+        keep: words that tell nothing even if an account or a machine is called so.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def without_bridges(given: Iterable[str]) -> dict[str, str]:
     left_out = sorted(str(each) for each in bridges - others)
     if not left_out or _is_chosen_in_files():
         return {}
-    return {f"{_CHOICE}exclude": ",".join(["127.0.0.1/8", "sppp", *left_out])}  # the first two as by itself
+    return {f"{_CHOICE}exclude": ",".join(["127.0.0.1/8", "sppp", *left_out])}  # the first two are its default
 
 
 def _networks() -> tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]]:

@@ -39,9 +39,10 @@ class Process(NamedTuple):
 
 
 def members(run_dir: str | None, *, below: int | None = None, without: tuple[int, ...] = ()) -> dict[int, Process]:
-    """Return the living processes of the job of `run_dir`, by pid; None for a job without a folder.
+    """Return the living processes of the job of `run_dir`, by pid.
 
-    `below` and its descendants belong to it too; not the calling process, nor `without` and their descendants.
+    `run_dir` is None for a job without a folder. The process `below` and its descendants belong to the job too, since a
+    program may overwrite its environment. The calling process does not, nor do `without` and their descendants.
     """
     mark = f"{RUN_DIR}={run_dir}".encode()
     parents: dict[int, int] = {}

@@ -22,7 +22,10 @@ def horovodrun(python: Path) -> list[str]:
 
 
 def rank_environment(chosen: Mapping[str, str], *, without: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the environment for ranks: ours, less a launcher's marks and `without` (prefixes), and `chosen`."""
+    """Return the environment for ranks: this process's own, without a launcher's marks, and `chosen`, which wins.
+
+    `without` has prefixes of further names to leave out.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith((*_MARKS, *without))}
     # The package's parent comes first, so that the ranks import this hvdtrain from wherever they start.
     paths = [str(Path(__file__).resolve().parents[2]), kept.get("PYTHONPATH", "")]

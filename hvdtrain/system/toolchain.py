@@ -1,4 +1,7 @@
-"""This host's C++ compiler, Python headers and GPU driver; `scripts/bootstrap.py` has the standard library only."""
+"""This host's C++ compiler, Python headers and GPU driver.
+
+This file may import the standard library only: `scripts/bootstrap.py` reads it before anything is installed.
+"""
 
 from __future__ import annotations
 

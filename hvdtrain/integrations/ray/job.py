@@ -42,9 +42,10 @@ def run(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `np` ranks of a Ray cluster and return what it returned on each, in rank order.
 
-    This is `hvdtrain.run` on a cluster, also for interrupts. Ray prints here what ranks print. Nothing is left on the
-    cluster. If this process is not connected to a cluster, it connects to the one that RAY_ADDRESS names, else to one
-    that this user or the system runs on this host, else to a new one for this call.
+    This is `hvdtrain.run` on a cluster. Ray prints here what ranks print. An interrupt (Ctrl-C) asks the ranks to stop
+    and gives them 30 s to write a checkpoint; a second one ends them at once. Nothing is left on the cluster. If this
+    process is not connected to a cluster, it connects to the one that RAY_ADDRESS names, else to one that this user or
+    the system runs on this host, else to a new one for this call.
 
     With min_np or max_np the job is elastic, for a Trainer or an elastic state in `fn`: when a rank's process dies, the
     others continue from their last commit, and a new process joins them once Ray has room for it. An exception that

@@ -78,7 +78,8 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
 
 def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, Plane, int]]:
     """Return (framework, data plane, ranks) of each allreduce worth trying."""
-    # What has a verdict already is not: a failing probe would only bury it.
+    # A framework that Horovod was not built for, and MPI that horovodrun cannot drive, have a verdict already: a
+    # failing probe would only bury it.
     is_broken = {"other-open-mpi", "not-open-mpi", "no-mpirun"} & {verdict.name for verdict in verdicts}
     order: tuple[Plane, ...] = ("gloo", "nccl") if is_broken else ("mpi", "gloo", "nccl")
     served = {name: facts.cuda.get(name, "") for name in facts.frameworks if facts.serves(name)}

@@ -183,8 +183,12 @@ def marginal_efficiency(fewer: Forecast, more: Forecast) -> float:
 
 
 def pays_up_to(forecasts: Sequence[Forecast], *, worth: float = 0.5) -> Forecast:
-    """Return the last forecast, of some from one rank on, whose added ranks bring `worth` of a lone rank's work."""
-    # From the last number that paid, not from the neighbour: a second host brings little, but many may pay again.
+    """Return the forecast after which adding ranks stops paying; `forecasts` begin with one rank, in rising order.
+
+    Adding ranks pays if each of them brings at least `worth`, a share, of a lone rank's work.
+    """
+    # It counts from the last number that paid, not from the neighbour: where the second host is added, a rank brings
+    # little, but many hosts may pay again.
     best = forecasts[0]
     for candidate in forecasts[1:]:
         if marginal_efficiency(best, candidate) >= worth:
