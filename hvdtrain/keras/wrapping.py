@@ -177,13 +177,13 @@ def _mend_optimizer(model: Any, filepath: Any) -> None:
     model.optimizer = type(optimizer).from_config(optimizer.get_config())
     model.optimizer.build(model.trainable_variables)
     with contextlib.nullcontext(filepath) if hasattr(filepath, "attrs") else h5py.File(filepath) as file:
-        values = load_optimizer_weights_from_hdf5_group(file)
-    if len(values) != len(model.optimizer.variables):
-        raise ValueError(
-            f"{filepath} holds {len(values)} values of its optimizer's state, but {type(optimizer).__name__} has "
-            f"{len(model.optimizer.variables)}. Save the model as .keras instead."
-        )
-    model.optimizer.set_weights(values)
+        values = load_optimizer_weights_from_hdf5_group(file)  # read from the file when they are assigned
+        if len(values) != len(model.optimizer.variables):
+            raise ValueError(
+                f"{filepath} holds {len(values)} values of its optimizer's state, but {type(optimizer).__name__} has "
+                f"{len(model.optimizer.variables)}. Save the model as .keras instead."
+            )
+        model.optimizer.set_weights(values)
 
 
 def _plain(optimizer: Any) -> Any:

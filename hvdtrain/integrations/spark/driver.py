@@ -267,12 +267,15 @@ class Ranks:
                 self._take(each)
             if self._job.end in ready:
                 break
-        # Read what tasks sent before the job ended, and wait for those that are still ending: nothing is left.
-        self._listener.close()
+        # Read what tasks sent before the job ended, and wait for those that are still ending: nothing is left. The
+        # listener's thread may not have handed over the connection of a task that has already ended.
         until = time.monotonic() + _END_S
-        while self._connections and (left := until - time.monotonic()) > 0:
-            for each in wait(list(self._connections), timeout=left):
+        while self._connections or len(self._hosts) < len(self._job.ends):
+            if (left := until - time.monotonic()) <= 0:
+                break
+            for each in wait([*self._listener.sources(), *self._connections], timeout=left):
                 self._take(each)
+        self._listener.close()
 
     def _take(self, source: object) -> None:
         if isinstance(source, Connection):

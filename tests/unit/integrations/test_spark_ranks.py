@@ -87,7 +87,12 @@ def error(text: str, *, others: bool) -> Message:
     )  # fmt: skip
 
 
-def test_lines_and_answers_of_all_ranks_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+def test_lines_and_answers_of_all_ranks_come_back(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
+    """Also if tasks end before the caller's thread has handed over their connections."""
+    prove = wire.TaskListener.prove
+    monkeypatch.setattr(wire.TaskListener, "prove", lambda *args: (time.sleep(delay_s), prove(*args)))
+
     def task(task: Any, rank: int) -> RankEnd:
         here(task, rank)
         wire.send(task.connection, kind="lines", lines=[[rank, f"line of {rank}"]])

@@ -108,7 +108,8 @@ def test_an_error_leaves_no_folder(shared: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_before_the_job_starts_leaves_no_folder(number: int, tmp_path: Path) -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup make test ignores it
         "from hvdtrain.launch import job_folder\n"
         "from hvdtrain.horovod_build.shared import start_checks\n"
         "start_checks.SHARED_MEMORY = sys.argv[1]\n"
