@@ -36,7 +36,6 @@ SHORT = [
     ("stop", 1, 2, "torch", "--mpi"),
     ("kill", 0, 2, "torch", "--gloo"),
     ("raise", 1, 3, "torch", "--gloo"),
-    ("raise", 1, 2, "tensorflow", "--mpi"),
     ("end early", 1, 2, "torch", "--mpi"),
     ("other names", 1, 2, "torch", "--gloo"),
 ]

@@ -142,7 +142,7 @@ def test_trainer_runs_on_each_other_keras_backend(tmp_path: Path, backend: str) 
     assert float(row["accuracy"]) >= 0.6
 
 
-@pytest.mark.parametrize("framework", ["torch", "keras"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("keras", marks=pytest.mark.long)])
 def test_trainer_passes_97_percent_on_mnist(tmp_path: Path, framework: str) -> None:
     folder = mnist_directory()
     if folder is None:
