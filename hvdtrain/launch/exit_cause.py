@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import threading
@@ -10,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any
 
+from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.distributed.watchdog.rank_exit import STALLED
 from hvdtrain.launch.rank_output import OutputLines
 
@@ -121,7 +120,7 @@ class RankError:
 
 def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError | None:
     """Return the exception that ended a rank first, by error-<rank>.json or the launcher's output; None if none did."""
-    written = sorted(facts(run_dir, "error").values(), key=lambda found: float(found["time"]))
+    written = sorted(shared_facts.read(run_dir, "error").values(), key=lambda found: float(found["time"]))
     errors = [RankError(int(found["rank"]), str(found["host"]), str(found["text"]).rstrip()) for found in written]
     if errors or cause.killed:  # what the peers of a killed rank raise is a consequence, not the reason
         return next((error for error in errors if not cause.killed or error.rank == cause.rank), None)
@@ -131,12 +130,12 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
         if number is not None:
             printed.setdefault(number, []).append(line)
     for rank in sorted(printed, key=lambda rank: rank != cause.rank):
-        if text := _traceback(printed[rank]):
+        if text := traceback_in(printed[rank]):
             return RankError(rank, listener.host_of(rank), text)
     return None
 
 
-def _traceback(lines: list[str]) -> str:
+def traceback_in(lines: Sequence[str]) -> str:
     """Return the first traceback in a rank's output, "" if there is none."""
     after = [*dropwhile(lambda line: not line.startswith("Traceback (most recent call last)"), lines)]
     inside = [*takewhile(lambda line: not line.strip() or line.startswith((" ", "\t")), after[1:])]
@@ -146,7 +145,7 @@ def _traceback(lines: list[str]) -> str:
 def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
     """Return why a rank of this host ended, by its error-<rank>.json or waits-<rank>.json; None without these."""
     for fact, code, how in (("error", 1, ""), ("waits", STALLED, "has waited too long for others")):
-        rank = next(iter(facts(run_dir, fact)), None)
+        rank = next(iter(shared_facts.read(run_dir, fact)), None)
         if rank is not None:
             return Cause(f"rank {rank} on host {host}", code, rank, how)
     return None
@@ -155,16 +154,5 @@ def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
 def latest_step(run_dir: Path, *, rank: int | None) -> int | None:
     """Return the job's last step by the ranks' progress-<rank>.json; None if no rank has written one."""
     # That of `rank`, which ended first, if it has one: its peers may have taken more, each time another number.
-    steps = {number: int(found["step"]) for number, found in facts(run_dir, "progress").items()}
+    steps = {number: int(found["step"]) for number, found in shared_facts.read(run_dir, "progress").items()}
     return steps.get(-1 if rank is None else rank, max(steps.values(), default=None))
-
-
-def facts(run_dir: Path, fact: str) -> dict[int, Any]:
-    """Return what ranks have written as <fact>-<rank>, by rank; a file that is not whole is left out."""
-    found = {}
-    for path in run_dir.glob(f"{fact}-*"):
-        try:
-            found[int(path.stem.removeprefix(f"{fact}-"))] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # its process was killed
-            continue
-    return dict(sorted(found.items()))

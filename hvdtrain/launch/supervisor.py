@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.distributed import watchdog
+from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.launch import exit_cause, job_folder, ssh
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exit_cause import LAST_WORDS_S, Cause, RankError
@@ -165,7 +166,7 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[C
                     launch.ssh, "stop", job.run_dir, wait=lambda s: signals.wait(s) and signals.is_urgent()
                 )
         if requested_at and not terminated_at:
-            ranks = job.request_stop(exit_cause.facts(job.run_dir, "pid"))
+            ranks = job.request_stop(shared_facts.read(job.run_dir, "pid"))
             ranks_at = now if ranks else ranks_at
             if now - requested_at > launch.grace_s if ranks else now - ranks_at > _CLOSING_S:
                 terminated_at = now

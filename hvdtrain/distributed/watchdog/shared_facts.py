@@ -45,15 +45,7 @@ class SharedFacts:
 
     def all(self, fact: str) -> dict[int, Any]:
         """Return a fact of all ranks, by rank; what another job has left behind does not count."""
-        paths: list[Path] = []
-        with contextlib.suppress(OSError):  # the last rank to leave has removed it in this moment
-            paths = list(self.directory.glob(f"{fact}-*"))
-        found = {}
-        for path in paths:
-            with contextlib.suppress(OSError, ValueError):  # gone, or no file of ours
-                if path.stat().st_mtime >= self._began:
-                    found[int(path.stem.removeprefix(f"{fact}-"))] = json.loads(path.read_text(encoding="utf-8"))
-        return dict(sorted(found.items()))
+        return read(self.directory, fact, since=self._began)
 
     def others(self, fact: str) -> dict[int, Any]:
         """Return a fact of the other ranks, by rank."""
@@ -76,6 +68,19 @@ class SharedFacts:
             (self.directory / f"pid-{self.rank}").unlink(missing_ok=True)
             if all(process_state(int(pid)) for pid in self.all("pid").values()):
                 shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def read(directory: Path, fact: str, *, since: float = 0.0) -> dict[int, Any]:
+    """Return a fact of all ranks, by rank, from files that are not older than `since`."""
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):  # the last rank to leave has removed it in this moment
+        paths = list(directory.glob(f"{fact}-*"))
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):  # gone, not whole, or no file of ours
+            if path.stat().st_mtime >= since:
+                found[int(path.stem.removeprefix(f"{fact}-"))] = json.loads(path.read_text(encoding="utf-8"))
+    return dict(sorted(found.items()))
 
 
 def open_facts(rank: int, *, elastic: bool = False) -> SharedFacts:

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import dropwhile, islice
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.launch import arguments, ssh
 from hvdtrain.launch.arguments import LaunchSpec
+from hvdtrain.launch.exit_cause import traceback_in
 from hvdtrain.launch.rank_output import Line, OutputLines
 from hvdtrain.system import process_tree
 from hvdtrain.system.start_ranks import horovodrun, rank_environment
@@ -26,7 +26,6 @@ from hvdtrain.system.start_ranks import horovodrun, rank_environment
 _EXIT_GRACE_S = 20.0
 _POLL_S = 0.05
 _TAIL_LINES = 15
-_TRACEBACK = "Traceback (most recent call last)"
 
 
 class BenchError(HvdTrainError):
@@ -70,11 +69,11 @@ class LaunchOutcome:
         for number, text in self.lines:
             if text.strip() and not text.startswith("HVDTRAIN_"):  # our own reports
                 printed.setdefault(number, []).append(text.rstrip())
-        failed = [number for number, lines in printed.items() if any(line.startswith(_TRACEBACK) for line in lines)]
+        failed = [number for number, lines in printed.items() if traceback_in(lines)]
         rank = min(failed, key=lambda number: math.inf if number is None else number, default=None)
         said = "\n".join(f"  {line}" for line in printed[rank][-_TAIL_LINES:]) or "  (nothing)"
-        traceback = dropwhile(lambda line: not line.startswith(_TRACEBACK), printed[rank])
-        error = next((line for line in islice(traceback, 1, None) if not line.startswith((" ", "\t"))), "")
+        _, _, found = traceback_in(printed[rank]).rpartition("\n")  # "" for a traceback of one line, which was cut off
+        error = "" if found.startswith((" ", "\t", "Traceback ")) else found
         who = "the launcher" if rank is None else f"rank {rank}"
         first = f"{who} raised {error.rstrip('.')}" if error else f"the last words are those of {who}"
         return f"{first}. The end of what it printed:\n{said}"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.launch import exit_cause, supervisor
 from hvdtrain.launch.exit_cause import Cause, Listener, first_error, reported_by_ranks
 
@@ -160,7 +161,7 @@ def test_steps_and_pids_are_read_as_far_as_they_are_whole(tmp_path: Path) -> Non
     (tmp_path / "progress-2.json").write_text('{"step": 10, "time": 1.0}')
     assert exit_cause.latest_step(tmp_path, rank=1) == 12
     assert exit_cause.latest_step(tmp_path, rank=2) == 10
-    assert exit_cause.facts(tmp_path, "pid") == {0: 4711}
+    assert shared_facts.read(tmp_path, "pid") == {0: 4711}
 
 
 def test_an_error_is_found_where_two_ranks_printed_theirs_in_pieces_on_the_same_lines(tmp_path: Path) -> None:
