@@ -59,12 +59,12 @@ class World:
         self.engine = engine
         self.device = device
         self._horovod = horovod
+        self._host: tuning.Host = frameworks.load(engine, "collectives")
 
     @recorder.waiting()
     def _run(self, kind: str, array: Array, *args: Any, **options: Any) -> Array:
         devices.compare_once()
-        host: tuning.Host = frameworks.load(self.engine, "collectives")
-        return np.asarray(host.run(self._horovod, kind, array, *args, **options))
+        return np.asarray(self._host.run(self._horovod, kind, array, *args, **options))
 
     # Read from Horovod each time: an elastic job renumbers ranks, grows and shrinks.
 

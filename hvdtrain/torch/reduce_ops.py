@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -179,7 +180,8 @@ def _with_arguments_of(like: Callable[_P, Any]) -> Callable[[Callable[..., _R]],
     """Let a function that passes its arguments on show those of another, to type checkers and `help`."""
 
     def show(function: Callable[..., _R]) -> Callable[_P, _R]:
-        function.__wrapped__ = like  # type: ignore[attr-defined]
+        returned = inspect.signature(function).return_annotation
+        function.__signature__ = inspect.signature(like).replace(return_annotation=returned)  # type: ignore[attr-defined]
         return function
 
     return show

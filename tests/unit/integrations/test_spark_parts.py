@@ -67,6 +67,15 @@ def connect_in_a_thread(listener: wire.TaskListener, key: bytes | None = None) -
     return thread, ends
 
 
+def a_task_connects(listener: wire.TaskListener) -> tuple[Connection, Connection]:
+    """Return both sides' connections of a task that has proven itself: the caller's, and the task's."""
+    thread, ends = connect_in_a_thread(listener)
+    mine = let_in(listener)
+    thread.join()
+    assert mine is not None
+    return mine, ends[0]
+
+
 def refusals(listener: wire.TaskListener, number: int) -> int:
     """Wait until so many were refused; return how many were."""
     until = time.monotonic() + 30
@@ -93,12 +102,9 @@ def test_strangers_who_say_nothing_hold_up_nobody_and_go_after_their_time(
 ) -> None:
     silent = [reach(listener) for _ in range(10)]
     monkeypatch.setattr(wire.time, "sleep", lambda seconds: pytest.fail("the task had to connect again"))
-    thread, ends = connect_in_a_thread(listener)
-    mine = let_in(listener)
-    thread.join()
-    assert mine is not None
+    mine, theirs = a_task_connects(listener)
     mine.close()
-    ends[0].close()
+    theirs.close()
     assert listener.refused == 0
     monkeypatch.setattr(wire.proven_server.time, "monotonic", lambda: float("inf"))
     for each in silent:
@@ -130,12 +136,9 @@ def test_a_crowd_of_strangers_is_bounded_and_a_task_comes_through(monkeypatch: p
     monkeypatch.setattr(wire.proven_server, "_MOST_UNPROVEN", 1)  # 16 all the same
     listener = wire.TaskListener("127.0.0.1", "127.0.0.1")
     crowd = [reach(listener) for _ in range(40)]
-    thread, ends = connect_in_a_thread(listener)
-    mine = let_in(listener)
-    thread.join()
-    assert mine is not None
+    mine, theirs = a_task_connects(listener)
     assert refusals(listener, 24) >= 24
-    for each in (mine, ends[0], *crowd):
+    for each in (mine, theirs, *crowd):
         each.close()
     listener.close()
 
@@ -151,27 +154,21 @@ def test_a_task_that_is_hung_up_on_while_it_connects_tries_again(
         return client(*args, **options)
 
     monkeypatch.setattr(wire, "Client", connect)
-    thread, ends = connect_in_a_thread(listener)
-    mine = let_in(listener)
-    thread.join()
-    assert mine is not None
+    mine, theirs = a_task_connects(listener)
     mine.close()
-    ends[0].close()
+    theirs.close()
 
 
 def test_both_sides_hear_each_other_and_an_end(listener: wire.TaskListener) -> None:
-    thread, found = connect_in_a_thread(listener)
-    mine = let_in(listener)
-    thread.join()
-    assert mine is not None
+    mine, theirs = a_task_connects(listener)
     wire.send(mine, kind="stop")
-    assert wire.receive(found[0]) == {"kind": "stop"}
-    wire.send(found[0], kind="lines", lines=["x" * 1_000_000])
+    assert wire.receive(theirs) == {"kind": "stop"}
+    wire.send(theirs, kind="lines", lines=["x" * 1_000_000])
     heard = wire.receive(mine)
     assert heard is not None
     assert len(heard["lines"][0]) == 1_000_000
     assert wire.own_address(mine) == "127.0.0.1"
-    found[0].close()
+    theirs.close()
     assert wire.receive(mine) is None
     mine.close()
 

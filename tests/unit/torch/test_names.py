@@ -126,3 +126,10 @@ hvd.init()
     assert done.stdout.strip() == "imported"
     assert done.returncode != 0
     assert "HorovodMissingError" in done.stderr
+
+
+def test_what_is_reduced_in_place_shows_its_own_result_and_the_arguments_of_the_other_form():
+    for name, other in (("allreduce_", "allreduce_async"), ("grouped_allreduce_", "grouped_allreduce_async")):
+        ours, theirs = (inspect.signature(getattr(drop_in, each)) for each in (name, other))
+        assert ours.parameters == theirs.parameters
+        assert ours.return_annotation == "Any"
