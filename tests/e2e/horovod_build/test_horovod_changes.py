@@ -149,35 +149,6 @@ def test_ranks_without_tensors_do_not_negotiate_all_the_time(tmp_path):
     assert 5 < timeline.read_text().count("CYCLE_START") < 200 * answers[0]["seconds"]
 
 
-IN_PLACE = """
-import numpy as np, tensorflow as tf
-import horovod.tensorflow as hvd
-hvd.init()
-rank, size = hvd.rank(), hvd.size()
-
-@tf.function
-def reduced(x):
-    kept = x * 2.0      # read again after the reduction: must keep its value
-    lost = x * 3.0      # read by nobody else: may be written over
-    a = hvd.allreduce(kept, op=hvd.Sum, name="kept")
-    b = hvd.allreduce(lost, op=hvd.Sum, name="lost")
-    c, d = hvd.grouped_allreduce([kept, x * 5.0], op=hvd.Sum, name="group")
-    return a, b, c, d, kept, x
-
-x = tf.fill([1000], float(rank + 1))
-total = size * (size + 1) / 2
-expected = [2 * total, 3 * total, 2 * total, 5 * total, 2.0 * (rank + 1), rank + 1.0]
-wrong = [i for _ in range(3) for i, (got, want) in enumerate(zip(reduced(x), expected)) if not np.all(got == want)]
-answer(rank, wrong=wrong, untouched=bool(np.all(x == rank + 1.0)))
-"""
-
-
-@pytest.mark.tensorflow
-def test_tensorflows_reductions_write_over_nothing_that_is_read_again(tmp_path):
-    for answer in run(IN_PLACE, tmp_path):
-        assert answer == {"wrong": [], "untouched": True}
-
-
 NO_FRAMEWORK = """
 import sys
 from horovod.common.util import gloo_built, mpi_built

@@ -85,3 +85,26 @@ def test_an_argument_that_horovods_pages_name_and_keras_no_longer_has_is_ignored
     model = kit.model()
     model.compile(optimizer=hvd.DistributedOptimizer("sgd"), loss="mse", experimental_run_tf_function=False)
     assert np.isfinite(model.train_on_batch(*kit.data()))
+
+
+def test_reductions_in_a_graph_write_over_nothing_that_is_read_again():
+    """A reduction may write over its input, which saves a copy, only where nobody else reads that."""
+    import tensorflow as tf
+
+    native = pytest.importorskip("horovod.tensorflow")
+
+    @tf.function
+    def reduced(x):
+        kept = x * 2.0  # read again after the reduction
+        lost = x * 3.0  # read by nobody else
+        alone = [native.allreduce(value, op=native.Sum, name=name) for value, name in ((kept, "kept"), (lost, "lost"))]
+        group = native.grouped_allreduce([kept, x * 5.0], op=native.Sum, name="group")
+        return *alone, *group, kept, x
+
+    own = hvd.rank() + 1.0
+    x = tf.fill([1000], own)
+    expected = [factor * 3.0 for factor in (2, 3, 2, 5)] + [2 * own, own]  # ranks hold 1 and 2
+    for _ in range(3):
+        for got, want in zip(reduced(x), expected, strict=True):
+            np.testing.assert_array_equal(got, np.full(1000, want))
+    np.testing.assert_array_equal(x, np.full(1000, own))
