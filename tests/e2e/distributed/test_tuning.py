@@ -22,7 +22,8 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("framework", ASKED)
+# Each framework is given its threads by the same code: tests/unit/distributed/test_tuning.py.
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.long)])
 def test_each_rank_computes_with_its_share_of_the_cores(framework: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     folder = str(tmp_path)

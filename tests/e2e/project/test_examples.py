@@ -147,7 +147,7 @@ def test_trainer_passes_97_percent_on_mnist(tmp_path: Path, framework: str) -> N
     folder = mnist_directory()
     if folder is None:
         pytest.skip("needs MNIST's files: set HVDTRAIN_MNIST_DIR")
-    command = f"horovodrun -np 2 python {EXAMPLES}/train.py --framework {framework} --data-dir {folder}"
+    command = f"horovodrun -np 2 python {EXAMPLES}/train.py --framework {framework} --data-dir {folder} --epochs 4"
     row = table(run_well(command, tmp_path))
     assert row["framework"].startswith(framework)
     assert float(row["accuracy"]) >= 0.97
