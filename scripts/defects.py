@@ -92,7 +92,7 @@ DEFECTS = (
     ),
     Defect(
         "metrics: each rank reports the mean of its own samples",
-        "hvdtrain/torch/losses.py",
+        "hvdtrain/torch/metrics.py",
         "reduce(self.numbers).reshape(2, -1)",
         "self.numbers.reshape(2, -1)",
         TRAINER,

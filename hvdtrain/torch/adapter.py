@@ -20,7 +20,8 @@ from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import fused_update, training_state
 from hvdtrain.torch.gpu_clock import GpuClock
-from hvdtrain.torch.losses import Counted, LossWeights, Totals, as_tensor, check_shapes, named_metrics
+from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
+from hvdtrain.torch.metrics import Totals, named_metrics
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()

@@ -1,0 +1,117 @@
+"""Metrics of the Trainer's steps in PyTorch, exact over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvdtrain.adapter import Reduce
+from hvdtrain.torch.losses import Counted
+
+Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
+    """Return {name: function (outputs, targets) -> one value per sample or element, or one for the batch}."""
+    known: dict[str, Metric] = {
+        "accuracy": Accuracy(loss),
+        "mse": lambda outputs, targets: (outputs - targets).square(),
+        "mae": lambda outputs, targets: (outputs - targets).abs(),
+    }
+    found: dict[str, Metric] = {}
+    for metric in [metrics] if isinstance(metrics, str) else metrics:
+        if isinstance(metric, str) and metric in known:
+            found[metric] = known[metric]
+        elif callable(metric):
+            found[getattr(metric, "__name__", type(metric).__name__)] = metric
+        else:
+            error = ValueError if isinstance(metric, str) else TypeError
+            raise error(f"A metric must be one of {', '.join(known)}, or a callable. Received: {metric!r}")
+    return found
+
+
+class Accuracy:
+    """Whether each prediction is correct: of scores (batch, classes, ...) for class indices or probabilities.
+
+    Outputs of the targets' shape are binary scores: logits, or probabilities if the loss is BCELoss.
+    """
+
+    def __init__(self, loss: Any = None) -> None:
+        self._has_classes = isinstance(loss, torch.nn.CrossEntropyLoss)
+        self._threshold = 0.5 if isinstance(loss, torch.nn.BCELoss) else 0.0
+        self._ignored = getattr(loss, "ignore_index", None)
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return one value per target, also for ignored targets."""
+        if outputs.shape == targets.shape and not self._has_classes:
+            return (outputs > self._threshold) == (targets > 0.5)
+        if targets.is_floating_point():
+            targets = targets.argmax(1)
+        return outputs.argmax(1) == targets
+
+    def mask(self, values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        """Return which of the values count; None if all do."""
+        return None if self._ignored is None or values.shape != targets.shape else targets != self._ignored
+
+
+class Totals:
+    """Running sum and count of the loss and each metric. Sums stay on the device; only `numbers` waits for it."""
+
+    def __init__(self, metrics: dict[str, Metric], device: torch.device) -> None:
+        self._metrics = metrics
+        # float64, so that a mean over 10^7 samples loses no digits.
+        self.sums = torch.zeros(2, 1 + len(metrics), dtype=torch.float64, device=device)
+        # Counts of masked values are on the device; all other counts are on the host.
+        self._cells, self._masked_counts = (row.unbind() for row in self.sums)
+        self.counts = [0.0] * len(self._cells)
+
+    def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted) -> None:
+        """Add a batch: its loss, a scalar, and each metric's values."""
+        self._cells[0].add_(loss.detach(), alpha=counted.factor)
+        self.counts[0] += counted.weight
+        if not self._metrics:
+            return
+        with torch.no_grad():
+            outputs = outputs.detach() if isinstance(outputs, torch.Tensor) else outputs
+            for row, metric in enumerate(self._metrics.values(), start=1):
+                values = torch.as_tensor(metric(outputs, targets))
+                mask = None
+                if isinstance(metric, Accuracy) and not counted.all_targets:
+                    mask = metric.mask(values, targets)
+                if mask is not None:
+                    # A mask, not an index: for an index the host would wait for the number of values.
+                    self._cells[row].add_((values & mask).sum(dtype=torch.float64))
+                    self._masked_counts[row].add_(mask.sum(dtype=torch.float64))
+                elif values.dim():
+                    self._cells[row].add_(values.sum(dtype=torch.float64))
+                    self.counts[row] += values.numel()
+                else:
+                    self._cells[row].add_(values, alpha=counted.samples)
+                    self.counts[row] += counted.samples
+
+    @property
+    def numbers(self) -> NDArray[np.float64]:
+        """The sums, then the counts; assigning restores them."""
+        sums, masked_counts = self.sums.cpu().numpy()
+        return np.concatenate([sums, masked_counts + self.counts])
+
+    @numbers.setter
+    def numbers(self, numbers: NDArray[np.float64]) -> None:
+        sums, counts = numbers.reshape(2, -1)
+        self.sums.zero_()[0].copy_(torch.from_numpy(sums))
+        self.counts = counts.tolist()
+
+    def clear(self) -> None:
+        """Reset the metric."""
+        self.sums.zero_()
+        self.counts = [0.0] * len(self._cells)
+
+    def means(self, reduce: Reduce) -> dict[str, float]:
+        """Return each mean over all ranks."""
+        sums, counts = reduce(self.numbers).reshape(2, -1)
+        means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts != 0)
+        return dict(zip(["loss", *self._metrics], means.tolist(), strict=True))
