@@ -130,6 +130,12 @@ class Callback:
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Run about once a second, after the same step on all ranks; `interval` describes the last steps."""
 
+    def on_validation_begin(self, trainer: RunContext) -> None:
+        """Run before `fit` evaluates a validation set, on every rank."""
+
+    def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:
+        """Run after `fit` has evaluated a validation set; `logs` has its metrics, such as "val_loss"."""
+
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Run after training and validation of an epoch; `logs` has the epoch's metrics, as in History."""
 

@@ -161,7 +161,7 @@ class Loop:
                 if logs is None:
                     break
                 if held_out is not None:
-                    logs |= {f"val_{name}": value for name, value in self.evaluate(held_out).items()}
+                    logs |= self._validate(held_out)
                 self.history.add(logs)
                 self._nan_policy.epoch_taken(logs, epoch=epoch)
                 self.progress.end_epoch()
@@ -180,6 +180,15 @@ class Loop:
                 each.wait()
         finally:
             hooks.close()
+
+    def _validate(self, source: Source) -> dict[str, float]:
+        """Return the metrics of a validation set, named "val_...", and call the callbacks around it."""
+        for hook in self._hooks:
+            hook.on_validation_begin(self._context)
+        logs = {f"val_{name}": value for name, value in self.evaluate(source).items()}
+        for hook in self._hooks:
+            hook.on_validation_end(self._context, logs)
+        return logs
 
     def evaluate(self, source: Source) -> dict[str, float]:
         """Return the loss and metrics over all of the data, exact over all ranks."""

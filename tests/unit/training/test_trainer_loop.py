@@ -40,7 +40,7 @@ def test_early_stopping_bears_its_patience_and_restores_the_best_weights(make, n
     assert torch.equal(model[0].weight, kept[1])
 
 
-def test_the_ten_parts_of_a_fit_come_in_order(make):
+def test_the_parts_of_a_fit_come_in_order(make):
     seen = []
 
     class Watch(Callback):
@@ -56,15 +56,23 @@ def test_the_ten_parts_of_a_fit_come_in_order(make):
         def on_step_end(self, trainer, step):
             seen.append(f"step {step} end")
 
+        def on_validation_begin(self, trainer):
+            seen.append("validation begin")
+
+        def on_validation_end(self, trainer, logs):
+            seen.append(f"validation end {sorted(logs)}")
+
         def on_epoch_end(self, trainer, epoch, logs):
+            assert logs["val_loss"] > 0
             seen.append(f"epoch {epoch} end")
 
         def on_fit_end(self, trainer):
             seen.append("fit end")
 
-    make().fit((X, Y), epochs=1, batch_size=6, callbacks=[Watch()], progress=False)
+    make().fit((X, Y), validation=(X, Y), epochs=1, batch_size=6, callbacks=[Watch()], progress=False)
     steps = ["step 0 begin", "step 0 end", "step 1 begin", "step 1 end"]
-    assert seen == ["fit begin", "epoch 0 begin", *steps, "epoch 0 end", "fit end"]
+    validation = ["validation begin", "validation end ['val_loss']"]
+    assert seen == ["fit begin", "epoch 0 begin", *steps, *validation, "epoch 0 end", "fit end"]
 
 
 def test_the_progress_line_says_epoch_metrics_and_speed(make, capsys):
