@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
+from hvdtrain.checkpoint import typed_json
 from hvdtrain.checkpoint.store import Store
 from hvdtrain.distributed.world import World
 from hvdtrain.telemetry.interval import Interval
@@ -146,9 +147,10 @@ class Callback:
         """Close open resources. Runs on each rank when fit ends, also after an error."""
 
     def state(self) -> dict[str, Any]:
-        """Return state for checkpoints, as JSON values and arrays; rank 0's state is saved.
+        """Return state for checkpoints; rank 0's state is saved.
 
-        An array must be a direct value of the dict, and later steps must not change it.
+        It holds numbers, strings, None, lists, tuples, dicts and Counters, which come back as they were, and arrays. An
+        array must be a direct value of the dict, and later steps must not change it.
         """
         return {}
 
@@ -157,18 +159,19 @@ class Callback:
 
 
 def without_arrays(states: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
-    """Split what `CallbackList.states` returned into JSON values and named arrays."""
+    """Split what `CallbackList.states` returned into JSON values and named arrays; CheckpointError if it is neither."""
     plain, arrays = [], {}
     for index, (name, state) in enumerate(states):
         own = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
         arrays.update({f"{index}.{key}": array for key, array in own.items()})
-        plain.append([name, {key: value for key, value in state.items() if key not in own}])
+        rest = {key: value for key, value in state.items() if key not in own}
+        plain.append([name, typed_json.encode(rest, f"{name}.state()")])
     return plain, arrays
 
 
 def with_arrays(plain: Sequence[Sequence[Any]], arrays: dict[str, NDArray[Any]]) -> list[list[Any]]:
     """Undo `without_arrays`."""
-    states = [[name, dict(state)] for name, state in plain]
+    states = [[name, typed_json.decode(state)] for name, state in plain]
     for name, array in arrays.items():
         index, _, key = name.partition(".")
         states[int(index)][1][key] = array

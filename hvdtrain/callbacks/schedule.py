@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
@@ -53,8 +54,30 @@ class Schedule(Callback):
 
     def state(self) -> dict[str, Any]:
         """Return the scheduler's state."""
-        return dict(self._scheduler.state_dict())
+        return dict(_without_tensors(self._scheduler.state_dict()))
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore it; the optimizer's state has the rates themselves."""
-        self._scheduler.load_state_dict(state)
+        self._scheduler.load_state_dict(_with_tensors(state, self._scheduler.state_dict()))
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return a scheduler's state with numbers for tensors: a rate may be one, and every rate computed from it."""
+    if hasattr(value, "new_tensor"):
+        return value.tolist()
+    if type(value) is dict:
+        return {key: _without_tensors(each) for key, each in value.items()}
+    return [_without_tensors(each) for each in value] if type(value) is list else value
+
+
+def _with_tensors(value: Any, here: Any) -> Any:
+    """Return a saved state with tensors where the scheduler's own state, `here`, has them."""
+    if hasattr(here, "new_tensor"):
+        return here.new_tensor(value)
+    if type(value) is dict and type(here) is Counter:  # milestones; a checkpoint of 0.1.0 has strings
+        return Counter({int(key): times for key, times in value.items()})
+    if type(value) is dict and type(here) is dict:
+        return {key: _with_tensors(each, here.get(key)) for key, each in value.items()}
+    if type(value) is list and type(here) is list and len(value) == len(here):
+        return [_with_tensors(*pair) for pair in zip(value, here, strict=True)]
+    return value

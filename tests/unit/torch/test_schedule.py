@@ -23,9 +23,10 @@ def solo():
     world.use(None)
 
 
-def make():
+def make(rate=0.1):
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     return hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss()), optimizer
 
 
@@ -37,17 +38,84 @@ def test_it_steps_as_often_as_requested(every, expected):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
-def test_a_resumed_run_continues_the_schedule(tmp_path):
-    def run(epochs, directory):
-        trainer, optimizer = make()
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-        given = {"callbacks": [Schedule(scheduler)], "checkpoint_dir": directory, "progress": False}
-        trainer.fit((X, Y), epochs=epochs, batch_size=4, **given)
-        return optimizer.param_groups[0]["lr"], scheduler.last_epoch
+class Ramp:
+    """A function of the user's with numbers of its own, which LambdaLR saves."""
 
-    straight = run(5, None)
-    run(2, str(tmp_path))
-    assert run(5, str(tmp_path)) == straight
+    def __init__(self):
+        self.seen = {}
+
+    def __call__(self, epoch):
+        self.seen[epoch] = len(self.seen)
+        return 1.0 / (1 + len(self.seen))
+
+
+class Holder(Ramp):
+    """One that holds what no checkpoint can."""
+
+    def __init__(self):
+        super().__init__()
+        self.what = object()
+
+
+lr = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "chained": lambda o: lr.ChainedScheduler([lr.MultiStepLR(o, [2, 4]), lr.ExponentialLR(o, 0.9)]),
+    "constant": lambda o: lr.ConstantLR(o, total_iters=4),
+    "cosine": lambda o: lr.CosineAnnealingLR(o, 6),
+    "cyclic": lambda o: lr.CyclicLR(o, 0.01, 0.1, step_size_up=2, mode="exp_range", gamma=0.9),
+    "exponential": lambda o: lr.ExponentialLR(o, 0.5),
+    "lambda": lambda o: lr.LambdaLR(o, Ramp()),
+    "linear": lambda o: lr.LinearLR(o, total_iters=4),
+    "multiplicative": lambda o: lr.MultiplicativeLR(o, lambda epoch: 1 - 0.1 * epoch),
+    "multi step": lambda o: lr.MultiStepLR(o, [2, 4, 4]),
+    "one cycle": lambda o: lr.OneCycleLR(o, 0.2, total_steps=8),
+    "plateau": lambda o: lr.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "polynomial": lambda o: lr.PolynomialLR(o, 6),
+    "sequential": lambda o: lr.SequentialLR(o, [lr.LinearLR(o), lr.MultiStepLR(o, [2, 3])], [1]),
+    "step": lambda o: lr.StepLR(o, 2),
+    "swa": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_epochs=4),
+    "warm restarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 2, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "as_tensor"), [*[(name, False) for name in SCHEDULERS], ("cyclic", True), ("sequential", True)]
+)
+def test_a_resumed_run_has_the_rates_of_one_that_was_not_stopped(tmp_path, name, as_tensor):
+    seen = []
+
+    class Seen(hvdtrain.callbacks.Callback):
+        def on_step_begin(self, trainer, step):
+            (group,) = trainer._adapter._optimizer.param_groups
+            seen.append((float(group["lr"]), group.get("momentum")))
+
+    def run(epochs, directory):
+        trainer, optimizer = make(torch.tensor(0.1) if as_tensor else 0.1)
+        monitor = "loss" if name == "plateau" else None
+        schedule = Schedule(SCHEDULERS[name](optimizer), monitor=monitor)
+        given = {"callbacks": [Seen(), schedule], "checkpoint_dir": directory, "run_dir": None, "progress": False}
+        trainer.fit((X, Y), epochs=epochs, batch_size=12, **given)
+
+    run(6, None)
+    straight, seen[:] = list(seen), []
+    run(3, str(tmp_path))
+    run(6, str(tmp_path))
+    assert seen == straight
+    assert len(set(seen)) > 1
+
+
+def test_milestones_of_an_older_checkpoint_are_read():
+    _, optimizer = make()
+    schedule = Schedule(scheduler := lr.MultiStepLR(optimizer, [2, 4, 4]))
+    schedule.load_state(json.loads(json.dumps(schedule.state())))
+    assert scheduler.milestones == {2: 1, 4: 2}
+
+
+def test_a_schedulers_state_that_a_checkpoint_cannot_hold_is_named(tmp_path):
+    trainer, optimizer = make()
+    schedule = Schedule(lr.LambdaLR(optimizer, Holder()))
+    with pytest.raises(hvdtrain.errors.CheckpointError, match=r"Schedule\.state\(\)\['lr_lambdas'\]\[0\]\['what'\]"):
+        trainer.fit((X, Y), callbacks=[schedule], checkpoint_dir=str(tmp_path), run_dir=None, progress=False)
 
 
 def test_a_metric_that_history_does_not_have_is_shown():
