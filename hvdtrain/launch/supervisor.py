@@ -38,7 +38,6 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # An attempt that reported no step counts as progress if it lasted this long.
 LONG_S = 60.0
 _ATTEMPTS_WITHOUT_PROGRESS = 3
-_ATTEMPTS_WITH_ONE_ERROR = 2
 _LONGEST_PAUSE_S = 30.0
 # Errors that would occur in every attempt.
 _PERMANENT_ERRORS = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
@@ -229,9 +228,9 @@ def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     if last.step is None and (last.cause.code in _USAGE or name in _PERMANENT_ERRORS):
         return RestartDecision(None, "it would end the same way again", last)
     stuck = _attempts_without_progress(attempts)
-    errors = [a.error.last_line if a.error else None for a in stuck[-_ATTEMPTS_WITH_ONE_ERROR:]]
-    one_error = len(errors) == _ATTEMPTS_WITH_ONE_ERROR and errors[0] is not None and len(set(errors)) == 1
-    if len(stuck) >= _ATTEMPTS_WITHOUT_PROGRESS or one_error:
+    before, now = (stuck[-2].error, stuck[-1].error) if len(stuck) > 1 else (None, None)
+    is_same = before is not None and now is not None and now.is_like(before)
+    if len(stuck) >= _ATTEMPTS_WITHOUT_PROGRESS or is_same:
         return RestartDecision(None, f"{len(stuck)} attempts in a row made no progress", stuck[0])
     if len(attempts) > max_restarts:
         used_up = f"all {max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
@@ -33,6 +34,9 @@ _CAUSED_BY_OTHERS = (
     "Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe",
     "Connection refused", "Timed out waiting", "Application timeout", "Read timeout", "Write timeout", "Socket closed",
 )  # fmt: skip
+_HOROVODS = ("HorovodInternalError", "UnknownError", "XlaRuntimeError", "JaxRuntimeError")
+# What torch says where a DataLoader's workers were ended: mpirun ends all processes of a rank's group.
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Terminated|exited unexpectedly)")
 
 
 @dataclass
@@ -82,12 +86,16 @@ class RankExit:
             if isinstance(error, KeyboardInterrupt):
                 say(f"{self.who}: interrupted")
                 code = 130
-            elif is_caused_by_others(error) and os.environ.get(DEBUG) != "1":
+            elif os.environ.get(DEBUG) != "1" and (is_caused_by_others(error) or self._lost_workers(error)):
                 code = self._follow(error)
             else:
                 self._report(error, hook)
         finally:
             leave(code, self)
+
+    def _lost_workers(self, error: BaseException) -> bool:
+        """Return whether the launcher ended this rank's DataLoader workers, because another rank has failed."""
+        return any(_LOST_WORKER.search(str(each)) for each in _chain(error)) and bool(self.facts.others("error"))
 
     def _report(self, error: BaseException, hook: Callable[..., Any]) -> None:
         """Print this rank's exception: completely, unless another rank has just printed the same one."""
@@ -97,8 +105,9 @@ class RankExit:
             until = time.monotonic() + _FIRST_PRINTS_S
             while not (errors := self.facts.all("error")) and time.monotonic() < until:
                 time.sleep(0.05)
+            mine = without_rank(last, self.rank)
             for rank, first in errors.items():
-                if rank != self.rank and first.get("last_line") == last:
+                if rank != self.rank and without_rank(str(first.get("last_line")), rank) == mine:
                     say(f"{self.who}: the same {last.partition(':')[0]} as on rank {rank}")
                     return
         heading = f"{self.who} failed after {waits.steps_done()} steps:"
@@ -181,11 +190,20 @@ def say(text: str) -> None:
 
 def is_caused_by_others(error: BaseException) -> bool:
     """Return whether an exception, or what it was raised from, says that another process's end is the cause."""
+    return any(
+        type(each).__name__ in _HOROVODS and any(words in str(each) for words in _CAUSED_BY_OTHERS)
+        for each in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Return an exception, and those that it was raised from."""
     seen: BaseException | None = error
     while seen is not None:
-        text = str(seen)
-        horovods = type(seen).__name__ in ("HorovodInternalError", "UnknownError", "XlaRuntimeError", "JaxRuntimeError")
-        if horovods and any(words in text for words in _CAUSED_BY_OTHERS):
-            return True
+        yield seen
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-    return False
+
+
+def without_rank(message: str, rank: int) -> str:
+    """Return an exception's message without the number of the rank that raised it."""
+    return re.sub(rf"\brank {rank}\b", "rank", message)

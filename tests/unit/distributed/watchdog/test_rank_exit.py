@@ -10,6 +10,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 from hvdtrain.distributed.watchdog import rank_exit
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -57,6 +59,31 @@ def test_the_same_exception_on_another_rank_is_one_line(tmp_path):
     assert same.stderr == "rank 0 (host h): the same ValueError as on rank 1\n"
     assert "Traceback" in other.stderr
     assert (same.returncode, other.returncode) == (1, 1)
+
+
+def test_an_exception_that_differs_by_its_own_rank_alone_is_the_same(tmp_path):
+    run_rank("raise ValueError('no rows on rank 1')", tmp_path, rank=1)
+    same, other = (run_rank(f"raise ValueError('no rows on rank {rank}')", tmp_path) for rank in (0, 2))
+    assert same.stderr == "rank 0 (host h): the same ValueError as on rank 1\n"
+    assert "ValueError: no rows on rank 2" in other.stderr
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "raise HorovodInternalError() from RuntimeError('DataLoader worker (pid 7) is killed by signal: Terminated. ')",
+        "raise RuntimeError('DataLoader worker (pid(s) 7, 8) exited unexpectedly')",
+    ],
+)
+def test_workers_that_the_launcher_ended_after_another_rank_failed_are_one_line(raised, tmp_path):
+    alone = run_rank(raised, tmp_path)
+    assert "Traceback" in alone.stderr
+    for path in tmp_path.iterdir():
+        path.unlink()
+    run_rank("raise ValueError('bad')", tmp_path, rank=1)
+    run = run_rank(raised, tmp_path)
+    assert run.stderr.startswith("rank 0 (host h): ended because rank 1 failed first (ValueError: bad)")
+    assert run.stderr.count("\n") == 1
 
 
 def test_what_another_rank_caused_is_one_line_that_names_it(tmp_path):
