@@ -51,6 +51,12 @@ class Consumed:
 
 NOTHING = Consumed()
 
+_SAME_DATA = (
+    "Give every rank the same data and batch_size; set a seed before data is made at random. If each rank has its own "
+    "part of the data, pass it as hvdtrain.Sharded(data)."
+)
+_SHOWN_VALUES = 4
+
 # Indices -> (inputs, targets, sample_weight) of these samples.
 Fetch = Callable[[NDArray[np.int64]], tuple[Any, Any, Any]]
 # (epoch, shuffle, consumed) -> this rank's batches of the rest of the epoch.
@@ -144,6 +150,7 @@ class ArraySource(IndexedSource):
         super().__init__(num_samples, lambda rows: unpack([take(each, rows) for each in columns]), **options)
         # They differ if each rank passes its own part of the data, which would be sharded again.
         ends = [0, num_samples - 1]
+        self.facts["first sample"] = "; ".join(_shown(leaf[0]) for leaf in leaves(columns))
         crcs = [zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)]
         self.facts["first and last sample (crc32)"] = crcs
 
@@ -211,6 +218,12 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
             source = IteratedSource(_own_share(data.data, **of_rank), world=world)
         elif several and all(part is None or _is_arrays(part) for part in data):
             source = ArraySource(list(data), **of_rank)
+        elif several and isinstance(data, tuple) and any(isinstance(part, list) or _is_arrays(part) for part in data):
+            kinds = ", ".join(type(part).__name__ for part in data)
+            raise TypeError(
+                f"A tuple must hold arrays or tensors: (inputs, targets). Received: ({kinds}) on rank {world.rank}. "
+                "Pass arrays, (np.asarray(x), np.asarray(y)), or a list of samples, [*zip(x, y)]"
+            )
         elif _is_arrays(data):  # inputs alone, as for predict
             source = ArraySource([data], **of_rank)
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -222,7 +235,8 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
                 f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"
             )
     # Data with its own batch size, or without one, names it in its facts.
-    agreement.require_equal({"batch_size": batch_size, **source.facts}, world=world, what="the data")
+    facts = {"batch_size": batch_size, **source.facts}
+    agreement.require_equal(facts, world=world, what="the data", advice=_SAME_DATA)
     return source
 
 
@@ -320,6 +334,13 @@ def collate(samples: Sequence[Any]) -> Any:
         columns = [collate(column) for column in zip(*samples, strict=True)]
         return rebuild(first, columns) if hasattr(first, "_fields") else tuple(columns)
     return np.stack([as_array(sample) for sample in samples])
+
+
+def _shown(sample: NDArray[Any]) -> str:
+    """Return a sample's first values."""
+    values = np.ravel(sample)
+    text = np.array2string(values[:_SHOWN_VALUES], precision=4, separator=", ")
+    return text if len(values) <= _SHOWN_VALUES else f"{text[:-1]}, ...]"
 
 
 def _is_arrays(tree: Any) -> bool:

@@ -22,7 +22,9 @@ def first_difference(
     return None
 
 
-def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
+def require_equal(
+    values: dict[str, Any], *, world: World, what: str, advice: str = "Start every rank with the same."
+) -> None:
     """Raise DesyncError on every rank unless `values` (JSON values by name) are equal on all ranks."""
     if world.size == 1:
         return
@@ -33,7 +35,7 @@ def require_equal(values: dict[str, Any], *, world: World, what: str) -> None:
         if others:
             raise DesyncError(
                 f"Ranks disagree on {what}: {name} is {seen[0]!r} on rank 0 but {seen[others[0]]!r} on rank "
-                f"{others[0]} ({len(others)} of {world.size} ranks differ). Start every rank with the same."
+                f"{others[0]} ({len(others)} of {world.size} ranks differ). {advice}"
             )
 
 

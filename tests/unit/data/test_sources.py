@@ -7,6 +7,7 @@ import pytest
 
 from hvdtrain.data.sources import IteratedSource, Sharded, as_source, collate, unpack
 from hvdtrain.distributed.world import SoloWorld
+from hvdtrain.errors import DesyncError
 
 
 class FakeWorld(SoloWorld):
@@ -100,6 +101,39 @@ def test_no_samples_is_an_error(nothing):
 def test_data_of_no_known_kind_is_an_error_that_names_the_kinds():
     with pytest.raises(TypeError, match=r"DataLoader.*Received: generator"):
         batches(x for x in range(3))
+
+
+@pytest.mark.parametrize(
+    ("data", "kinds"),
+    [
+        (([[1.0, 2.0], [3.0, 4.0]], [1.0, 2.0]), "(list, list)"),
+        ((np.zeros((2, 3)), [0, 1]), "(ndarray, list)"),
+    ],
+)
+def test_a_tuple_of_lists_is_an_error_that_says_how_to_pass_arrays(data, kinds):
+    with pytest.raises(TypeError, match=r"np.asarray\(x\)") as raised:
+        batches(data)
+    assert f"Received: {kinds} on rank 0" in str(raised.value)
+
+
+def test_a_tuple_of_samples_is_a_dataset():
+    (batch,) = batches(((np.zeros(2), 1), (np.ones(2), 0), (np.ones(2), 3), (np.ones(2), 4)), shuffle=False)
+    assert batch.targets.tolist() == [1, 0, 3, 4]
+
+
+def test_ranks_with_other_data_are_told_what_differs_and_what_to_do():
+    class World(FakeWorld):
+        def allgather_object(self, obj, *, name="object"):
+            return [obj, {**obj, **self.other}] if name == "agreement" else [obj, obj]
+
+    world, x = World(0, 2), np.arange(12.0).reshape(2, 6)
+    world.other = {"first sample": "[0.5, 1.]; [1]", "first and last sample (crc32)": [1, 2]}
+    with pytest.raises(DesyncError) as raised:
+        as_source((x, np.array([1, 0])), batch_size=1, world=world)
+    said = str(raised.value)
+    assert "first sample is '[0., 1., 2., 3., ...]; [1]' on rank 0 but '[0.5, 1.]; [1]' on rank 1" in said
+    assert "set a seed" in said
+    assert "hvdtrain.Sharded" in said
 
 
 def test_unpack_takes_one_to_three_items():
