@@ -18,7 +18,7 @@ from hvdtrain.distributed import launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import fused_update, training_state
+from hvdtrain.torch import clipping, fused_update, training_state
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
 from hvdtrain.torch.metrics import Totals, named_metrics
@@ -238,7 +238,7 @@ class TorchAdapter:
             return True
         if clip_norm is not None:
             self._scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(parameters, clip_norm)
+            clipping.clip_norm(parameters, clip_norm)
         how = fused_update.chosen(optimizer) if self._fuses else _PLAIN
         with optimizer.skip_synchronize() if self._reduced else how:  # a distributed one fuses by itself
             self._scaler.step(optimizer)
