@@ -79,8 +79,14 @@ class Adapter(Protocol):
             keep: do not reset them: the epoch is not over.
         """
 
+    def local_metrics(self) -> dict[str, float]:
+        """Return this rank's metrics since the last reset; no collective."""
+
     def settle(self) -> None:
         """Synchronize state that no gradient trains, such as running means; called after each epoch."""
+
+    def finish(self) -> None:
+        """Change weights as the framework does when training ends; called after the last epoch and its checkpoint."""
 
     def state(self) -> State:
         """Return weights, optimizer state and precision scaler. The next step may change the arrays."""

@@ -85,6 +85,9 @@ class RunContext(Protocol):
     def run(self) -> RunId | None:
         """The run's identity; None before the first `fit`."""
 
+    def local_metrics(self) -> Logs:
+        """Return this rank's running metrics of the epoch or the validation set. It makes a GPU wait; no collective."""
+
     def stop(self) -> None:
         """End the run after this epoch, on every rank. One rank's call is enough."""
 
@@ -133,6 +136,12 @@ class Callback:
 
     def on_validation_begin(self, trainer: RunContext) -> None:
         """Run before `fit` evaluates a validation set, on every rank."""
+
+    def on_validation_step_begin(self, trainer: RunContext, step: int) -> None:
+        """Run before a batch of a validation set; steps count from 0 in each set."""
+
+    def on_validation_step_end(self, trainer: RunContext, step: int) -> None:
+        """Run after a batch of a validation set."""
 
     def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:
         """Run after `fit` has evaluated a validation set; `logs` has its metrics, such as "val_loss"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,22 +10,42 @@ import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
 
+log = logging.getLogger("hvdtrain")
+
 # By callback, what it held when it was first wrapped: the user's own, which no checkpoint needs. One may be wrapped
 # again after it has trained: by each elastic round, and by another fit.
 _given: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
+# Keras's own callbacks whose only effect are files: they run on rank 0.
+_WRITERS = ("CSVLogger", "ModelCheckpoint", "RemoteMonitor", "TensorBoard")
+
+# What Keras's own callbacks count in private attributes. Others are private because they belong to one process.
+_COUNTS = (
+    "_batches_seen_since_last_saving",  # ModelCheckpoint
+    "_last_batch_seen",
+    "_ema_weights_in_model",  # SwapEMAWeights
+    "_global_train_batch",  # TensorBoard
+    "_global_test_batch",
+)
+
+_STOPPED = "model.stop_training"  # among a callback's values: it ended the run
+
 
 class KerasStyle(Callback):
-    """Calls a Keras callback's hooks with the arguments that Keras would pass.
+    """Calls a Keras callback's hooks in the order and with the arguments of Keras's `fit`.
 
-    `model.stop_training` ends the run after the epoch. Batch hooks get no logs: to read running metrics at every step
-    would make a GPU wait. Give a callback that writes files (ModelCheckpoint, CSVLogger) on rank 0 only; that is safe
-    if it calls no collective.
+    The logs of an epoch and of a validation set are exact over all ranks. The logs of a batch are this rank's running
+    results. They are read only for a callback that has a hook for the end of batches, because reading makes a GPU wait.
+    `model.stop_training` on one rank ends the run on all. Keras's own callbacks that write files run on rank 0. A
+    callback of yours runs on every rank.
     """
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
         self._given = self._values()
+        self._trainer: RunContext | None = None
+        self._is_silent = False  # another rank writes the files
+        self._last_logs: Logs = {}
         try:
             self._given = _given.setdefault(callback, self._given)
         except TypeError:
@@ -47,6 +68,8 @@ class KerasStyle(Callback):
                 changed |= {name: value} if given != value else {}
             elif not isinstance(given, list) or list(map(id, value)) != list(map(id, given)):
                 changed |= {f"{name}.{index}": array for index, array in enumerate(value)}
+        if self._trainer is not None and self._trainer.model.stop_training:
+            changed[_STOPPED] = True
         return changed
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -60,12 +83,15 @@ class KerasStyle(Callback):
                 setattr(self._callback, attribute, value)
         for attribute, arrays in lists.items():
             setattr(self._callback, attribute, [arrays[index] for index in sorted(arrays)])
+        if state.get(_STOPPED) and self._trainer is not None:
+            self._trainer.model.stop_training = True
+            self._trainer.stop()
 
     def _values(self) -> dict[str, Any]:
         """Return the callback's numbers and lists of arrays. A list is copied: it may be filled in place."""
         found: dict[str, Any] = {}
         for name, value in vars(self._callback).items():
-            if name.startswith("_"):
+            if name.startswith("_") and name not in _COUNTS:
                 continue
             if isinstance(value, bool | int | float | np.generic):
                 found[name] = value.item() if isinstance(value, np.generic) else value
@@ -75,43 +101,86 @@ class KerasStyle(Callback):
 
     def on_fit_begin(self, trainer: RunContext) -> None:
         """Call set_params, set_model and on_train_begin."""
+        self._trainer, self._last_logs = trainer, {}
+        self._is_silent = not trainer.world.is_root and _is_kerass_own(type(self._callback), _WRITERS)
         trainer.model.stop_training = False
-        self._callback.set_params({"verbose": 0, "epochs": trainer.epochs, "steps": trainer.steps_per_epoch})
-        self._callback.set_model(trainer.model)
-        self._callback.on_train_begin()
+        self._call("set_params", {"verbose": 0, "epochs": trainer.epochs, "steps": trainer.steps_per_epoch})
+        self._call("set_model", trainer.model)
+        self._call("on_train_begin", {})
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Call on_epoch_begin."""
-        self._callback.on_epoch_begin(epoch)
+        self._call("on_epoch_begin", epoch, {})
 
     def on_step_begin(self, trainer: RunContext, step: int) -> None:
         """Call on_train_batch_begin."""
-        self._callback.on_train_batch_begin(step)
+        self._call("on_train_batch_begin", step, logs={})
 
     def on_step_end(self, trainer: RunContext, step: int) -> None:
-        """Call on_train_batch_end."""
-        self._callback.on_train_batch_end(step)
+        """Call on_train_batch_end with this rank's running results."""
+        self._call("on_train_batch_end", step, logs=self._batch_logs("on_train_batch_end", "on_batch_end"))
+
+    def on_validation_begin(self, trainer: RunContext) -> None:
+        """Call on_test_begin."""
+        self._call("on_test_begin", {})
+
+    def on_validation_step_begin(self, trainer: RunContext, step: int) -> None:
+        """Call on_test_batch_begin."""
+        self._call("on_test_batch_begin", step, logs={})
+
+    def on_validation_step_end(self, trainer: RunContext, step: int) -> None:
+        """Call on_test_batch_end with this rank's running results."""
+        self._call("on_test_batch_end", step, logs=self._batch_logs("on_test_batch_end"))
+
+    def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:
+        """Call on_test_end."""
+        self._call("on_test_end", {name.removeprefix("val_"): value for name, value in logs.items()})
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Call on_epoch_end; stop if it has set model.stop_training."""
-        self._callback.on_epoch_end(epoch, logs)
+        self._last_logs = logs
+        self._call("on_epoch_end", epoch, logs)
         if trainer.model.stop_training:
             trainer.stop()
 
     def on_fit_end(self, trainer: RunContext) -> None:
         """Call on_train_end."""
-        self._callback.on_train_end()
+        self._call("on_train_end", self._last_logs)
+
+    def _call(self, hook: str, *arguments: Any, **options: Any) -> None:
+        if not self._is_silent:
+            getattr(self._callback, hook)(*arguments, **options)
+
+    def _batch_logs(self, *hooks: str) -> Logs:
+        """Return the logs of a batch, if the callback has one of these hooks; they are empty for any other."""
+        if self._trainer is None or self._is_silent:
+            return {}
+        own = [each for each in (getattr(self._callback, hook) for hook in hooks) if not hasattr(each, "_is_default")]
+        frequencies = {getattr(self._callback, name, None) for name in ("save_freq", "update_freq")}
+        if "epoch" in frequencies:  # Keras's own hook then reads nothing at the end of a batch
+            own = [each for each in own if not getattr(each, "__module__", "").startswith("keras.")]
+        return self._trainer.local_metrics() if own else {}
 
 
 def as_callback(callback: Any) -> Callback:
     """Return `callback` itself; a Keras callback is wrapped."""
     if isinstance(callback, Callback):
         return callback
+    if any(_is_kerass_own(base, ("BackupAndRestore",)) for base in type(callback).__mro__):
+        raise ValueError(
+            "BackupAndRestore restores weights, but not the position in the data, random states or callbacks, and each "
+            "rank would write the same files. Use fit(checkpoint_dir=...), which resumes a run as if it had never "
+            "stopped. Received: BackupAndRestore in callbacks"
+        )
     if hasattr(callback, "set_model") and hasattr(callback, "on_train_batch_end"):
         return KerasStyle(callback)
     raise TypeError(
         f"A callback must be a hvdtrain.callbacks.Callback or a keras.callbacks.Callback. Received: {callback!r}"
     )
+
+
+def _is_kerass_own(kind: type, names: tuple[str, ...]) -> bool:
+    return kind.__module__.startswith("keras.") and kind.__name__ in names
 
 
 def _is_numeric(array: Any) -> bool:

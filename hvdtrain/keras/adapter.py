@@ -87,6 +87,8 @@ class KerasAdapter:
         self._fresh = True  # until the first step after metrics were read
         self._training = False  # the metrics are those of an unfinished epoch
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
+        self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
+        self._warned = False
         if self._weighted:
             self._part.set_batch_weight(1.0)  # before anything is compiled
             _warn_of_masks(model, world)
@@ -155,7 +157,7 @@ class KerasAdapter:
         self._begin(batch)
         if batch.local_count:
             with self._running_metrics():
-                self._model.test_on_batch(*_data(batch, self._world))
+                self._logs = self._model.test_on_batch(*_data(batch, self._world), return_dict=True)
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs on the host."""
@@ -169,13 +171,23 @@ class KerasAdapter:
         for variable, total in zip(variables, _reduced(variables, reduce), strict=True):
             # Counts and sums add up, and nearly every metric holds these; the others say so.
             variable.assign(total if variable.aggregation == "sum" else total / self._world.size)
-        results = _scalars(self._model.get_metrics_result())
+        results = _scalars(self._returned(self._model.get_metrics_result()))
         if keep:
             assign(variables, mine)
             return results
         self._model.reset_metrics()
         self._fresh, self._training = True, False
         return results
+
+    def local_metrics(self) -> dict[str, float]:
+        """Return what Keras passes to batch hooks: running results, or what a step of the user's own returned."""
+        results = self._model.get_metrics_result()
+        return _scalars(self._logs if self._logs and self._logs.keys() != results.keys() else results)
+
+    def finish(self) -> None:
+        """Replace the weights by their moving averages if the optimizer keeps any (use_ema), as Keras's fit does."""
+        if self._model.optimizer.built:
+            self._model.optimizer.finalize_variable_values(self._model.trainable_weights)
 
     def settle(self) -> None:
         """Average what is not trained over ranks: running statistics of normalisation layers."""
@@ -200,7 +212,23 @@ class KerasAdapter:
             # On every rank, also one without samples: ranks sum their metrics, and must have as many.
             self._model._symbolic_build(data_batch=_data(batch, self._world))
         self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
-        self._fresh = False
+        self._fresh, self._logs = False, {}
+
+    def _returned(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Return those results of the model's metrics that the user's own step returns too; log what it returns else.
+
+        Keras would report such values of the last batch. They are this rank's, and nothing says how ranks' add up.
+        """
+        unknown = [name for name in self._logs if name not in results]
+        if unknown and not self._warned and self._world.is_root:
+            log.warning(
+                "%s's step returns %s, which no metric of the model holds: History is without it. Keep it in a "
+                "keras.metrics.Mean that is an attribute of the model, and return its result().",
+                self._model.name,
+                ", ".join(unknown),
+            )
+            self._warned = True
+        return {name: value for name, value in results.items() if not self._logs or name in self._logs}
 
     def _resume_metrics(self) -> None:
         """Load the metrics of an interrupted epoch, now that a batch has built them."""
@@ -221,7 +249,7 @@ class KerasAdapter:
         restored = [] if weight else [*metric_variables(self._model), *self._model.non_trainable_variables]
         before = copies(restored)
         with self._running_metrics():
-            self._model.train_on_batch(*_data(batch, self._world))
+            self._logs = self._model.train_on_batch(*_data(batch, self._world), return_dict=True)
         assign(restored, before)
 
     @contextmanager

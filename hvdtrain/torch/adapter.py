@@ -151,6 +151,13 @@ class TorchAdapter:
             self._totals.clear()
         return means
 
+    def local_metrics(self) -> dict[str, float]:
+        """Return this rank's metrics since they were started."""
+        return self.metrics(lambda local: local, keep=True)
+
+    def finish(self) -> None:
+        """Keep the weights."""
+
     def settle(self) -> None:
         """Average running statistics over ranks; counters become the largest."""
         buffers = [each for each in self._model.buffers() if each.numel()] if self._reduced else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter
-from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext, RunId
+from hvdtrain.callbacks.base import Callback, CallbackList, CheckpointOptions, RunContext, RunId
 from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
@@ -172,11 +173,13 @@ class Loop:
                         self._save(each)
                 self._commit()
                 stop = self.agree_to_stop(after_epoch=True)
-            for hook in hooks:
-                hook.on_fit_end(context)
             for each in self._checkpoints:
                 if each.options.every_epochs and each.saved_at != self.progress.global_step:
                     self._save(each)
+            self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
+            for hook in hooks:
+                hook.on_fit_end(context)
+            for each in self._checkpoints:
                 each.wait()
         finally:
             hooks.close()
@@ -185,15 +188,19 @@ class Loop:
         """Return the metrics of a validation set, named "val_...", and call the callbacks around it."""
         for hook in self._hooks:
             hook.on_validation_begin(self._context)
-        logs = {f"val_{name}": value for name, value in self.evaluate(source).items()}
+        logs = {f"val_{name}": value for name, value in self.evaluate(source, self._hooks).items()}
         for hook in self._hooks:
             hook.on_validation_end(self._context, logs)
         return logs
 
-    def evaluate(self, source: Source) -> dict[str, float]:
+    def evaluate(self, source: Source, hooks: Iterable[Callback] = ()) -> dict[str, float]:
         """Return the loss and metrics over all of the data, exact over all ranks."""
-        for batch in source.epoch(0, shuffle=False):
+        for step, batch in enumerate(source.epoch(0, shuffle=False)):
+            for hook in hooks:
+                hook.on_validation_step_begin(self._context, step)
             self._adapter.eval_step(batch)
+            for hook in hooks:
+                hook.on_validation_step_end(self._context, step)
         return self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="metrics"))
 
     def agree_to_stop(self, *, after_epoch: bool) -> bool:

@@ -350,6 +350,10 @@ class Trainer:
         """Give every rank the root's weights and optimizer state; a collective call."""
         self._adapter.start()
 
+    def local_metrics(self) -> dict[str, float]:
+        """Return this rank's running metrics of the epoch or the validation set. It makes a GPU wait; no collective."""
+        return self._adapter.local_metrics()
+
     def stop(self) -> None:
         """End the run after this epoch, on every rank; one rank's call is enough."""
         self._loop.stop_requested = True

@@ -116,10 +116,11 @@ model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
 trainer = hvdtrain.Trainer(model, optimizer="sgd", loss="mse", metrics=["mae"], nan_policy="raise")
 step, within = model.train_on_batch, []
 
-def take(*data):
+def take(*data, **options):
     before = len(results)
-    step(*data)
+    logs = step(*data, **options)
     within.append(len(results) - before)
+    return logs
 
 model.train_on_batch = take
 rows = np.zeros((8, 4), "float32"), np.ones((8, 3), "float32")
