@@ -22,6 +22,8 @@ log = logging.getLogger("hvdtrain")
 VARIABLE = "HVDTRAIN_PROGRESS"
 STYLES = ("auto", "live", "lines", "epochs", "off")
 
+_COMPARED_S = 10.0  # in less time, the differences between ranks are chance
+
 # Entries of History besides metrics, with their formats.
 _UNITS = {"samples_per_s": "{:,.0f} samples/s", "seconds": "{:.1f} s"}
 
@@ -119,7 +121,8 @@ class Progress(Callback):
         self.close()
         if trainer.world.is_root and self._style not in ("off", "epochs") and self._intervals:
             times = RankTimes(*(self._rows / self._steps))
-            self._write(_summary(trainer, times, time.monotonic() - self._began))
+            seconds, measured_s = time.monotonic() - self._began, self._steps * float(times.step.max())
+            self._write(_summary(trainer, times, seconds, measured_s=measured_s))
 
     def close(self) -> None:
         """Close the display."""
@@ -140,18 +143,30 @@ class Progress(Callback):
             log.warning("progress is shown no more: %s", problem)
 
 
-def _summary(trainer: RunContext, times: RankTimes, seconds: float) -> str:
+def _summary(trainer: RunContext, times: RankTimes, seconds: float, *, measured_s: float) -> str:
     """Return one line: the time of a step, and its parts on the slowest rank."""
     slowest, size = int(times.own.argmax()), trainer.world.size
     step = float(times.step[slowest])
-    parts = [part for part in PARTS if size > 1 or part != "reduction"]
-    shares = ", ".join(f"{part} {100 * getattr(times, part)[slowest] / step:.0f} %" for part in parts)
+    parts = {part: float(getattr(times, part)[slowest]) for part in PARTS if size > 1 or part != "reduction"}
+    percents = _percents({**parts, "waiting elsewhere": float(times.elsewhere[slowest])})
+    shares = ", ".join(f"{part} {percent} %" for part, percent in percents.items() if percent or part in parts)
     line = f"trained for {_clock(seconds)}: a step {1000 * step:,.1f} ms, {shares}"
     if size > 1:
-        above = times.own[slowest] / max(lower_median(times.own), 1e-9) - 1
-        whose = f"rank {slowest} on host {trainer.hosts[slowest]}"
-        line += f" ({whose}, the slowest: {100 * above:.0f} % above the median)"
+        above = 100 * (times.own[slowest] / max(lower_median(times.own), 1e-9) - 1)
+        compared = f", the slowest: {above:.0f} % above the median" if measured_s >= _COMPARED_S else ""
+        line += f" (rank {slowest} on host {trainer.hosts[slowest]}{compared})"
     return line
+
+
+def _percents(parts: dict[str, float]) -> dict[str, int]:
+    """Return the parts' shares in whole percents that add up to 100."""
+    total = sum(parts.values()) or 1.0
+    exact = {part: 100 * value / total for part, value in parts.items()}
+    rounded = {part: int(share) for part, share in exact.items()}
+    by_rest = sorted(exact, key=lambda part: rounded[part] - exact[part])
+    for part in by_rest[: 100 - sum(rounded.values())]:
+        rounded[part] += 1
+    return rounded
 
 
 def _draw(live: Live, place: str, step: int, steps: int | None, *, left: str = "", words: str = "") -> None:

@@ -12,6 +12,7 @@ from hvdtrain.telemetry.interval import WORDS, Interval, RankTimes, lower_median
 log = logging.getLogger("hvdtrain")
 
 _IN_A_ROW = 3  # intervals: a single slow second is not reported
+_IN_A_ROW_S = 2.5  # the first intervals of a run may have few steps, and be much shorter than a second
 _LEAST_SHARE = 0.1  # of a step that the other ranks lose: less is not reported
 _ADVICE = {
     "compute": "Look at its host: other processes, clocks and heat, a GPU or core shared with another rank.",
@@ -41,13 +42,13 @@ class Stragglers(Callback):
         if factor != 0 and not factor > 1:
             raise ValueError(f"factor must be above 1, or 0 for no warnings. Received: factor={factor!r}")
         self._factor = factor
-        self._times: dict[int, int] = {}  # rank -> intervals in a row
+        self._late: dict[int, tuple[int, float]] = {}  # rank -> late intervals in a row, and their seconds
         self._first = True
         self.slow: dict[int, str] = {}
 
     def on_fit_begin(self, trainer: RunContext) -> None:
         """Reset."""
-        self._times, self.slow, self._first = {}, {}, True
+        self._late, self.slow, self._first = {}, {}, True
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Check the latest steps. The first step does not count, because it compiles and connects."""
@@ -57,8 +58,11 @@ class Stragglers(Callback):
         own, median = interval.times.own, lower_median(interval.times.own)
         costs_much = own - median > _LEAST_SHARE * interval.times.step.max()
         late = np.flatnonzero((own > self._factor * median) & costs_much).tolist()
-        self._times = {rank: self._times.get(rank, 0) + 1 for rank in late}
-        for rank in [rank for rank, times in self._times.items() if times >= _IN_A_ROW and rank not in self.slow]:
+        before = {rank: self._late.get(rank, (0, 0.0)) for rank in late}
+        self._late = {rank: (times + 1, seconds + interval.seconds) for rank, (times, seconds) in before.items()}
+        for rank, (times, seconds) in self._late.items():
+            if rank in self.slow or times < _IN_A_ROW or seconds < _IN_A_ROW_S:
+                continue
             self.slow[rank] = describe(rank, trainer.hosts[rank], interval.times)
             if trainer.world.is_root:
                 log.warning("%s", self.slow[rank])

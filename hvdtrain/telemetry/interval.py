@@ -42,6 +42,11 @@ class RankTimes:
         return np.maximum(self.train - self.reduction, 0.0)
 
     @property
+    def elsewhere(self) -> NDArray[np.float64]:
+        """The time of waits for other ranks outside the reduction: in callbacks, checkpoints, iterable data."""
+        return np.maximum(self.step - self.data - self.train - self.other, 0.0)
+
+    @property
     def own(self) -> NDArray[np.float64]:
         """The time of a step without waits for other ranks: it shows which rank is slow."""
         return self.data + self.compute + self.other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import sys
@@ -50,9 +51,22 @@ def test_lines_tell_all_that_a_person_asks_for(capsys, clock):
     assert first == ("epoch 2/3  step 20/100  loss 0.5000  accuracy 0.7500  3,200 samples/s  lr 0.05  18 s left")
     assert epoch == "epoch 2/3  loss 0.5000  3,200 samples/s  2.0 s"
     assert summary == (
-        "trained for 3 s: a step 100.0 ms, compute 60 %, data 10 %, reduction 20 %, other 10 % "
-        "(rank 1 on host b, the slowest: 14 % above the median)"
+        "trained for 3 s: a step 100.0 ms, compute 60 %, data 10 %, reduction 20 %, other 10 % (rank 1 on host b)"
     )
+
+
+def test_a_long_run_says_how_slow_the_slowest_rank_was(capsys, clock):
+    watch(Progress("lines"), clock, *[interval(10 * i) for i in range(1, 13)])
+    assert capsys.readouterr().out.splitlines()[-1].endswith("(rank 1 on host b, the slowest: 14 % above the median)")
+
+
+def test_the_shares_of_a_step_add_up(capsys, clock):
+    one, third = np.full(2, 0.1), np.full(2, 0.1 / 3)
+    times = RankTimes(one, third, third, third / 3, np.zeros(2))  # the last third is waiting, in a callback
+    watch(Progress("lines"), clock, dataclasses.replace(interval(10), times=times))
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"waiting elsewhere 3[34] %", said)
+    assert sum(map(int, re.findall(r"(\d+) %", said))) == 100
 
 
 def test_what_was_decided_is_shown_unless_the_log_says_it(capsys, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -56,6 +57,12 @@ def test_a_slow_rank_is_named_once_with_its_host_and_the_reason(caplog, slow, ra
     assert said.startswith(f"rank {rank} on host {host} is slow")
     assert what in said
     assert list(stragglers.slow) == [rank]
+
+
+def test_a_run_of_a_second_is_too_short_to_name_anybody(caplog):
+    short = dataclasses.replace(SLOW_DATA, seconds=0.3)
+    assert run(caplog, *[short] * 8)[1] == []
+    assert len(run(caplog, *[short] * 9)[1]) == 1
 
 
 def test_one_slow_second_is_nobodys_fault(caplog):
