@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.system import log_filter, old_names
 
 if TYPE_CHECKING:
+    from hvdtrain.adapter import Loss as Loss
     from hvdtrain.data.parquet import read_parquet as read_parquet
     from hvdtrain.data.sources import Sharded as Sharded
     from hvdtrain.distributed.world import SoloWorld as SoloWorld
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "History": "training.progress",
+    "Loss": "adapter",
     "Sharded": "data",
     "SoloWorld": "distributed.world",
     "Trainer": "training.trainer",
@@ -38,7 +40,8 @@ _HOMES = {
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
 __all__ = [
-    "History", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init", "prepare", "read_parquet", "run",
+    "History", "Loss", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init", "prepare",
+    "read_parquet", "run",
 ]  # fmt: skip
 
 log_filter.begin()

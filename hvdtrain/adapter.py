@@ -29,6 +29,24 @@ class Options:
     nan_policy: str | None = None
 
 
+@dataclass(frozen=True)
+class Loss:
+    """What a `step` of the user's own returns for a batch.
+
+    Args:
+        mean: the loss to minimize: a mean, as a tensor of one element.
+        count: what the mean was divided by, such as the number of tokens; None for the number of samples. A number, or
+            a tensor of one element; the host waits for a tensor on a GPU. With 0 the batch adds nothing.
+        outputs: what metrics take as outputs.
+        targets: what metrics take as targets.
+    """
+
+    mean: Any
+    count: Any = None
+    outputs: Any = field(default=None, kw_only=True)
+    targets: Any = field(default=None, kw_only=True)
+
+
 @dataclass
 class State:
     """The state that training changes in the same way on all ranks: arrays by name, and JSON values."""

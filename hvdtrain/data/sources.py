@@ -8,7 +8,7 @@ needs one small allreduce per step.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -38,6 +38,7 @@ class Batch:
     global_count: int = 0  # samples on all ranks
     indices: NDArray[np.int64] | None = None  # which samples of the dataset, if known
     done: int | None = None  # `Consumed.batches` after this step, if steps may be skipped
+    item: Any = None  # all of it, as the data yields it
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ _SAME_DATA = (
 )
 _SHOWN_VALUES = 4
 
-# Indices -> (inputs, targets, sample_weight) of these samples.
-Fetch = Callable[[NDArray[np.int64]], tuple[Any, Any, Any]]
+# Indices -> these samples, as one item.
+Fetch = Callable[[NDArray[np.int64]], Any]
 # (epoch, shuffle, consumed) -> this rank's batches of the rest of the epoch.
 Start = Callable[[int, bool, Consumed], Iterator[Any]]
 
@@ -123,7 +124,8 @@ class IndexedSource:
         held = sharding.samples_in_step(step, left, batch_size=self._batch_size, size=self._world.size)
         indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
         chosen = indices if len(indices) else self._filler(epoch, shuffle)
-        return Batch(*self._fetch(chosen), local_count=len(indices), global_count=held, indices=indices)
+        item = self._fetch(chosen)
+        return Batch(*unpack(item), local_count=len(indices), global_count=held, indices=indices, item=item)
 
     def _filler(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
         """Return this rank's first samples of the whole epoch; if it has none, any sample."""
@@ -136,18 +138,18 @@ class IndexedSource:
 
 
 class ArraySource(IndexedSource):
-    """Arrays: [inputs], [inputs, targets] or [inputs, targets, sample_weight], each of them a tree."""
+    """A tree of arrays; a tuple or list of up to three is (inputs, targets, sample_weight)."""
 
-    def __init__(self, parts: Sequence[Any], **options: Any) -> None:
-        num_samples, *others = {num_rows(leaf) for leaf in leaves(list(parts))}
+    def __init__(self, item: Any, **options: Any) -> None:
+        num_samples, *others = {num_rows(leaf) for leaf in leaves(item)}
         if others:
-            named = zip(("inputs", "targets", "sample_weight"), parts, strict=False)
+            named = zip(("inputs", "targets", "sample_weight"), unpack(item), strict=True)
             lengths = {name: num_rows(part) for name, part in named if part is not None}
             rank = options["world"].rank
             raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {rank}")
         # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
-        columns = [tree_map(as_array, part) for part in parts]
-        super().__init__(num_samples, lambda rows: unpack([take(each, rows) for each in columns]), **options)
+        columns = tree_map(as_array, item)
+        super().__init__(num_samples, lambda rows: take(columns, rows), **options)
         # They differ if each rank passes its own part of the data, which would be sharded again.
         ends = [0, num_samples - 1]
         self.facts["first sample"] = "; ".join(_shown(leaf[0]) for leaf in leaves(columns))
@@ -224,10 +226,10 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
                 f"A tuple must hold arrays or tensors: (inputs, targets). Received: ({kinds}) on rank {world.rank}. "
                 "Pass arrays, (np.asarray(x), np.asarray(y)), or a list of samples, [*zip(x, y)]"
             )
-        elif _is_arrays(data):  # inputs alone, as for predict
-            source = ArraySource([data], **of_rank)
+        elif _is_arrays(data):  # one array, or a dict of them
+            source = ArraySource(data, **of_rank)
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-            fetch = lambda rows: unpack(collate([data[int(row)] for row in rows]))  # noqa: E731
+            fetch = lambda rows: collate([data[int(row)] for row in rows])  # noqa: E731
             source = IndexedSource(len(data), fetch, **of_rank)
         else:
             raise TypeError(
@@ -275,20 +277,20 @@ def unpack(item: Any) -> tuple[Any, Any, Any]:
     return item, None, None
 
 
-def as_batch(item: Any) -> Batch:
-    """Return an iterable's item as a Batch of this rank."""
+def as_batch(item: Any, count: int | None = None) -> Batch:
+    """Return an iterable's item as a Batch of this rank; `count` is the number of its samples, if known."""
     if isinstance(item, Batch):
         return item
     inputs, targets, weight = unpack(item)
-    count = num_rows(inputs)
-    return Batch(inputs, targets, weight, count, count)
+    count = num_rows(inputs) if count is None else count
+    return Batch(inputs, targets, weight, count, count, item=item)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply `function` to every leaf of nested dicts, tuples and lists; None stays None."""
     if tree is None:
         return None
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):  # a transformers.BatchEncoding is no dict
         return {key: tree_map(function, value) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
         return rebuild(tree, [tree_map(function, value) for value in tree])
@@ -315,9 +317,11 @@ def as_array(leaf: Any) -> NDArray[Any]:
 
 
 def num_rows(tree: Any) -> int:
-    """Return the length of axis 0 of a tree of arrays or tensors."""
-    first = leaves(tree)[0]
-    return int(first.shape[0]) if getattr(first, "shape", None) is not None else len(first)
+    """Return the length of axis 0 of a tree of arrays or tensors; of another object its length."""
+    first = next((leaf for leaf in leaves(tree) if getattr(leaf, "shape", None) or hasattr(leaf, "__len__")), None)
+    if first is None:
+        raise TypeError(f"A batch must tell how many samples it holds: give it a __len__. Received: {tree!r}")
+    return int(first.shape[0]) if getattr(first, "shape", None) else len(first)
 
 
 def take(tree: Any, rows: NDArray[np.int64]) -> Any:

@@ -30,9 +30,11 @@ log = logging.getLogger("hvdtrain")
 
 
 def make_adapter(
-    model: keras.Model, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
+    model: keras.Model, *, optimizer: Any, loss: Any, metrics: Any, options: Options, world: World, step: Any = None
 ) -> KerasAdapter:
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
+    if step is not None:
+        raise TypeError(f"step= is for torch. Override train_step of your keras.Model instead. Received: step={step!r}")
     plain = _plain_optimizer(model, optimizer, loss, metrics)
     layers = model._flatten_layers(include_self=True)
     if options.precision != "fp32":  # variables stay float32

@@ -13,15 +13,16 @@ from torch import nn
 
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Fault, Options, Reduce, State
-from hvdtrain.data.sources import Batch, leaves, tree_map
+from hvdtrain.data.sources import Batch, tree_map
 from hvdtrain.distributed import launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import clipping, fused_update, training_state
 from hvdtrain.torch.gpu_clock import GpuClock
-from hvdtrain.torch.losses import Counted, LossWeights, as_tensor, check_shapes
+from hvdtrain.torch.losses import Counted, LossWeights, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
+from hvdtrain.torch.steps import LossStep, OwnStep, move, without_gradient
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()
@@ -31,28 +32,39 @@ class TorchAdapter:
     """Takes steps of a torch.nn.Module; `DistributedOptimizer` reduces over ranks. `Trainer` explains the arguments."""
 
     def __init__(
-        self, model: nn.Module, *, optimizer: Any, loss: Any, metrics: Sequence[Any], options: Options, world: World
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Any,
+        loss: Any,
+        metrics: Sequence[Any],
+        options: Options,
+        world: World,
+        step: Any = None,
     ) -> None:
-        _check(model, optimizer, loss)
+        _check(model, optimizer, loss, step)
         self._options, self._world, self._device = options, world, torch.device(world.device)
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
         self._model = model.to(self._device)
         training_state.move_optimizer(optimizer, self._device)
-        self._loss = loss.to(self._device) if isinstance(loss, nn.Module) else loss
-        self._checked = False
+        if isinstance(loss, nn.Module):
+            loss = loss.to(self._device)
+        self._step: LossStep | OwnStep = LossStep(model, loss, self._to_device, world.rank)
+        if step is not None:
+            self._step = OwnStep(model, step, self._to_device, world.rank, has_metrics=bool(metrics))
         self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._syncs_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
-        self._weights = LossWeights(self._loss, world)
-        self._totals = Totals(named_metrics(metrics, self._loss), self._device)
+        self._weights = LossWeights(loss, world)
+        self._totals = Totals(named_metrics(metrics, loss), self._device)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
         self._optimizer: Any = optimizer
         self._fuses = fused_update.applies_to(type(optimizer))
         if self._reduced:
             compression = getattr(hvd.Compression, options.compression)
-            named = model.named_parameters()
-            self._optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
+            parameters = model.named_parameters()
+            self._optimizer = hvd.DistributedOptimizer(optimizer, parameters, compression, options.accumulate)
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
         self.fault: Fault | None = None
         self._before = BufferSnapshot(model, self._totals) if options.nan_policy in ("skip", "stop") else None
@@ -119,13 +131,16 @@ class TorchAdapter:
         self._optimizer.zero_grad()
         if self._before is not None:
             self._before.take()
-        for index, (batch, counted) in enumerate(zip(batches, weights.counted, strict=True)):
-            if counted.weight:
-                loss = self._forward(batch, counted)
+        for index, batch in enumerate(batches):
+            loss = None
+            if weights.counted[index].weight:
+                loss, weights.counted[index] = self._forward(batch, weights.counted[index])
+            weights.expect(index)
+            if loss is not None and weights.counted[index].weight:
                 factor = weights.factor(index)
                 self._scaler.scale(loss if factor == 1.0 else loss * factor).backward()
             elif self._syncs_in_forward:
-                self._run_empty(batch).backward()
+                (self._run_empty(batch) if loss is None else without_gradient(loss)).backward()
         self.fault = self._fault(batches) if self._update() else None
 
     def eval_step(self, batch: Batch) -> None:
@@ -140,7 +155,7 @@ class TorchAdapter:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
         self._model.eval()
         with torch.inference_mode(), self._autocast():
-            outputs = self._model(self._to_device(inputs))
+            outputs = self._step.predict(inputs)
         return tree_map(training_state.to_host, outputs)
 
     def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
@@ -183,25 +198,16 @@ class TorchAdapter:
         """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
         training_state.restore(state, self._model, self._optimizer, self._scaler)
 
-    def _forward(self, batch: Batch, counted: Counted | None = None) -> torch.Tensor:
-        """Return the loss, a scalar: the mean over the batch unless it is a sum. With `counted`, add to metrics."""
-        if batch.sample_weight is not None:
-            raise ValueError(
-                "A torch model takes (inputs, targets): weigh samples in your own loss. Received: a third item, "
-                f"sample_weight, on rank {self._world.rank}"
-            )
-        inputs, targets = self._to_device(batch.inputs), self._to_device(batch.targets)
+    def _forward(self, batch: Batch, counted: Counted, *, again: bool = False) -> tuple[torch.Tensor, Counted]:
+        """Return the loss, a scalar, and what counts of the batch; add both to the metrics, unless run `again`."""
         alone = batch.local_count == 1 and batch.global_count > 1 and self._model.training
         with self._autocast(), self._normalize_by_running_statistics() if alone else _PLAIN:
-            outputs = self._model(inputs)
-            if not self._checked:
-                check_shapes(self._loss, outputs, targets, rank=self._world.rank)
-                self._checked = True
-            loss: torch.Tensor = self._loss(outputs, targets)
-        loss = loss.mean() if loss.dim() else loss
-        if counted is not None:
-            self._totals.add(outputs, targets, loss, counted)
-        return loss
+            found = self._step(batch)
+        if found.count is not None:
+            counted = Counted(found.count, found.count, batch.local_count, False)
+        if counted.weight and not again:
+            self._totals.add(found.outputs, found.targets, found.mean, counted)
+        return found.mean, counted
 
     @contextmanager
     def _normalize_by_running_statistics(self) -> Iterator[None]:
@@ -219,12 +225,11 @@ class TorchAdapter:
                 f"rank {self._world.rank} never had any data, so its SyncBatchNorm cannot synchronize. Give "
                 "every rank at least one sample, or use fewer ranks."
             )
-        nothing = tree_map(lambda value: value[:0], self._to_device(batch.inputs))
         with self._autocast():
-            return torch.stack([output.sum() for output in leaves(self._model(nothing))]).sum()
+            return self._step.run_empty(batch)
 
     def _to_device(self, tree: Any) -> Any:
-        return tree_map(lambda value: as_tensor(value, self._device, self._dtype), tree)
+        return move(lambda value: as_tensor(value, self._device, self._dtype), tree)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _AUTOCAST.get(self._options.precision)
@@ -233,10 +238,12 @@ class TorchAdapter:
     def _update(self) -> bool:
         """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite."""
         optimizer, clip_norm = self._optimizer, self._options.clip_norm
-        if self._reduced:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self._reduced:
+            self._weights.correct(parameters)
+        else:
             # Before unscale_ tests for infinity: ranks must agree to skip a step.
             self._weights.learn(optimizer.synchronize(weight=self._weights.weight, expected=self._weights.expected))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if all(p.grad is None for p in parameters):
             return False  # no sample counted on any rank, and a scaler refuses to step without gradients
         # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
@@ -261,7 +268,7 @@ class TorchAdapter:
         for batch, counted in zip(batches, self._weights.counted, strict=True):
             if counted.weight:
                 # Once more, for this rank alone: hooks that reduce gradients do not see what autograd returns.
-                loss = self._forward(batch)
+                loss, _ = self._forward(batch, counted, again=True)
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 own = first_non_finite(zip(trained, gradients, strict=True)) if own is None else own
                 losses.append(float(loss.detach()))
@@ -275,9 +282,14 @@ class TorchAdapter:
         return Fault(names.get(reduced, "none"), names.get(own), loss_mean)
 
 
-def _check(model: nn.Module, optimizer: Any, loss: Any) -> None:
-    if not callable(loss):
-        raise TypeError(f"loss must be a torch loss, or a callable (outputs, targets) -> mean. Received: loss={loss!r}")
+def _check(model: nn.Module, optimizer: Any, loss: Any, step: Any) -> None:
+    if loss is not None and step is not None:
+        raise ValueError(f"Give loss= or step=, not both: step computes the loss. Received: {loss=}, {step=}")
+    if step is None and not callable(loss):
+        wanted = "loss must be a torch loss, or a callable (outputs, targets) -> mean; or give step="
+        raise TypeError(f"{wanted}, a callable (model, batch) -> hvdtrain.Loss. Received: loss={loss!r}")
+    if step is not None and not callable(step):
+        raise TypeError(f"step must be a callable (model, batch) -> hvdtrain.Loss. Received: step={step!r}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer. Received: {optimizer!r}")
     check_parameters(model, optimizer)

@@ -70,6 +70,8 @@ class LossWeights:
     sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` ranks, so each loss is scaled by
     d_rk * size / sum(d). No rank knows how many labels others ignore: losses are scaled for the expected sum, the sum
     travels with the gradients, and the reducer scales them again in steps in which it was different.
+
+    `loss` is None where a step of the user's own returns the denominators, batch by batch.
     """
 
     def __init__(self, loss: Any, world: World) -> None:
@@ -80,7 +82,7 @@ class LossWeights:
         # before they are reduced, which float16 on the wire could not hold.
         self.per_sample = 0.0
         self._loss, self._world = loss, world
-        self._exchanged = needs_exchange(loss)
+        self._exchanged = loss is None or needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
         self._samples = 0  # of the step, over all ranks
 
@@ -93,13 +95,26 @@ class LossWeights:
         """Count a step's batches; every rank calls it, whether it holds samples or not."""
         self.counted = [self.count(batch) for batch in batches]
         self._samples = sum(batch.global_count for batch in batches)
+        self._counts = [batch.global_count for batch in batches]
         self.expected = float(self._samples)
         if not self._exchanged:
+            return
+        if self._loss is None:
+            self.weight, self.expected = 0.0, self.per_sample * self._samples if self._world.size > 1 else 0.0
             return
         self.weight = sum(each.weight for each in self.counted)
         self.expected = self.weight
         if self._world.size > 1:  # until labels have counted, no sum is known: exchange it
             self.expected = self.per_sample * self._samples or self._exchange(self.weight)
+
+    def expect(self, index: int) -> None:
+        """Expect a sum before backward over batch `index`; every rank calls it after each forward of an own step."""
+        if self._loss is not None or self.weight is None:
+            return
+        self.weight += self.counted[index].weight
+        if not self.expected:  # on no rank: nothing has counted yet
+            total = self._exchange(self.weight) if self._world.size > 1 else self.weight
+            self.expected = total * self._samples / sum(self._counts[: index + 1])
 
     def _exchange(self, weight: float) -> float:
         return float(self._world.allreduce(np.array([weight]), name="loss_denominator")[0])
@@ -110,11 +125,25 @@ class LossWeights:
         # A sum over samples: averaging over ranks is all that must be undone.
         return float(size) if self._sums else self.counted[index].weight * size / self.expected
 
+    def correct(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Scale gradients of one process, which no reducer has scaled, for the sum of their step."""
+        if self._loss is None:
+            self.learn(self.weight)
+        if self.weight and self.weight != self.expected:
+            for each in parameters:
+                if each.grad is not None:
+                    each.grad.mul_(self.expected / self.weight)
+
     def learn(self, total: float | None) -> None:
         """Learn from the sum that came with the gradients."""
         if total is not None:
-            # In float32, and perhaps divided and multiplied by the number of ranks: counts are whole.
-            total = float(round(total)) if self._loss.weight is None else total
+            if self._loss is None and not total:
+                raise ValueError(
+                    "Nothing counts in this step: step returned Loss.count=0 on every rank that holds samples. "
+                    f"Received: {self._samples} samples over all ranks. Leave such batches out of the data."
+                )
+            # In float32, and perhaps divided and multiplied by the number of ranks: labels are whole.
+            total = float(round(total)) if self._loss is not None and self._loss.weight is None else total
             self.per_sample = max(self.per_sample, total / self._samples)
 
 
@@ -144,12 +173,12 @@ def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
 
 def as_tensor(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Return an array or tensor on `device`; float64 arrays, numpy's default, get `dtype` (torch's default)."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(np.asarray(value, order="C"))
         if value.dtype == torch.float64:
             value = value.to(dtype or torch.get_default_dtype())
-    if not isinstance(value, torch.Tensor):
-        return value
+    if not isinstance(value, torch.Tensor):  # else an object that holds tensors, such as a PackedSequence
+        return value.to(device) if hasattr(value, "to") else value
     if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
         value = value.pin_memory()  # from other memory the host waits until the device has come to the copy
     return value.to(device, non_blocking=True)

@@ -37,13 +37,15 @@ def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
 class Accuracy:
     """Whether each prediction is correct: of scores (batch, classes, ...) for class indices or probabilities.
 
-    Outputs of the targets' shape are binary scores: logits, or probabilities if the loss is BCELoss.
+    Outputs of the targets' shape are binary scores: logits, or probabilities if the loss is BCELoss. Without a loss, in
+    a step of the user's own, classes may also be on the last axis, and targets of -100 are ignored.
     """
 
     def __init__(self, loss: Any = None) -> None:
         self._has_classes = isinstance(loss, torch.nn.CrossEntropyLoss)
         self._threshold = 0.5 if isinstance(loss, torch.nn.BCELoss) else 0.0
-        self._ignored = getattr(loss, "ignore_index", None)
+        self._ignored = -100 if loss is None else getattr(loss, "ignore_index", None)
+        self._has_loss = loss is not None
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return one value per target, also for ignored targets."""
@@ -51,11 +53,24 @@ class Accuracy:
             return (outputs > self._threshold) == (targets > 0.5)
         if targets.is_floating_point():
             targets = targets.argmax(1)
-        return outputs.argmax(1) == targets
+        return outputs.argmax(1 if self._has_loss else _class_axis(outputs, targets)) == targets
 
     def mask(self, values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         """Return which of the values count; None if all do."""
         return None if self._ignored is None or values.shape != targets.shape else targets != self._ignored
+
+
+def _class_axis(outputs: torch.Tensor, targets: torch.Tensor) -> int:
+    """Return the axis of classes: 1 as torch's losses take them, or the last as many models return them."""
+    is_second = outputs.shape[:1] + outputs.shape[2:] == targets.shape
+    is_last = outputs.shape[:-1] == targets.shape
+    if (is_second == is_last and outputs.dim() != 2) or not (is_second or is_last):
+        raise ValueError(
+            "accuracy needs outputs (batch, classes, ...) or (batch, ..., classes) for targets (batch, ...). Received: "
+            f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}. Return outputs.reshape(-1, classes) and "
+            "targets.reshape(-1) from step."
+        )
+    return 1 if is_second else -1
 
 
 class Totals:

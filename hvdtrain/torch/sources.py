@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.data import sharding
-from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, Source, unpack
+from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, Source, as_batch, unpack
 from hvdtrain.distributed.world import World, current
 
 _NOT_OF_ORDER = (
@@ -148,16 +148,17 @@ class LoaderSource:
     def _as_batches(
         self, items: Iterator[tuple[Any, int, int]], mine: sharding.Shard, after: Consumed
     ) -> Iterator[Batch]:
-        filler: tuple[Any, Any, Any] = (None, None, None)
+        filler: Any = None
         if after.samples and not len(mine):  # the batch before, as if the epoch had not been interrupted
             self._sampler.start = 0
             done = len(range(self._world.rank, after.samples, self._world.size))
             rows = self._sampler.shard()[max(0, done - self._batch_size) : done].tolist() or [0]
-            filler = unpack(self._loader.collate_fn([self._loader.dataset[row] for row in rows]))
+            filler = self._loader.collate_fn([self._loader.dataset[row] for row in rows])
         for step, (item, local, held) in enumerate(items):
-            filler = unpack(item) if item is not None else filler
+            filler = item if item is not None else filler
             first = step * self._batch_size
-            yield Batch(*filler, local_count=local, global_count=held, indices=mine[first : first + local])
+            indices = mine[first : first + local]
+            yield Batch(*unpack(filler), local_count=local, global_count=held, indices=indices, item=filler)
 
     def items(self, epoch: int, after: Consumed = NOTHING) -> Iterator[tuple[Any, int, int]]:
         """Return (what the loader yields, or None without samples left; samples of this rank; of all ranks)."""
@@ -197,11 +198,12 @@ def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: Wo
         sampler.set_epoch(epoch)
     batches = world.broadcast_object([np.asarray(batch).tolist() for batch in sampler], name="batch_sampler")
     mine: Any = batches[after.batches + world.rank :: world.size]
+    counts = [len(rows) if isinstance(rows, list) else None for rows in mine]
     if loader.num_workers:
         mine = SeededBatches(mine, loader.dataset)
         mine.begin(count(after.batches + world.rank, world.size), seed, epoch)
     order = {"batch_sampler": mine} if loader.batch_sampler else {"batch_size": None, "sampler": mine}
-    return iter(_like(loader, **order))
+    return map(as_batch, iter(_like(loader, **order)), counts)
 
 
 def _every_size_th(loader: DataLoader[Any], epoch: int, after: Consumed, world: World) -> Iterator[Any]:

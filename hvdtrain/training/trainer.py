@@ -45,6 +45,9 @@ class Trainer:
         loss: the framework's own loss, a callable (outputs, targets) -> mean over the batch, or a Keras name.
         metrics: names ("accuracy") or the framework's own metrics; for torch also callables
             (outputs, targets) -> one value per sample.
+        step: for torch, instead of `loss`: a callable (model, batch) -> `hvdtrain.Loss`. It gets what the data yields,
+            on the device. Metrics take the Loss's outputs and targets. `predict` then calls model(**batch) if the data
+            yields mappings.
         lr_scaling: how to scale the learning rate with the number of ranks: "none", "linear" or "sqrt".
         warmup_epochs: epochs over which the learning rate ramps up, step by step.
         accumulate: batches whose gradients make one optimizer step.
@@ -79,6 +82,7 @@ class Trainer:
         *,
         optimizer: Any = None,
         loss: Any = None,
+        step: Any = None,
         metrics: Sequence[Any] = (),
         lr_scaling: str = "none",
         warmup_epochs: float = 0,
@@ -119,7 +123,7 @@ class Trainer:
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         options = Options(accumulate, clip_norm, precision, compression, nan_policy)
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
-            model, optimizer=optimizer, loss=loss, metrics=metrics, options=options, world=self.world
+            model, optimizer=optimizer, loss=loss, step=step, metrics=metrics, options=options, world=self.world
         )
         self._lr = learning_rate.LearningRate(
             self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
@@ -253,7 +257,7 @@ class Trainer:
 
         What can only be iterated has no order that ranks could share: a TypeError.
         """
-        samples = isinstance(x, list) and any(isinstance(item, tuple) for item in x)  # (inputs, targets), as in `fit`
+        samples = isinstance(x, list) and any(isinstance(item, tuple | dict) for item in x)  # as in `fit`
         if isinstance(x, tuple | list) and not samples and all(hasattr(leaf, "shape") for leaf in leaves(x)):
             x = (x,)  # several inputs, none of them targets
         source = as_source(x, batch_size=batch_size, world=self.world)

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.adapter import Options
+from hvdtrain.adapter import Loss, Options
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.torch import adapter as adapters
+from hvdtrain.torch import steps
 from hvdtrain.torch.adapter import TorchAdapter, make_adapter
 from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
 
@@ -34,7 +35,7 @@ def reduced(request: pytest.FixtureRequest, hvd: Any, monkeypatch: pytest.Monkey
 @pytest.fixture
 def values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first batch's labels be looked at, which is done once."""
-    monkeypatch.setattr(adapters, "check_shapes", lambda *_, **__: None)
+    monkeypatch.setattr(steps, "check_shapes", lambda *_, **__: None)
 
 
 def batch(targets: Any, *, inputs: Any = None, held: int = ROWS) -> Batch:
@@ -49,12 +50,18 @@ def model() -> torch.nn.Module:
 
 
 def adapter(
-    loss: Any, *, net: Any = None, kind: Any = torch.optim.SGD, metrics: Any = (), **options: Any
+    loss: Any, *, net: Any = None, kind: Any = torch.optim.SGD, metrics: Any = (), step: Any = None, **options: Any
 ) -> TorchAdapter:
     net = (net or model()).to("meta")  # there before the optimizer: to "meta" a parameter becomes another one
     optimizer = kind(net.parameters(), lr=0.1)
     made = make_adapter(
-        net, optimizer=optimizer, loss=loss, metrics=metrics, options=Options(**options), world=SoloWorld("meta")
+        net,
+        optimizer=optimizer,
+        loss=loss,
+        step=step,
+        metrics=metrics,
+        options=Options(**options),
+        world=SoloWorld("meta"),
     )
     assert all(p.is_meta for p in net.parameters())
     return made
@@ -109,6 +116,19 @@ def test_labels_on_the_device_are_read_where_their_count_divides_the_loss(target
     made = adapter(torch.nn.CrossEntropyLoss(), metrics=["accuracy"])
     with pytest.raises((RuntimeError, NotImplementedError), match="meta") if targets == "meta" else nullcontext():
         made.train_step([labels])
+
+
+@pytest.mark.usefixtures("reduced")
+def test_a_step_of_the_users_own_reads_nothing_if_its_count_is_a_number() -> None:
+    net = torch.nn.Linear(4, 2)
+
+    def step(model: Any, batch: Any) -> Loss:
+        return Loss(model(batch["x"]).mean(), 3)
+
+    made = adapter(None, net=net, step=step)
+    given = Batch(item={"x": np.ones((ROWS, 4), np.float32)}, local_count=ROWS, global_count=ROWS)
+    for _ in range(3):
+        made.train_step([given])
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "stop"])

@@ -1,0 +1,194 @@
+"""How a batch becomes a loss in PyTorch: by the model's outputs and a loss function, or by the user's own step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdtrain.adapter import Loss
+from hvdtrain.data.sources import Batch, leaves, rebuild
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.losses import check_shapes
+
+_NAMED = 8  # parts of a batch in a message
+ToDevice = Callable[[Any], Any]
+
+_EXAMPLE = """
+    def step(model, batch):
+        {body}
+    trainer = hvdtrain.Trainer(model, optimizer=optimizer, step=step)"""
+_RETURN_EXAMPLE = """
+    def step(model, batch):
+        return hvdtrain.Loss(model(**batch).loss, count=tokens)  # a mean, and what it was divided by"""
+
+
+class LossStep:
+    """Calls the model on a batch's inputs, and the loss on outputs and targets."""
+
+    def __init__(self, model: nn.Module, loss: Any, to_device: ToDevice, rank: int) -> None:
+        self._model, self._loss, self._to_device, self._rank = model, loss, to_device, rank
+        self._checked = False
+
+    def __call__(self, batch: Batch) -> Loss:
+        """Return the loss of a batch: its mean is a mean over the batch, unless the loss is a sum."""
+        if batch.sample_weight is not None:
+            raise ValueError(
+                "A torch model takes (inputs, targets): weigh samples in your own loss, or in step=. Received: a third "
+                f"item, sample_weight, on rank {self._rank}.{_example(batch.item)}"
+            )
+        try:
+            inputs, targets = self._to_device(batch.inputs), self._to_device(batch.targets)
+            outputs = self._model(inputs)
+            if not self._checked:
+                check_shapes(self._loss, outputs, targets, rank=self._rank)
+            loss: torch.Tensor = self._loss(outputs, targets)
+        except Exception as error:
+            if self._checked or (batch.targets is not None and hasattr(batch.inputs, "shape")):
+                raise
+            raise TypeError(
+                "Without step=, a batch is (inputs, targets): the model is called on the inputs, and the loss on its "
+                f"outputs and the targets. That raised {type(error).__name__}: {error}. Received: "
+                f"{describe(batch.item)} on rank {self._rank}. Give the Trainer a step of your own instead of "
+                f"loss=.{_example(batch.item)}"
+            ) from error
+        self._checked = True
+        return Loss(loss.mean() if loss.dim() else loss, outputs=outputs, targets=targets)
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the model's outputs."""
+        return self._model(self._to_device(inputs))
+
+    def run_empty(self, batch: Batch) -> torch.Tensor:
+        """Run no samples through the model; return a loss of zero."""
+        nothing = move(_no_rows, self._to_device(batch.inputs))
+        return torch.stack([output.sum() for output in leaves(self._model(nothing))]).sum()
+
+
+class OwnStep:
+    """Calls the user's `step(model, batch)` on all that the data yields."""
+
+    def __init__(
+        self, model: nn.Module, step: Callable[[Any, Any], Loss], to_device: ToDevice, rank: int, *, has_metrics: bool
+    ) -> None:
+        self._model, self._step, self._to_device, self._rank = model, step, to_device, rank
+        self._has_metrics = has_metrics
+
+    def __call__(self, batch: Batch) -> Loss:
+        """Return what the user's step returns, checked, with its count as a number."""
+        returned = self._step(self._model, self._to_device(batch.item))
+        if not isinstance(returned, Loss):
+            raise TypeError(
+                f"step must return a hvdtrain.Loss. Received: {describe(returned)} on rank {self._rank}. For "
+                f"example:{_RETURN_EXAMPLE}"
+            )
+        mean = returned.mean
+        if not isinstance(mean, torch.Tensor) or mean.numel() != 1:
+            raise TypeError(
+                "Loss.mean must be a tensor of one element, such as loss.mean(). Received: "
+                f"{describe(mean)} on rank {self._rank}"
+            )
+        if self._has_metrics and (returned.outputs is None or returned.targets is None):
+            raise ValueError(
+                "Metrics take outputs and targets from step: return hvdtrain.Loss(mean, count, outputs=..., "
+                f"targets=...). Received: a Loss without them on rank {self._rank}"
+            )
+        # A rank must know that its count is 0 before backward: the gradient of a mean over nothing is NaN.
+        count = batch.local_count if returned.count is None else float(returned.count)
+        if not 0 <= count < float("inf"):
+            raise ValueError(
+                "Loss.count must be what the mean was divided by, a finite number >= 0. Received: "
+                f"count={returned.count} on rank {self._rank}"
+            )
+        return Loss(mean.reshape(()), count, outputs=returned.outputs, targets=returned.targets)
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the model's outputs: of a mapping by name, without what has no axis of samples, such as its loss."""
+        inputs = self._to_device(inputs)
+        if not isinstance(inputs, Mapping):
+            return self._model(inputs)
+        outputs = self._model(**inputs)
+        if not isinstance(outputs, Mapping):
+            return outputs
+        return {name: value for name, value in outputs.items() if getattr(value, "shape", None)}
+
+    def run_empty(self, batch: Batch) -> torch.Tensor:
+        """Run the step on a batch of no samples; return a loss whose gradient is zero."""
+        try:
+            nothing = move(_no_rows, self._to_device(batch.item))
+            mean: torch.Tensor = self(dataclasses.replace(batch, item=nothing, local_count=0)).mean
+            return mean * 0.0
+        except Exception as error:
+            raise HvdTrainError(
+                f"rank {self._rank} has no samples in this step. Its SyncBatchNorm synchronizes with other ranks, so "
+                f"step was called on a batch of 0 samples, and raised {type(error).__name__}: {error}. Let step take "
+                "such a batch, or use data that gives every rank samples in every step."
+            ) from error
+
+
+def without_gradient(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradient is zero, for a backward pass in which a SyncBatchNorm synchronizes."""
+    if not loss.isfinite():
+        raise ValueError(
+            "With a SyncBatchNorm, Loss.mean must be finite also where Loss.count is 0, such as "
+            f"loss.sum() / max(count, 1). Received: {float(loss)}"
+        )
+    return loss * 0.0
+
+
+def _no_rows(value: Any) -> Any:
+    return value[:0] if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def move(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `function` to all leaves of a batch, and keep the types of its containers."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, MutableMapping):
+        kept = copy.copy(tree)
+        for name, value in tree.items():
+            kept[name] = move(function, value)
+        return kept
+    if isinstance(tree, tuple | list) and not hasattr(tree, "to"):  # a PackedSequence moves itself
+        return rebuild(tree, [move(function, value) for value in tree])
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not hasattr(tree, "to"):
+        same: Any = copy.copy(tree)
+        for each in dataclasses.fields(tree):
+            object.__setattr__(same, each.name, move(function, getattr(tree, each.name)))
+        return same
+    return function(tree)
+
+
+def describe(value: Any, *, depth: int = 2) -> str:
+    """Return what a batch is made of, in a few words: "a dict of ids (4, 7) int64, mask (4, 7) bool"."""
+    kind = type(value).__name__
+    if getattr(value, "shape", None) is not None and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping | tuple | list) and depth:
+        named = value.items() if isinstance(value, Mapping) else [("", each) for each in value]
+        parts = [f"{name} {describe(each, depth=depth - 1)}".strip() for name, each in list(named)[:_NAMED]]
+        more = f" and {len(value) - _NAMED} more" if len(value) > _NAMED else ""
+        count = "" if isinstance(value, Mapping) else f"{len(value)}: "
+        return f"a {kind} of {count}{', '.join(parts)}{more}"
+    return f"a {kind}"
+
+
+def _example(item: Any) -> str:
+    """Return an example of a step that takes such a batch."""
+    if isinstance(item, Mapping):
+        labels = next((name for name in item if "label" in str(name)), None)
+        inputs, *targets = [f"batch[{name!r}]" for name in item][:2]
+        body = [f"return hvdtrain.Loss(my_loss({', '.join([f'model({inputs})', *targets])}))"]
+        if labels is not None:  # as transformers' models take it
+            body = ["out = model(**batch)", f"metrics = dict(outputs=out.logits, targets=batch[{labels!r}])"]
+            body += ["return hvdtrain.Loss(out.loss, **metrics)"]
+    elif isinstance(item, tuple | list) and len(item) > 1:
+        names = ["x", "y", "weight"] if len(item) == 3 else [f"part{index}" for index in range(len(item))]
+        body = [f"{', '.join(names)} = batch", f"return hvdtrain.Loss(my_loss(model, {', '.join(names)}))"]
+    else:
+        body = ["return hvdtrain.Loss(my_loss(model, batch))"]
+    return _EXAMPLE.format(body="\n        ".join(body))
