@@ -24,6 +24,7 @@ from hvdtrain.distributed import devices, launch_environment, watchdog
 from hvdtrain.errors import HorovodMismatchError
 from hvdtrain.horovod_build import installed
 from hvdtrain.system import network, open_mpi
+from hvdtrain.system.process_tree import RUN_DIR
 
 log = logging.getLogger("hvdtrain")
 Array = NDArray[Any]
@@ -44,6 +45,7 @@ _QUOTA_AND_PERIOD = (
     [f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us" for name in ("quota", "period")],
 )
 _MOST_CORES = 4096
+_ROUNDING = 1e-9  # three times a third of a core is one
 
 # Ranks of one host without GPUs do not need transports to other hosts, which listen on every interface, nor hwloc's
 # plugins that search for GPUs with X and OpenCL, or parse XML with a library, at 5 MiB a rank.
@@ -185,15 +187,20 @@ def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
     global _said
     if module.size() == 1:
         return
+    local_size = module.local_size()
     if host.starts_with_threads():
-        share = max(1, usable_cores() // module.local_size())
+        share = usable_cores() / local_size
+        is_exact = len(os.sched_getaffinity(0)) == os.cpu_count()  # else each rank may have cores of its own
     else:  # a collective: whatever this rank's settings are
-        share = share_of_cores(module, host)
+        share, is_exact = share_of_cores(module, host), True
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(chosen) if chosen.isdecimal() else host.set_threads(share)
+    threads = int(chosen) if chosen.isdecimal() else host.set_threads(max(1, int(share + _ROUNDING)))
     if module.rank() == 0 and not _said:
         _said = True
         log.info("%s", describe(tuning, module, threads))
+        if share < 1 - _ROUNDING and is_exact and RUN_DIR not in os.environ:  # `hvdtrain run` has said it
+            cores = f"{share * local_size:.3g} core{'s' * (share * local_size > 1 + _ROUNDING)}"
+            log.warning("%d ranks share %s of this host: more ranks than cores train no faster", local_size, cores)
 
 
 def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
@@ -246,8 +253,8 @@ def _has_room_for(ranks: int) -> bool:
         return False
 
 
-def share_of_cores(module: ModuleType, host: Host) -> int:
-    """Return how many of its cores are this rank's share, at least 1; a collective of all ranks."""
+def share_of_cores(module: ModuleType, host: Host) -> float:
+    """Return how many of its cores are this rank's share; a collective of all ranks."""
     cores = sorted(core for core in os.sched_getaffinity(0) if core < _MOST_CORES)
     mask = np.zeros(_MOST_CORES, np.uint8)
     mask[cores] = 1
@@ -255,8 +262,7 @@ def share_of_cores(module: ModuleType, host: Host) -> int:
     rows = host.run(module, "allgather", mine, name="hvdtrain.cores").reshape(-1, len(mine))
     here = rows[(rows[:, :16] == mine[:16]).all(axis=1), 16:]
     ranks = here.sum(axis=0, dtype=np.int64)  # on each core
-    share = sum(1 / ranks[core] for core in cores)
-    return max(1, int(min(share, _time_limit() / module.local_size()) + 1e-9))
+    return min(float((1 / ranks[cores]).sum()), _time_limit() / module.local_size())
 
 
 def usable_cores() -> int:

@@ -290,6 +290,27 @@ def test_what_was_decided_is_said_once_on_rank_0(monkeypatch, caplog):
     )
 
 
+@pytest.mark.parametrize(
+    ("ranks", "cores", "run_dir", "said"),
+    [
+        (9, 2, "", ["9 ranks share 2 cores of this host"]),
+        (3, 1.5, "", ["3 ranks share 1.5 cores of this host"]),
+        (2, 1, "", ["2 ranks share 1 core of this host"]),
+        (2, 2, "", []),
+        (9, 2, "/tmp/run", []),  # `hvdtrain run` has said it
+    ],
+)
+def test_more_ranks_than_cores_are_told_of_once_on_rank_0(ranks, cores, run_dir, said, monkeypatch, caplog):
+    monkeypatch.setattr(tuning, "share_of_cores", lambda module, host: cores / ranks)
+    monkeypatch.setattr(tuning, "_said", False)
+    monkeypatch.delenv(tuning.RUN_DIR, raising=False)
+    if run_dir:
+        monkeypatch.setenv(tuning.RUN_DIR, run_dir)
+    for rank in (1, 0, 0):
+        tuning.settle(tuning.Tuning(True), horovod(rank=rank, size=ranks, local_size=ranks), Host(2))
+    assert [message.partition(":")[0] for message in caplog.messages] == said
+
+
 def test_gloo_on_one_host_is_advised_to_use_open_mpi(monkeypatch):
     launched(monkeypatch, ONE_HOST)
     decided = prepare()
