@@ -262,7 +262,8 @@ def share_of_cores(module: ModuleType, host: Host) -> float:
     rows = host.run(module, "allgather", mine, name="hvdtrain.cores").reshape(-1, len(mine))
     here = rows[(rows[:, :16] == mine[:16]).all(axis=1), 16:]
     ranks = here.sum(axis=0, dtype=np.int64)  # on each core
-    return min(float((1 / ranks[cores]).sum()), _time_limit() / module.local_size())
+    limit = _time_limit() / int(module.local_size())
+    return min(float((1 / ranks[cores]).sum()), limit)
 
 
 def usable_cores() -> int:
