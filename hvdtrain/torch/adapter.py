@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,11 +18,12 @@ from hvdtrain.distributed import launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import clipping, fused_update, training_state
+from hvdtrain.torch import training_state
 from hvdtrain.torch.gpu_clock import GpuClock
-from hvdtrain.torch.losses import Counted, LossWeights, as_tensor
+from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.torch.steps import LossStep, OwnStep, move, without_gradient
+from hvdtrain.torch.update import Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()
@@ -56,39 +57,32 @@ class TorchAdapter:
         self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._syncs_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
-        self._weights = LossWeights(loss, world)
         self._totals = Totals(named_metrics(metrics, loss), self._device)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
-        self._optimizer: Any = optimizer
-        self._fuses = fused_update.applies_to(type(optimizer))
-        if self._reduced:
-            compression = getattr(hvd.Compression, options.compression)
-            parameters = model.named_parameters()
-            self._optimizer = hvd.DistributedOptimizer(optimizer, parameters, compression, options.accumulate)
-        self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
+        self._update = Update(optimizer, model, loss=loss, options=options, world=world)
         self.fault: Fault | None = None
         self._before = BufferSnapshot(model, self._totals) if options.nan_policy in ("skip", "stop") else None
 
     @property
     def learning_rates(self) -> list[float]:
         """One per parameter group."""
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        return [float(group["lr"]) for group in self._groups()]
 
     @learning_rates.setter
     def learning_rates(self, rates: list[float]) -> None:
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(self._groups(), rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)  # in place: a captured or compiled step reads this tensor
             else:
                 group["lr"] = rate
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._update.optimizer.param_groups  # type: ignore[no-any-return]
+
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
         """Random states, buffers, the epoch's totals, and which gradients travel together."""
-        held = training_state.rank_state(self._model)
-        if self._reduced and (packed := self._optimizer._hvd_reducer.packed) is not None:
-            held["max.packed"] = packed
-        held["max.loss_per_sample"] = np.array([self._weights.per_sample])
+        held = training_state.rank_state(self._model) | self._update.rank_state
         if self._training:
             held["sum.totals"] = self._totals.numbers
         return held
@@ -96,23 +90,16 @@ class TorchAdapter:
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         training_state.set_rank_state(held, self._model)
-        if "max.packed" in held and self._reduced:
-            self._optimizer._hvd_reducer.packed = held["max.packed"]
-        if "max.loss_per_sample" in held:
-            self._weights.per_sample = float(held["max.loss_per_sample"][0])
+        self._update.rank_state = held
         if "sum.totals" in held:
             self._totals.numbers = held["sum.totals"]
             self._training = True
 
     def start(self) -> None:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
-        # A scaler makes its scale when it is first used, which a rank without samples never does.
-        self._scaler.scale(torch.zeros((), device=self._device))
-        self._weights.per_sample = 0.0  # ranks begin together, and data may have changed
         if self._reduced:
             hvd.broadcast_parameters([*self._model.named_parameters(), *self._model.named_buffers()], root_rank=0)
-            hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
-            self._scaler.load_state_dict(self._world.broadcast_object(self._scaler.state_dict(), name="scaler"))
+        self._update.start()
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""
@@ -122,30 +109,24 @@ class TorchAdapter:
             self._training = True
         if first or not self._model.training:
             self._model.train()
-        weights = self._weights
-        weights.begin(batches)
-        # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
-        passes = len(batches) if self._syncs_in_forward else sum(1 for each in weights.counted if each.weight)
-        if self._reduced and passes and (first or passes != self._optimizer.backward_passes_per_step):
-            self._optimizer.set_backward_passes_per_step(passes)
-        self._optimizer.zero_grad()
         if self._before is not None:
             self._before.take()
+        update = self._update
+        weights = update.begin(batches, everyone=self._syncs_in_forward, first=first)
         for index, batch in enumerate(batches):
             loss = None
             if weights.counted[index].weight:
                 loss, weights.counted[index] = self._forward(batch, weights.counted[index])
             weights.expect(index)
             if loss is not None and weights.counted[index].weight:
-                factor = weights.factor(index)
-                self._scaler.scale(loss if factor == 1.0 else loss * factor).backward()
+                update.backward(loss, weights.factor(index))
             elif self._syncs_in_forward:
-                (self._run_empty(batch) if loss is None else without_gradient(loss)).backward()
-        self.fault = self._fault(batches) if self._update() else None
+                update.backward(self._run_empty(batch) if loss is None else without_gradient(loss))
+        self.fault = self._fault(update, batches) if update.is_refused() else None
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""
-        counted = self._weights.count(batch)
+        counted = self._update.weights.count(batch)
         if counted.weight:
             self._model.eval()
             with torch.inference_mode():
@@ -192,11 +173,11 @@ class TorchAdapter:
 
     def state(self) -> State:
         """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""
-        return training_state.capture(self._model, self._optimizer, self._scaler)
+        return training_state.capture(self._model, self._update.optimizer, self._update.scaler)
 
     def load_state(self, state: State) -> None:
         """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
-        training_state.restore(state, self._model, self._optimizer, self._scaler)
+        training_state.restore(state, self._model, self._update.optimizer, self._update.scaler)
 
     def _forward(self, batch: Batch, counted: Counted, *, again: bool = False) -> tuple[torch.Tensor, Counted]:
         """Return the loss, a scalar, and what counts of the batch; add both to the metrics, unless run `again`."""
@@ -235,37 +216,13 @@ class TorchAdapter:
         dtype = _AUTOCAST.get(self._options.precision)
         return torch.autocast(self._device.type, dtype=dtype) if dtype else _PLAIN
 
-    def _update(self) -> bool:
-        """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite."""
-        optimizer, clip_norm = self._optimizer, self._options.clip_norm
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not self._reduced:
-            self._weights.correct(parameters)
-        else:
-            # Before unscale_ tests for infinity: ranks must agree to skip a step.
-            self._weights.learn(optimizer.synchronize(weight=self._weights.weight, expected=self._weights.expected))
-        if all(p.grad is None for p in parameters):
-            return False  # no sample counted on any rank, and a scaler refuses to step without gradients
-        # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
-        checks = self._options.nan_policy and (not self._scaler.is_enabled() or self._scaler.get_scale() <= 1.0)
-        if checks and not all_finite([p.grad for p in parameters]):
-            return True
-        if clip_norm is not None:
-            self._scaler.unscale_(optimizer)
-            clipping.clip_norm(parameters, clip_norm)
-        how = fused_update.chosen(optimizer) if self._fuses else _PLAIN
-        with optimizer.skip_synchronize() if self._reduced else how:  # a distributed one fuses by itself
-            self._scaler.step(optimizer)
-        self._scaler.update()
-        return False
-
-    def _fault(self, batches: Sequence[Batch]) -> Fault:
+    def _fault(self, update: Update, batches: Sequence[Batch]) -> Fault:
         """Return what is not finite, and undo the step as far as `nan_policy` requests."""
-        parameters = list(self._model.parameters())
+        parameters = update.parameters
         reduced = first_non_finite([(p, p.grad) for p in parameters])
         losses, own = [], None
         trained = [p for p in parameters if p.requires_grad]
-        for batch, counted in zip(batches, self._weights.counted, strict=True):
+        for batch, counted in zip(batches, update.weights.counted, strict=True):
             if counted.weight:
                 # Once more, for this rank alone: hooks that reduce gradients do not see what autograd returns.
                 loss, _ = self._forward(batch, counted, again=True)
@@ -276,7 +233,7 @@ class TorchAdapter:
                 torch.autograd.grad(self._run_empty(batch), trained, allow_unused=True)
         if self._before is not None:
             self._before.restore()
-        self._optimizer.zero_grad()
+        update.optimizer.zero_grad()
         names: dict[Any, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         loss_mean = float(np.mean(losses)) if losses else float("nan")
         return Fault(names.get(reduced, "none"), names.get(own), loss_mean)
@@ -315,23 +272,6 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 f"optimizer must be made from this model's own parameters(). Received: parameter group {index} with "
                 f"{len(foreign)} others, the first of shape {foreign[0]}"
             )
-
-
-def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether every element is finite; gradients that are None are left out."""
-    dense = [g._values() if g.is_sparse else g for g in gradients if g is not None]
-    if not dense:
-        return True
-    if all(g.is_cuda and g.numel() for g in dense):  # one launch for many; on CPUs it takes ten times as long
-        return bool(torch.stack(torch._foreach_norm([g.detach() for g in dense], float("inf"))).isfinite().all())
-    # A sum costs a fiftieth of a test of each element, which follows where one is not finite: it may have overflowed.
-    sums = torch.stack([g.detach().sum(dtype=torch.float32) for g in dense])
-    return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in dense)
-
-
-def first_non_finite(gradients: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> nn.Parameter | None:
-    """Return the first parameter whose gradient is not finite."""
-    return next((parameter for parameter, gradient in gradients if not all_finite([gradient])), None)
 
 
 class BufferSnapshot:

@@ -104,7 +104,7 @@ class OwnStep:
                 "Loss.count must be what the mean was divided by, a finite number >= 0. Received: "
                 f"count={returned.count} on rank {self._rank}"
             )
-        return Loss(mean.reshape(()), count, outputs=returned.outputs, targets=returned.targets)
+        return Loss(mean.reshape(()) if mean.dim() else mean, count, outputs=returned.outputs, targets=returned.targets)
 
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs: of a mapping by name, without what has no axis of samples, such as its loss."""

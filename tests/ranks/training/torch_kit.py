@@ -103,11 +103,11 @@ def adam_of(net):
 
 
 def loss_scale(run):
-    return run._adapter._scaler.get_scale()
+    return run._adapter._update.scaler.get_scale()
 
 
 def set_loss_scale(run, scale):
-    run._adapter._scaler.load_state_dict({**run._adapter._scaler.state_dict(), "scale": scale})
+    run._adapter._update.scaler.load_state_dict({**run._adapter._update.scaler.state_dict(), "scale": scale})
 
 
 def random_model():

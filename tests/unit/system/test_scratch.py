@@ -37,7 +37,10 @@ def test_a_trainer_leaves_the_scripts_folders_alone_and_finds_what_it_wrote(make
     assert os.listdir(tmp_path) == ["scratch"]
     for name in ("kept/epoch-000002", "other/epoch-000001", "model"):
         hvdtrain.Trainer.load(
-            str(tmp_path / name), trainer.model, optimizer=trainer._adapter._optimizer, loss=trainer._adapter._loss
+            str(tmp_path / name),
+            trainer.model,
+            optimizer=trainer._adapter._update.optimizer,
+            loss=trainer._adapter._step._loss,
         )
 
 
@@ -49,7 +52,7 @@ def test_a_script_does_not_resume_under_bench_but_loads_what_it_names(make, benc
     history = trainer.fit((X, Y), epochs=3, checkpoint_dir=str(tmp_path / "kept"), progress=False)
     assert trainer.global_step == len(history["loss"])  # a step an epoch, none of them before
     (scratch.place(tmp_path / "kept") / "epoch-000003").rename(tmp_path / "moved")
-    options = {"optimizer": trainer._adapter._optimizer, "loss": trainer._adapter._loss}
+    options = {"optimizer": trainer._adapter._update.optimizer, "loss": trainer._adapter._step._loss}
     assert hvdtrain.Trainer.load(str(tmp_path / "kept" / "epoch-000003"), trainer.model, **options).global_step == 3
 
 

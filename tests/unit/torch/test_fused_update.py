@@ -225,7 +225,7 @@ def test_a_trainer_of_one_process_takes_the_steps_of_one_of_ranks(
         trainer.fit((x, y), epochs=2, batch_size=4, progress=False)
         assert len(kernels) == (6 if switch == "1" else 0)
         kernels.clear()
-        assert {group["fused"] for group in trainer._adapter._optimizer.param_groups} == {None}
+        assert {group["fused"] for group in trainer._adapter._update.optimizer.param_groups} == {None}
         weights.append([param.detach() for param in model.parameters()])
     assert all(torch.equal(alone, of_ranks) for alone, of_ranks in zip(*weights, strict=True))
 

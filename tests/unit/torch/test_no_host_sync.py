@@ -17,8 +17,7 @@ import torch
 from hvdtrain.adapter import Loss, Options
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.torch import adapter as adapters
-from hvdtrain.torch import steps
+from hvdtrain.torch import steps, update
 from hvdtrain.torch.adapter import TorchAdapter, make_adapter
 from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
 
@@ -135,7 +134,7 @@ def test_a_step_of_the_users_own_reads_nothing_if_its_count_is_a_number() -> Non
 @pytest.mark.usefixtures("reduced", "values_are_read")
 def test_a_policy_reads_one_flag_a_step(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(adapters, "all_finite", lambda gradients: looked.append(len(gradients)) or True)
+    monkeypatch.setattr(update, "all_finite", lambda gradients: looked.append(len(gradients)) or True)
     made = adapter(torch.nn.CrossEntropyLoss(), nan_policy=policy, metrics=["accuracy"], clip_norm=1.0, accumulate=2)
     for _ in range(3):
         made.train_step([batch(LABELS), batch(LABELS)])

@@ -86,7 +86,7 @@ def test_a_resumed_run_has_the_rates_of_one_that_was_not_stopped(tmp_path, name,
 
     class Seen(hvdtrain.callbacks.Callback):
         def on_step_begin(self, trainer, step):
-            (group,) = trainer._adapter._optimizer.param_groups
+            (group,) = trainer._adapter._update.optimizer.param_groups
             seen.append((float(group["lr"]), group.get("momentum")))
 
     def run(epochs, directory):

@@ -113,7 +113,7 @@ def test_the_rate_is_set_once_where_an_epochs_length_is_unknown(make, net):
     model = net()
     trainer = make(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), lr_scaling="linear", warmup_epochs=0)
     trainer._lr.factor = 2.0  # as on two ranks
-    trainer.model_optimizer = trainer._adapter._optimizer
+    trainer.model_optimizer = trainer._adapter._update.optimizer
     trainer.fit(Stream(), epochs=2, batch_size=6, callbacks=[Decay()], progress=False)
     assert seen == pytest.approx([0.2, 0.2, 0.01, 0.01])
 

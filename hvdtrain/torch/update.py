@@ -1,0 +1,122 @@
+"""One optimizer's part of a step: backward, reduction over ranks, loss scaling, clipping, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import hvdtrain.torch as hvd
+from hvdtrain.adapter import Options
+from hvdtrain.data.sources import Batch
+from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed.world import World
+from hvdtrain.torch import clipping, fused_update
+from hvdtrain.torch.losses import LossWeights
+
+
+class Update:
+    """Reduces the gradients of one optimizer's parameters, and takes its step.
+
+    `loss` is None for a step of the user's own, whose losses bring their counts.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module, *, loss: Any, options: Options, world: World) -> None:
+        self._options, self._world, self._device = options, world, torch.device(world.device)
+        self.weights = LossWeights(loss, world)
+        self.optimizer = optimizer
+        self._fuses = fused_update.applies_to(type(optimizer))
+        self._reduced = world.size > 1 or launch_environment.reduces_alone()
+        if self._reduced:
+            compression = getattr(hvd.Compression, options.compression)
+            named = model.named_parameters()
+            self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
+        self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The optimizer's, in the order of its groups."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def rank_state(self) -> dict[str, NDArray[Any]]:
+        """Which gradients travel together, and the largest weight of a sample."""
+        held = {"max.loss_per_sample": np.array([self.weights.per_sample])}
+        if self._reduced and (packed := self.optimizer._hvd_reducer.packed) is not None:
+            held["max.packed"] = packed
+        return held
+
+    @rank_state.setter
+    def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
+        if "max.packed" in held and self._reduced:
+            self.optimizer._hvd_reducer.packed = held["max.packed"]
+        if "max.loss_per_sample" in held:
+            self.weights.per_sample = float(held["max.loss_per_sample"][0])
+
+    def start(self) -> None:
+        """Broadcast the root's optimizer state and precision scaler."""
+        # A scaler makes its scale when it is first used, which a rank without samples never does.
+        self.scaler.scale(torch.zeros((), device=self._device))
+        self.weights.per_sample = 0.0  # ranks begin together, and data may have changed
+        if self._reduced:
+            hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
+            self.scaler.load_state_dict(self._world.broadcast_object(self.scaler.state_dict(), name="scaler"))
+
+    def begin(self, batches: Sequence[Batch], *, everyone: bool, first: bool) -> LossWeights:
+        """Begin a step; with `everyone`, a rank goes backward also over batches of which it has no samples."""
+        self.weights.begin(batches)
+        # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
+        passes = len(batches) if everyone else sum(1 for each in self.weights.counted if each.weight)
+        if self._reduced and passes and (first or passes != self.optimizer.backward_passes_per_step):
+            self.optimizer.set_backward_passes_per_step(passes)
+        self.optimizer.zero_grad()
+        return self.weights
+
+    def backward(self, loss: torch.Tensor, factor: float = 1.0) -> None:
+        """Add the gradient of a loss that is multiplied by `factor`."""
+        self.scaler.scale(loss if factor == 1.0 else loss * factor).backward()
+
+    def is_refused(self) -> bool:
+        """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite."""
+        optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
+        if not self._reduced:
+            self.weights.correct(parameters)
+        else:
+            # Before unscale_ tests for infinity: ranks must agree to skip a step.
+            self.weights.learn(optimizer.synchronize(weight=self.weights.weight, expected=self.weights.expected))
+        if all(p.grad is None for p in parameters):
+            return False  # no sample counted on any rank, and a scaler refuses to step without gradients
+        # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
+        checks = self._options.nan_policy and (not self.scaler.is_enabled() or self.scaler.get_scale() <= 1.0)
+        if checks and not all_finite([p.grad for p in parameters]):
+            return True
+        if clip_norm is not None:
+            self.scaler.unscale_(optimizer)
+            clipping.clip_norm(parameters, clip_norm)
+        how = fused_update.chosen(optimizer) if self._fuses else nullcontext()
+        with optimizer.skip_synchronize() if self._reduced else how:  # a distributed one fuses by itself
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        return False
+
+
+def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether every element is finite; gradients that are None are left out."""
+    dense = [g._values() if g.is_sparse else g for g in gradients if g is not None]
+    if not dense:
+        return True
+    if all(g.is_cuda and g.numel() for g in dense):  # one launch for many; on CPUs it takes ten times as long
+        return bool(torch.stack(torch._foreach_norm([g.detach() for g in dense], float("inf"))).isfinite().all())
+    # A sum costs a fiftieth of a test of each element, which follows where one is not finite: it may have overflowed.
+    sums = torch.stack([g.detach().sum(dtype=torch.float32) for g in dense])
+    return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in dense)
+
+
+def first_non_finite(gradients: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> nn.Parameter | None:
+    """Return the first parameter whose gradient is not finite."""
+    return next((parameter for parameter, gradient in gradients if not all_finite([gradient])), None)
