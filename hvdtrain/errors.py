@@ -27,6 +27,16 @@ class LaunchError(HvdTrainError):
     """The launcher started more ranks than Horovod found. Without this error, each of them would train alone."""
 
 
+class NotInitializedError(HvdTrainError, ValueError):
+    """A rank was requested before `hvdtrain.init` or `hvd.init`. Horovod raises a ValueError there."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Horovod is not initialised on this process. Call hvd.init() at the beginning of the script, before the "
+            "model is made; without `import hvdtrain.torch as hvd` (or .keras) the call is hvdtrain.init()."
+        )
+
+
 class RankFailedError(HvdTrainError):
     """A rank of `hvdtrain.run` ended without a result. If the rank raised, this is the cause of its exception.
 

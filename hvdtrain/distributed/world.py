@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 
 from hvdtrain.distributed import devices, frameworks, launch_environment, tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
-from hvdtrain.errors import EngineConflictError, HorovodMismatchError, HorovodMissingError, HvdTrainError, LaunchError
+from hvdtrain.errors import (
+    EngineConflictError,
+    HorovodMismatchError,
+    HorovodMissingError,
+    LaunchError,
+    NotInitializedError,
+)
 from hvdtrain.horovod_build import installed
 
 log = logging.getLogger("hvdtrain")
@@ -298,7 +304,7 @@ def make(engine: Framework | None, *args: Any, on_jax: bool, **kwargs: Any) -> W
 def current() -> World:
     """Return the World that `init` made."""
     if _world is None:
-        raise HvdTrainError("hvdtrain is not initialised on this process. Call hvdtrain.init() first.")
+        raise NotInitializedError
     return _world
 
 

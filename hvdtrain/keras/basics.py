@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.distributed import launch_environment, solo_process_sets, world
-from hvdtrain.errors import HvdTrainError
+from hvdtrain.errors import HvdTrainError, NotInitializedError
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "Product", "Sum", "add_process_set", "ccl_built", "cross_rank", "cross_size",
@@ -38,7 +38,7 @@ def running() -> ModuleType | None:
     """Return the initialised Horovod module; None in one process without Horovod."""
     module = engine()
     if module is not None and not module.is_initialized():
-        raise HvdTrainError("Horovod is not initialised on this process. Call hvd.init() before training starts.")
+        raise NotInitializedError
     return module
 
 

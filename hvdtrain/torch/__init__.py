@@ -8,7 +8,20 @@ import sys
 from typing import Any
 
 from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.engine import Adasum, Average, Max, Min, Product, Sum, init, native, poll, shutdown, synchronize
+from hvdtrain.torch.engine import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    init,
+    native,
+    poll,
+    rank_function,
+    shutdown,
+    synchronize,
+)
 from hvdtrain.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from hvdtrain.torch.gather_ops import (
     allgather,
@@ -49,6 +62,7 @@ _ENGINE_NAMES = (
     "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_lib_v2", "mpi_threads_supported",
     "nccl_built", "rank", "remove_process_set", "rocm_built", "size", "start_timeline", "stop_timeline",
 )  # fmt: skip
+_RANK_NAMES = ("cross_rank", "cross_size", "local_rank", "local_size", "rank", "size")
 _SUBMODULES = ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
 sys.modules[f"{__name__}.mpi_ops"] = sys.modules[__name__]  # for scripts that import from horovod.torch.mpi_ops
 
@@ -67,6 +81,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"hvdtrain.torch.{name}")
+    if name in _RANK_NAMES:
+        return rank_function(name)
     if name in _ENGINE_NAMES:
         for home in (native(), sys.modules.get(f"{native().__name__}.mpi_ops")):
             if hasattr(home, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections import defaultdict
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.distributed import world
+from hvdtrain.errors import NotInitializedError
 
 # Horovod's own numbers for its reduction operations.
 Average, Sum, Adasum, Min, Max, Product = range(6)
@@ -25,6 +27,20 @@ def native() -> Any:
     global _module
     _module = _module or world.load_engine("torch") or importlib.import_module("hvdtrain.torch.solo")
     return _module
+
+
+def rank_function(name: str) -> Callable[[], int]:
+    """Return Horovod's function `name`, such as "rank"; before `init` it says what to do."""
+    function = getattr(native(), name)
+
+    @functools.wraps(function)
+    def ask() -> int:
+        try:
+            return int(function())
+        except ValueError:
+            raise NotInitializedError from None
+
+    return ask
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

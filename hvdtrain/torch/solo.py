@@ -15,7 +15,7 @@ from hvdtrain.distributed.solo_process_sets import (  # noqa: F401 - Horovod's n
     global_process_set,
     remove_process_set,
 )
-from hvdtrain.errors import HvdTrainError
+from hvdtrain.errors import HvdTrainError, NotInitializedError
 
 
 class HorovodInternalError(RuntimeError):
@@ -55,7 +55,7 @@ def is_initialized() -> bool:
 def _answering(answer: Any) -> Callable[..., Any]:
     def ask(*_: Any, **__: Any) -> Any:
         if not is_initialized():
-            raise ValueError("Horovod has not been initialized; use hvd.init().")
+            raise NotInitializedError
         return answer
 
     return ask

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import hvdtrain.torch as drop_in
+from hvdtrain.errors import NotInitializedError
 from hvdtrain.torch import engine, solo
 
 # All public names of horovod.torch 0.28.1, so that the claim is tested where Horovod is not installed too.
@@ -46,6 +47,23 @@ def test_every_name_leads_somewhere_without_horovod(hvd):
         _ = hvd.mpi_lib_v2
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = hvd.nonsense
+
+
+def test_a_rank_before_init_says_what_to_do(hvd):
+    hvd.shutdown()
+    with pytest.raises(NotInitializedError, match=r"Call hvd\.init\(\) at the beginning"):
+        hvd.rank()
+    with pytest.raises(ValueError, match="not initialised"):  # Horovod's type, which scripts may catch
+        hvd.local_size()
+
+
+@needs_horovod
+def test_a_rank_before_init_says_the_same_with_horovod(monkeypatch):
+    horovod = pytest.importorskip("horovod.torch", exc_type=ImportError)
+    monkeypatch.setattr(engine, "_module", horovod)
+    assert not horovod.is_initialized()
+    with pytest.raises(NotInitializedError):
+        drop_in.rank()
 
 
 @needs_horovod
