@@ -48,9 +48,11 @@ class CheckpointOptions:
         """The options that must be equal on all ranks, because saving is a collective."""
         return {"every_epochs": self.every_epochs, "every_steps": self.every_steps, "best": self.best}
 
-    def is_due(self, global_step: int) -> bool:
-        """Return whether a checkpoint is due after this step."""
-        return self.every_steps is not None and global_step % self.every_steps == 0
+    def is_due(self, global_step: int, validated: Logs) -> bool:
+        """Return whether a checkpoint is due after this step, and after a validation there, if `validated` has one."""
+        if validated and self.best is not None and self.best.startswith("val_") and self.best not in validated:
+            raise ValueError(f"best must be one of {sorted(validated)}. Received: best={self.best!r}")
+        return self.best in validated or (self.every_steps is not None and global_step % self.every_steps == 0)
 
     def is_due_after(self, epoch: int, logs: Logs) -> bool:
         """Return whether a checkpoint is due after this epoch; ValueError if it has no metric `best`."""
@@ -64,7 +66,7 @@ class RunContext(Protocol):
 
     model: Any
     world: World
-    epochs: int
+    epochs: int | None
     hosts: list[str]
     decisions: list[str]
     steps_per_epoch: int | None
@@ -78,6 +80,10 @@ class RunContext(Protocol):
         """Optimizer steps since training began; those before a checkpoint count."""
 
     @property
+    def in_epoch(self) -> bool:
+        """Whether steps of the current epoch are left: a validation comes within epochs and at their ends."""
+
+    @property
     def history(self) -> Mapping[str, list[float]]:
         """The metrics of each epoch so far."""
 
@@ -89,7 +95,7 @@ class RunContext(Protocol):
         """Return this rank's running metrics of the epoch or the validation set. It makes a GPU wait; no collective."""
 
     def stop(self) -> None:
-        """End the run after this epoch, on every rank. One rank's call is enough."""
+        """End the run after this epoch or the next validation, on every rank. One rank's call is enough."""
 
     def state(self, *, copy: bool = True) -> State:
         """Return weights and optimizer state. With copy=False, the next step may change the arrays."""
@@ -108,8 +114,8 @@ class Callback:
     """Override what you need; every method does nothing by default.
 
     Callbacks run on every rank. Metrics in `logs` are equal on all ranks, so all ranks take the same decisions on them.
-    Guard I/O with `trainer.world.is_root`. To end the run after the current epoch, call `trainer.stop()` on one rank or
-    more.
+    Guard I/O with `trainer.world.is_root`. To end the run after the current epoch, or after the next validation within
+    it, call `trainer.stop()` on one rank or more.
     """
 
     checkpoint: CheckpointOptions | None = None  # of a `Checkpoint`
@@ -147,7 +153,10 @@ class Callback:
         """Run after `fit` has evaluated a validation set; `logs` has its metrics, such as "val_loss"."""
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Run after training and validation of an epoch; `logs` has the epoch's metrics, as in History."""
+        """Run after training and validation of an epoch, or of the part after which `fit` ends within one.
+
+        `logs` has the metrics of the epoch, as in History.
+        """
 
     def on_fit_end(self, trainer: RunContext) -> None:
         """Run once, after the last epoch."""

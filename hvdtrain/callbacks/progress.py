@@ -25,7 +25,7 @@ STYLES = ("auto", "live", "lines", "epochs", "off")
 _COMPARED_S = 10.0  # in less time, the differences between ranks are chance
 
 # Entries of History besides metrics, with their formats.
-_UNITS = {"samples_per_s": "{:,.0f} samples/s", "seconds": "{:.1f} s"}
+_UNITS = {"samples_per_s": "{:,.0f} samples/s", "seconds": "{:.1f} s", "learning_rate": "lr {:.3g}"}
 
 
 class Progress(Callback):
@@ -96,10 +96,13 @@ class Progress(Callback):
             return
         place, steps = _place(trainer, interval.epoch), trainer.steps_per_epoch
         words = [*_metrics(interval.metrics), _UNITS["samples_per_s"].format(interval.samples_per_s)]
-        words.append(f"lr {interval.learning_rate:.3g}")
+        words.append(_UNITS["learning_rate"].format(interval.learning_rate))
         left = ""
-        if steps:
-            steps_left = (trainer.epochs - interval.epoch) * steps - interval.step
+        limits = [(trainer.epochs - interval.epoch) * steps - interval.step] if trainer.epochs and steps else []
+        if trainer.config.get("steps"):
+            limits.append(trainer.config["steps"] - interval.global_step)
+        if limits:
+            steps_left = min(limits)
             left = f"{_clock(steps_left * interval.seconds / interval.steps)} left"
         if self._live is not None:
             _draw(self._live, place, interval.step, steps, left=left, words="  ".join(words))
@@ -179,7 +182,7 @@ def _draw(live: Live, place: str, step: int, steps: int | None, *, left: str = "
 
 
 def _place(trainer: RunContext, epoch: int) -> str:
-    return f"epoch {epoch + 1}/{trainer.epochs}"
+    return f"epoch {epoch + 1}/{trainer.epochs}" if trainer.epochs else f"epoch {epoch + 1}"
 
 
 def _metrics(logs: dict[str, float]) -> list[str]:

@@ -68,7 +68,7 @@ class Source(Protocol):
     """Steps of an epoch, the same number on every rank."""
 
     steps: int | None  # per epoch; None if unknown before the epoch's end
-    facts: dict[str, Any]  # JSON values that must be equal on all ranks
+    facts: dict[str, Any]  # JSON values that must be equal on all ranks; "endless" if an epoch is known never to end
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return this rank's batches of one epoch, or of its rest, as many as on the other ranks.
@@ -347,6 +347,11 @@ def _shown(sample: NDArray[Any]) -> str:
     return text if len(values) <= _SHOWN_VALUES else f"{text[:-1]}, ...]"
 
 
+def is_array(leaf: Any) -> bool:
+    """Return whether `leaf` is an array or a tensor with rows."""
+    return bool(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and leaf.shape)
+
+
 def _is_arrays(tree: Any) -> bool:
     found = leaves(tree)
-    return bool(found) and all(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and leaf.shape for leaf in found)
+    return bool(found) and all(map(is_array, found))

@@ -121,6 +121,9 @@ class KerasAdapter:
     def rank_state(self, held: training_state.Arrays) -> None:
         training_state.set_rank_state(held, self._model)
         self._resumed = held
+        if self._has_metrics and any(".metric." in name for name in held):
+            self._fresh, self._training = False, True
+            self._resume_metrics()
 
     def start(self) -> None:
         """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""
@@ -209,8 +212,7 @@ class KerasAdapter:
         """At the first batch of an epoch or evaluation, build the metrics that batches build, and reset all."""
         if not self._fresh:
             return
-        parts = (self._model, self._model._compile_loss, self._model._compile_metrics)
-        if not all(part is None or part.built for part in parts):
+        if not self._has_metrics:
             # On every rank, also one without samples: ranks sum their metrics, and must have as many.
             self._model._symbolic_build(data_batch=_data(batch, self._world))
         self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
@@ -231,6 +233,12 @@ class KerasAdapter:
             )
             self._warned = True
         return {name: value for name, value in results.items() if not self._logs or name in self._logs}
+
+    @property
+    def _has_metrics(self) -> bool:
+        """Whether the model, its loss and its metrics have all their variables."""
+        parts = (self._model, self._model._compile_loss, self._model._compile_metrics)
+        return all(part is None or part.built for part in parts)
 
     def _resume_metrics(self) -> None:
         """Load the metrics of an interrupted epoch, now that a batch has built them."""

@@ -57,8 +57,6 @@ def _tf_dataset(data: Any, world: World) -> Source:
     cardinality = int(data.cardinality())  # in batches; negative: infinite or unknown
     if cardinality == 0:
         raise ValueError(f"data holds no samples. Received: an empty tf.data.Dataset on rank {world.rank}")
-    if cardinality == -1:
-        raise ValueError("data never ends. Received: an infinite tf.data.Dataset. Bound it: .take(batches an epoch)")
     orders = itertools.count()  # counts what the data's shuffle has drawn
 
     def for_backend(item: Any) -> Any:
@@ -75,6 +73,7 @@ def _tf_dataset(data: Any, world: World) -> Source:
     steps = -(-cardinality // world.size) if cardinality > 0 else None
     source = IteratedSource(batches, world=world, steps=steps, filler=lambda rows: for_backend(_zeros(data, rows)))
     source.facts["seeds of shuffle (global, own)"] = seeds
+    source.facts["endless"] = cardinality == -1
     return source
 
 

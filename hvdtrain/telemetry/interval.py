@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +95,7 @@ class HeartbeatReport:
     """What all ranks reported, equal on all of them."""
 
     stop: bool  # whether a stop was requested on any rank
+    spent_s: float  # `beat`'s, the largest of any rank
     steps: int  # since the last report
     seconds: float  # how long these took on the slowest rank
     times: RankTimes
@@ -109,11 +111,14 @@ class Heartbeat:
         self._before = times.read()
         self._steps, self._left = 0, 1
 
-    def beat(self, stop: bool) -> HeartbeatReport | None:
-        """Count a step; if an exchange is due, return what ranks reported, equal on all of them."""
+    def beat(self, stop: bool, *, spent_s: float = 0.0, limit_s: float = math.inf) -> HeartbeatReport | None:
+        """Count a step; if an exchange is due, return what ranks reported, equal on all of them.
+
+        With a limit, which must be equal on all ranks, an exchange comes soon after the run has taken `limit_s`.
+        """
         self._steps += 1
         self._left -= 1
-        if self._left and not (stop and self._world.size == 1):
+        if self._left and not (self._world.size == 1 and (stop or spent_s >= limit_s)):
             return None
         self._recorder.ended("other")
         now = self._recorder.read()
@@ -122,14 +127,15 @@ class Heartbeat:
         step_s = mine.data + train + mine.other + mine.elsewhere
         row = np.array([step_s, mine.data, train, mine.reduction, mine.other]) / self._steps
         size = self._world.size
-        vector = np.zeros(1 + size * len(row))
-        vector[0] = stop
-        vector[1:].reshape(size, -1)[self._world.rank] = np.maximum(row, 0.0)
+        vector = np.zeros(2 + size * len(row))
+        vector[:2] = stop, spent_s
+        vector[2:].reshape(size, -1)[self._world.rank] = np.maximum(row, 0.0)
         if size > 1:  # no time is below 0: each row has one owner
             vector = self._world.allreduce(vector, "max", name="heartbeat")
         self._recorder.ended("outside")
-        times = RankTimes(*vector[1:].reshape(size, -1).T)
+        times = RankTimes(*vector[2:].reshape(size, -1).T)
         slowest_s = float(times.step.max())
-        found = HeartbeatReport(bool(vector[0]), self._steps, slowest_s * self._steps, times)
-        self._steps, self._left = 0, int(np.clip(INTERVAL_S / max(slowest_s, 1e-9), 1, _MOST_STEPS))
+        found = HeartbeatReport(bool(vector[0]), float(vector[1]), self._steps, slowest_s * self._steps, times)
+        wait_s = min(INTERVAL_S, limit_s - found.spent_s)
+        self._steps, self._left = 0, int(np.clip(wait_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
         return found

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
-from collections.abc import Iterable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter
-from hvdtrain.callbacks.base import Callback, CallbackList, CheckpointOptions, RunContext, RunId
+from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext, RunId
 from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
-from hvdtrain.telemetry.interval import Heartbeat, HeartbeatReport, Interval
+from hvdtrain.telemetry.interval import Heartbeat
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
 from hvdtrain.training.learning_rate import LearningRate
 from hvdtrain.training.nan_policy import NanPolicy
-from hvdtrain.training.progress import History, RunProgress, check_data, steps_done
+from hvdtrain.training.pace import Pace
+from hvdtrain.training.progress import Budget, History, RunProgress, check_data, steps_done
+from hvdtrain.training.validation import Validation, load_rank_state
 
 if TYPE_CHECKING:
     from hvdtrain.training.elastic import FitState
@@ -44,6 +44,8 @@ class Loop:
         self.run_id: RunId | None = None
         self.in_epoch = False  # whether an epoch's steps are running; other metrics must not be mixed with theirs
         self.stop_requested = False  # whether a callback has ended the run on this rank
+        self.budget = Budget()
+        self.validation = Validation(adapter, context)
         self.commits: FitState | None = None  # the last commit, in an elastic job
         self._context = context
         self._world = context.world
@@ -58,9 +60,11 @@ class Loop:
         self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
         self._held: rank_state.Arrays = {}  # that checkpoint's arrays of this rank, to be loaded when steps begin
         self._random_at_begin: rank_state.Arrays = {}  # random states that the epoch's order was drawn from
+        self._ending = False  # whether the run takes no further step, equal on all ranks
+        self._ended: Snapshot | None = None  # what a longer run resumes from, if this one has ended within an epoch
+        self._part: dict[str, float] | None = None  # the metrics of that part of an epoch
         self._ahead = 0  # steps that this number of ranks would have taken of the epoch, minus those taken
-        self._began = 0.0
-        self._earlier_samples = self._reported_samples = 0  # of this run's earlier epochs, and of its intervals
+        self._pace = Pace(adapter, context.world)
         self._heartbeat = Heartbeat(context.world)
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
 
@@ -68,13 +72,19 @@ class Loop:
 
     def snapshot(self) -> Snapshot:
         """Return what a checkpoint holds of the run besides the adapter's state."""
-        seconds = time.perf_counter() - self._began if self.in_epoch else self.progress.seconds
-        last = {} if self.progress.step else {name: values[-1] for name, values in self.history.items()}
+        if self._ended is not None:
+            return self._ended
+        seconds = self._pace.seconds if self.in_epoch else self.progress.seconds
+        last = {name: values[-1] for name, values in self.history.items()}
+        if self.progress.step:
+            last = self._part or self._validated_here()
         meta = {
             "config": self._config,
             "run": self.run_id and {"id": self.run_id.id, "name": self.run_id.name},
             "position": asdict(replace(self.progress, seconds=seconds)),
             "history": self.history,
+            "validations": self.history.validations,
+            "part": self._part,
             "metrics": last,
             "data": self._facts,
             "callbacks": self._hooks.states() if self._loaded is None else self._loaded["callbacks"],
@@ -89,7 +99,8 @@ class Loop:
             self._loaded, self._held = found.meta, found.arrays
             self._facts = found.meta["data"]
             self.progress = RunProgress.from_json(found.meta["position"])
-            self.history = History(found.meta["history"])
+            self.history = History(found.meta["history"], found.meta.get("validations", ()))
+            self._part, self._ended = found.meta.get("part"), None
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call."""
@@ -126,29 +137,41 @@ class Loop:
             else:
                 self.restore(each.restore(self._adapter, lr_factor=self._lr.factor))
         self._hooks, self._facts, self._heartbeat = hooks, facts, Heartbeat(self._world)
-        self._ahead = self._earlier_samples = self._reported_samples = 0
+        self._ahead, self._ended = 0, None
         meta, self._loaded = self._loaded, None
         known = None if meta is None else meta.get("run")
         self.run_id = RunId(**known, resumed=True) if known else run_id
         self._callback_states: list[Any] = [] if meta is None else list(meta["callbacks"])
         if meta is None:
-            self.progress, self.history, self._held = RunProgress(), History(), {}
+            self.progress, self.history, self._held, self._part = RunProgress(), History(), {}, None
         elif self.progress.step:
             check_data(meta["data"], facts)
             # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
             here = steps_done(self.progress.consumed, facts, size=self._world.size, accumulate=self._accumulate)
             self._ahead = here - self.progress.step
-            self._reported_samples = self.progress.consumed.samples
+        self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
         self._checkpoints = checkpoints
         self._savers |= {each.options: each for each in checkpoints}
         for each in checkpoints:
             each.saved_at = self.progress.global_step
-            if self.progress.epoch < self._context.epochs:  # else nothing will be written
+            if not self.is_finished:  # else nothing will be written
                 each.check_writable(self._adapter, self.run_id)
         self.stop_requested = False
         self._adapter.start()
 
-    def run(self, train: Source, held_out: Source | None) -> None:
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run had reached its end when it resumed."""
+        return self._is_spent() and (not self.progress.step or self._part is not None)
+
+    def _is_spent(self) -> bool:
+        return self.budget.is_spent(self.progress, seconds=self._earlier_s() + self.progress.seconds)
+
+    def _earlier_s(self) -> float:
+        """Return the training time of the earlier epochs, equal on all ranks."""
+        return sum(self.history.get("seconds", ()))
+
+    def run(self, train: Source) -> None:
         """Run the epochs that are left."""
         hooks, context = self._hooks, self._context
         try:
@@ -156,23 +179,15 @@ class Loop:
                 hook.on_fit_begin(context)
             hooks.load_states(self._callback_states)
             self._commit()
-            stop = self.agree_to_stop(after_epoch=False)
-            for epoch in range(self.progress.epoch, context.epochs):
-                logs = None if stop else self.run_epoch(train)
-                if logs is None:
-                    break
-                if held_out is not None:
-                    logs |= self._validate(held_out)
-                self.history.add(logs)
-                self._nan_policy.epoch_taken(logs, epoch=epoch)
-                self.progress.end_epoch()
-                for hook in hooks:
-                    hook.on_epoch_end(context, epoch, logs)
-                for each in self._checkpoints:
-                    if each.options.is_due_after(epoch, logs):
-                        self._save(each)
-                self._commit()
-                stop = self.agree_to_stop(after_epoch=True)
+            self._ending = self.agree_to_stop(after_epoch=False) or self._is_spent()
+            # If the end of an interrupted run is still to be reported, its epoch is resumed without steps.
+            left = not self._ending or (self.progress.step and self._part is None)
+            if not left and self._part is not None:
+                self.history.add(self._part)
+            while left:
+                self._part = None
+                logs = self.run_epoch(train)
+                left = logs is not None and self._report(logs)
             for each in self._checkpoints:
                 if each.options.every_epochs and each.saved_at != self.progress.global_step:
                     self._save(each)
@@ -184,24 +199,48 @@ class Loop:
         finally:
             hooks.close()
 
-    def _validate(self, source: Source) -> dict[str, float]:
-        """Return the metrics of a validation set, named "val_...", and call the callbacks around it."""
+    def _report(self, logs: dict[str, float]) -> bool:
+        """Validate, call the callbacks, and save; return whether the run continues.
+
+        `logs` are the metrics of an epoch, or of the part of it that was left of the run.
+        """
+        epoch = self.progress.epoch
+        logs |= self._validated_here() or self.validation.run(self._hooks, within_epoch=False)
+        if self._ended is not None:  # save before callbacks end an epoch that a longer run resumes
+            self._part = self._ended.meta["part"] = self._ended.meta["metrics"] = dict(logs)
+            for each in self._checkpoints:
+                self._save(each)
+        self.history.add(logs)
+        self._nan_policy.epoch_taken(logs, epoch=epoch)
+        if self._ended is None:
+            self.progress.end_epoch()
         for hook in self._hooks:
-            hook.on_validation_begin(self._context)
-        logs = {f"val_{name}": value for name, value in self.evaluate(source, self._hooks).items()}
-        for hook in self._hooks:
-            hook.on_validation_end(self._context, logs)
+            hook.on_epoch_end(self._context, epoch, logs)
+        for each in self._checkpoints:
+            if each.options.is_due_after(epoch, logs) and self._ended is None:
+                self._save(each)
+        self._commit()
+        stop = self.agree_to_stop(after_epoch=True)
+        self._ending = self._ending or stop or self._is_spent()
+        return not self._ending
+
+    def _validate_within_epoch(self) -> dict[str, float]:
+        """Validate if it is due after this step; return the metrics."""
+        step = self.progress.global_step
+        if not self.validation.is_due(step):
+            return {}
+        with self._pace.paused():
+            logs = self.validation.run(self._hooks, within_epoch=True)
+        self.history.validations.append({"global_step": step, **logs})
+        self._ending = self.agree_to_stop(after_epoch=True)
         return logs
 
-    def evaluate(self, source: Source, hooks: Iterable[Callback] = ()) -> dict[str, float]:
-        """Return the loss and metrics over all of the data, exact over all ranks."""
-        for step, batch in enumerate(source.epoch(0, shuffle=False)):
-            for hook in hooks:
-                hook.on_validation_step_begin(self._context, step)
-            self._adapter.eval_step(batch)
-            for hook in hooks:
-                hook.on_validation_step_end(self._context, step)
-        return self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="metrics"))
+    def _validated_here(self) -> dict[str, float]:
+        """Return the metrics of the validation after the last step, if there was one."""
+        last = self.history.validations[-1] if self.history.validations else {}
+        if last.get("global_step") != self.progress.global_step:
+            return {}
+        return {name: value for name, value in last.items() if name != "global_step"}
 
     def agree_to_stop(self, *, after_epoch: bool) -> bool:
         """Return whether a callback on any rank has ended the run; exit if a signal to any rank requested a stop.
@@ -223,7 +262,7 @@ class Loop:
             if self._checkpoints:
                 what = "a checkpoint is written: the same command resumes from it"
             step, epoch = self.progress.step, self.progress.epoch
-            last = ", the last" if epoch == self._context.epochs else ""
+            last = ", the last" if epoch == self.budget.epochs else ""
             place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}{last}"
             sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
         # mpirun ends the other ranks when the first one exits. So close the logs, which may take a while, before that.
@@ -234,29 +273,32 @@ class Loop:
     # Steps
 
     def run_epoch(self, source: Source) -> dict[str, float] | None:
-        """Take the steps that are left of an epoch; return its metrics, None if nan_policy="stop" ends the run."""
+        """Take the steps that are left of an epoch or of the run; return the metrics.
+
+        None: nan_policy="stop" has ended the run.
+        """
         progress, hooks, context, adapter = self.progress, self._hooks, self._context, self._adapter
         epoch, resumed_at, stopped = progress.epoch, progress.step, False
         if not resumed_at:
-            self._load_rank_state(self._held)
+            load_rank_state(self._adapter, self._held)
             self._ahead = 0
         for hook in hooks:
             hook.on_epoch_begin(context, epoch)
-        self._began = time.perf_counter() - progress.seconds
+        self._pace.begin_epoch(seconds=progress.seconds)
         self.in_epoch = True
         try:
             held, self._held = self._held, {}
             # A resumed epoch has the order that was drawn when it began.
             if resumed_at:
                 begin = {name: array for name, array in held.items() if name.startswith("begin.")}
-                self._load_rank_state({name.removeprefix("begin."): array for name, array in begin.items()})
+                load_rank_state(adapter, {name.removeprefix("begin."): array for name, array in begin.items()})
             now = rank_state.random_states() | adapter.rank_state
             self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
             batches = source.epoch(epoch, shuffle=True, after=progress.consumed)
             if resumed_at:
-                self._load_rank_state(held)
+                load_rank_state(adapter, held)
             recorder.ended("outside")
-            while True:
+            while not self._ending:
                 group = list(itertools.islice(batches, self._accumulate))
                 recorder.ended("data" if group else "outside")
                 if not group:
@@ -279,7 +321,10 @@ class Loop:
                 example = source.example(epoch)
                 if example is not None:  # a step without samples, so that the metrics have their names
                     adapter.eval_step(replace(example, local_count=0, global_count=0))
-                self._load_rank_state(held)
+                load_rank_state(self._adapter, held)
+            if self._ending and not progress.has_read(source):
+                ended = self.snapshot()
+                self._ended = replace(ended, meta={**ended.meta, "history": deepcopy(self.history)})
         except BaseException:
             # Drop this epoch's counts, so that the next one does not contain them. A second error would hide the first.
             with suppress(Exception):
@@ -295,11 +340,7 @@ class Loop:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated once per epoch."
             )
-        return self._results()
-
-    def _load_rank_state(self, arrays: rank_state.Arrays) -> None:
-        rank_state.set_random_states(arrays)
-        self._adapter.rank_state = arrays
+        return self._pace.end_epoch(progress)
 
     def _set_learning_rate(self, step: int) -> None:
         # If the length of an epoch is unknown, there is no warm-up: every step but the first is past it.
@@ -315,50 +356,27 @@ class Loop:
         watchdog.step_done(self.progress.global_step)
         for hook in self._hooks:
             hook.on_step_end(context, step)
+        validated = self._validate_within_epoch()
         for each in self._checkpoints:
-            if each.options.is_due(self.progress.global_step):
+            if each.options.is_due(self.progress.global_step, validated):
                 self._save(each)
+        budget, clock = self.budget, {}
+        if budget.steps is not None and self.progress.global_step >= budget.steps:
+            self._ending = True
+        if budget.seconds is not None:
+            clock = {"spent_s": self._earlier_s() + self._pace.seconds, "limit_s": budget.seconds}
         requested = preemption.requested() is not None
-        report = self._heartbeat.beat(requested or (self.commits is not None and self.commits.hosts_have_changed))
+        changed = self.commits is not None and self.commits.hosts_have_changed
+        report = self._heartbeat.beat(requested or changed, **clock)
         if report is None:
             return
+        if budget.seconds is not None and report.spent_s >= budget.seconds:
+            self._ending = True
         if report.stop:
             if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
                 self._leave()
             self._commit()
             self.commits.begin_next_round()
-        interval = self._interval(report)
+        interval = self._pace.interval(report, self.progress)
         for hook in self._hooks:
             hook.on_interval(context, interval)
-
-    def _interval(self, report: HeartbeatReport) -> Interval:
-        """Return the times, samples and metrics of the steps since the last report."""
-        progress = self.progress
-        samples = self._earlier_samples + progress.consumed.samples
-        before, self._reported_samples = self._reported_samples, samples
-        return Interval(
-            epoch=progress.epoch,
-            step=progress.step,
-            global_step=progress.global_step,
-            steps=report.steps,
-            samples=samples - before,
-            seconds=report.seconds,
-            times=report.times,
-            learning_rate=self._adapter.learning_rates[0],
-            metrics=self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="running"), keep=True),
-        )
-
-    def _results(self) -> dict[str, float]:
-        times = np.zeros(self._world.size)  # one entry per rank: they travel with the metrics
-
-        def reduce(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-            times[self._world.rank] = time.perf_counter() - self._began  # the device has finished the epoch
-            total = self._world.allreduce(np.concatenate([vector, times]), name="metrics")
-            times[:] = total[len(vector) :]
-            return total[: len(vector)]
-
-        logs = self._adapter.metrics(reduce)
-        seconds = float(times.max())
-        self._adapter.settle()
-        self._earlier_samples += self.progress.consumed.samples
-        return logs | {"samples_per_s": self.progress.consumed.samples / seconds, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""Which run this is, and how far it has come."""
+"""Which run this is, how far it has come, and how far it may go."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.callbacks.base import RunId
 from hvdtrain.callbacks.run_folder import default_name
-from hvdtrain.data.sources import NOTHING, Batch, Consumed
+from hvdtrain.data.sources import NOTHING, Batch, Consumed, Source
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system.settings import RUN_ID, RUN_NAME
@@ -23,13 +23,38 @@ _runs_here = itertools.count(1)  # of a job that has an id
 class History(dict[str, list[float]]):
     """A metric's name -> one float per epoch, equal on every rank.
 
-    Besides the metrics it holds "samples_per_s", over all ranks, and "seconds", the slowest rank's training time.
+    Besides the metrics it holds "learning_rate", the first parameter group's after the epoch's last step,
+    "samples_per_s", over all ranks, and "seconds", the slowest rank's training time without validation. If steps or
+    seconds end the run within an epoch, the last entry is that of the part. A longer run that resumes replaces it.
+
+    Attributes:
+        validations: {"global_step": ..., "val_loss": ...} of each validation within an epoch (`validate_every`).
     """
+
+    def __init__(
+        self, epochs: Mapping[str, list[float]] | None = None, validations: Iterable[Mapping[str, float]] = ()
+    ) -> None:
+        super().__init__(epochs or {})
+        self.validations = [dict(each) for each in validations]
 
     def add(self, logs: dict[str, float]) -> None:
         """Append one epoch."""
         for name, value in logs.items():
             self.setdefault(name, []).append(float(value))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limits of a run; None is no limit, and the first one that is reached ends the run."""
+
+    epochs: int | None = None
+    steps: int | None = None  # optimizer steps
+    seconds: float | None = None  # of training, without validation
+
+    def is_spent(self, progress: RunProgress, *, seconds: float) -> bool:
+        """Return whether a run that has come so far, in so many seconds, takes no further step."""
+        done = ((progress.epoch, self.epochs), (progress.global_step, self.steps), (seconds, self.seconds))
+        return any(limit is not None and reached >= limit for reached, limit in done)
 
 
 @dataclass
@@ -56,6 +81,13 @@ class RunProgress:
     def end_epoch(self) -> None:
         """Count an epoch."""
         self.epoch, self.step, self.consumed, self.seconds = self.epoch + 1, 0, NOTHING, 0.0
+
+    def has_read(self, source: Source) -> bool:
+        """Return whether all of the epoch's data is read; False if its length is not known."""
+        samples = source.facts.get("number of samples")
+        if samples is not None:
+            return self.consumed.samples >= int(samples)
+        return source.steps is not None and self.consumed.batches >= source.steps * self.consumed.size
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> RunProgress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,22 +12,17 @@ from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter, Options, State, framework_of
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
-from hvdtrain.callbacks.checkpoint import Checkpoint
-from hvdtrain.callbacks.keras_style import as_callback
-from hvdtrain.callbacks.loggers.logger import Logger
-from hvdtrain.callbacks.progress import Progress
 from hvdtrain.callbacks.run_folder import RunFolder
-from hvdtrain.callbacks.stragglers import Stragglers
-from hvdtrain.callbacks.sync_check import SyncCheck
 from hvdtrain.data.sources import IndexedSource, as_source, leaves, tree_map
 from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import SoloWorld, World, init
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.system import scratch
 from hvdtrain.training import checkpointing, learning_rate, preemption
+from hvdtrain.training.arguments import as_budget, check_choice, check_positive, with_defaults
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.progress import History as History
 from hvdtrain.training.progress import agree_on_run
+from hvdtrain.training.validation import named_sets
 
 log = logging.getLogger("hvdtrain")
 
@@ -65,7 +60,7 @@ class Trainer:
     Attributes:
         model: as given.
         world: the ranks.
-        epochs: number of epochs of the current fit.
+        epochs: number of epochs of the current fit; None if steps or seconds alone end it.
         hosts: each rank's host, by rank; set when fit begins.
         decisions: log lines on the effective batch and the learning rate; set when fit begins.
         steps_per_epoch: optimizer steps per epoch; None if unknown.
@@ -105,7 +100,7 @@ class Trainer:
             raise ValueError(f"warmup_epochs must be >= 0. Received: warmup_epochs={warmup_epochs}")
         self.model = model
         self.world: World = init(framework_of(model))
-        self.epochs = 0
+        self.epochs: int | None = 0
         self.hosts: list[str] = []
         self.decisions: list[str] = []
         self.steps_per_epoch: int | None = None
@@ -139,7 +134,10 @@ class Trainer:
         train: Any,
         *,
         validation: Any = None,
-        epochs: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
+        seconds: float | None = None,
+        validate_every: int | None = None,
         batch_size: int = 32,
         callbacks: Sequence[Any] = (),
         checkpoint_dir: str | None = None,
@@ -154,8 +152,15 @@ class Trainer:
 
         Args:
             train: arrays `(x, y)`, a dataset or a loader (see Data in the docs), equal on all ranks: `fit` shards it.
-            validation: data of the same kind, evaluated after each epoch into "val_" metrics.
-            epochs: number of epochs in all; those before a checkpoint count.
+            validation: data of the same kind, evaluated after each epoch into "val_" metrics. Several sets by name,
+                {"clean": a, "noisy": b}, give "val_clean_loss", "val_noisy_loss" and so on.
+            epochs: number of epochs in all; those before a checkpoint count. The default is 1, and without limit if
+                steps or seconds are given. Whichever of the three is reached first ends the run.
+            steps: number of optimizer steps in all; those before a checkpoint count.
+            seconds: training time in all, without validation; that before a checkpoint counts. All ranks end after
+                the same step, the first one that all know to be late enough.
+            validate_every: optimizer steps, counted over all epochs, after which validation runs within an epoch too.
+                It does not change training: metrics, statistics and random states of the epoch stay as they are.
             batch_size: samples per rank and batch; an optimizer step takes batch_size * size * accumulate.
             callbacks: `hvdtrain.callbacks` and, for a Keras model, Keras's own.
             checkpoint_dir: where a checkpoint is written after each epoch.
@@ -164,6 +169,11 @@ class Trainer:
             run_dir: where `callbacks.RunFolder` writes configuration, environment and metrics: "auto" for a folder of
                 this Trainer in runs/, None for no folder.
             progress: show the progress on rank 0; `callbacks.Progress` has the styles.
+
+        When steps or seconds end the run within an epoch, its part of the epoch is reported as an epoch is: validation
+        runs, History gets an entry, and callbacks get `on_epoch_end`. The checkpoint that is then written holds the run
+        as it was before that: a longer run that resumes from it equals one that never ended there. Data that never ends
+        needs steps or seconds; checkpoints within its only epoch come from `Checkpoint(every_steps=...)`.
 
         A SIGTERM or SIGUSR1 to any rank causes an orderly stop. About a second later, or when validation is done, all
         ranks end after the same step, with a checkpoint if there is a checkpoint_dir, and exit with
@@ -182,14 +192,19 @@ class Trainer:
             CheckpointError: another run uses the folder of checkpoints, or it cannot be written; see `Checkpoint`.
             SystemExit: a stop was requested.
         """
-        check_positive("epochs", epochs, int)
+        budget = as_budget(epochs, steps, seconds)
+        if validate_every is not None:
+            check_positive("validate_every", validate_every, int)
+            if validation is None:
+                raise ValueError(f"validate_every needs validation. Received: validate_every={validate_every!r}")
         check_choice("resume", resume, ("auto", "never"))
 
         run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)
 
         def fit_round() -> None:
-            hooks = _with_defaults(callbacks, run_folder, checkpoint_dir, progress)
-            self._fit_round(train, validation, hooks, epochs=int(epochs), batch_size=batch_size, resume=resume)
+            hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
+            self._loop.budget, self._loop.validation.every = budget, validate_every
+            self._fit_round(train, validation, hooks, batch_size=batch_size, resume=resume)
 
         restore_signals = preemption.install()  # once for all rounds: a signal in one round may be handled in the next
         try:
@@ -206,38 +221,43 @@ class Trainer:
         preemption.pass_on()
         return self.history
 
-    def _fit_round(
-        self, train: Any, validation: Any, hooks: CallbackList, *, epochs: int, batch_size: int, resume: str
-    ) -> None:
+    def _fit_round(self, train: Any, validation: Any, hooks: CallbackList, *, batch_size: int, resume: str) -> None:
         """Train with the current ranks, from the last commit, a checkpoint or the beginning."""
+        loop = self._loop
         if self._elastic:
             self._lr.scale_to(self.world.size)
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
         seed, accumulate = self._config["seed"], self._config["accumulate"]
         of_rank: dict[str, Any] = {"batch_size": batch_size, "world": self.world, "seed": seed}
-        source = as_source(train, **of_rank)
-        held_out = None if validation is None else as_source(validation, **of_rank)
-        self._fit_config = {"epochs": epochs, "batch_size": int(batch_size), "data": source.facts}
-        self.epochs = epochs
-        self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
-        self.hosts, new_run = agree_on_run(self.world)
         checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
         schedules = [each.schedule for each in checkpoints]
-        facts = {"epochs": epochs, "validation": held_out is not None, "checkpoints": schedules, "resume": resume}
-        agreement.require_equal(facts, world=self.world, what="fit")
+        limits = {**asdict(loop.budget), "validate_every": loop.validation.every}
+        facts = {**limits, "validation": list(named_sets(validation)), "checkpoints": schedules, "resume": resume}
+        agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
+        source = as_source(train, **of_rank)
+        if source.facts.get("endless") and loop.budget.steps is loop.budget.seconds is None:
+            raise ValueError(
+                "train never ends, so epochs do not end the run. Received: an infinite dataset and "
+                f"epochs={loop.budget.epochs}. Give steps or seconds, or bound the data: .take(batches an epoch)"
+            )
+        loop.validation.sets = {name: as_source(each, **of_rank) for name, each in named_sets(validation).items()}
+        self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
+        self.epochs = loop.budget.epochs
+        self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
+        self.hosts, new_run = agree_on_run(self.world)
         if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
             raise ValueError(
                 "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
                 "Use warmup_epochs=0, or data with a length."
             )
         with checkpointing.held(checkpoints, new_run, before=self.run, world=self.world) as folders:
-            self._loop.begin(source.facts, hooks, new_run, folders, resume)
+            loop.begin(source.facts, hooks, new_run, folders, resume)
             # A DataLoader has its own batch size; an iterable dataset need not have one.
             self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)
             for line in self.decisions if self.world.is_root else ():
                 log.info("%s", line)
-            self._loop.run(source, held_out)
-        self._loop.agree_to_stop(after_epoch=True)  # a signal that came while the run ended
+            loop.run(source)
+        loop.agree_to_stop(after_epoch=True)  # a signal that came while the run ended
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """Return loss and metrics over all of `data`: exact over all ranks, each sample counted once.
@@ -250,7 +270,7 @@ class Trainer:
                 "Call it in on_epoch_end, or after fit."
             )
         source = as_source(data, batch_size=batch_size, world=self.world, seed=self._config["seed"])
-        return self._loop.evaluate(source)
+        return self._loop.validation.evaluate(source)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """Return the model's outputs for all of `x`, in input order, on every rank: arrays of shape (len(x), ...).
@@ -337,6 +357,11 @@ class Trainer:
         """Optimizer steps taken since training began, those before a resumed checkpoint included."""
         return self._loop.progress.global_step
 
+    @property
+    def in_epoch(self) -> bool:
+        """Whether steps of the current epoch are left: a validation comes within epochs and at their ends."""
+        return self._loop.in_epoch
+
     def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
         self._loop.save_checkpoint(options)
@@ -359,36 +384,5 @@ class Trainer:
         return self._adapter.local_metrics()
 
     def stop(self) -> None:
-        """End the run after this epoch, on every rank; one rank's call is enough."""
+        """End the run after this epoch or the next validation, on every rank; one rank's call is enough."""
         self._loop.stop_requested = True
-
-
-def _with_defaults(
-    given: Sequence[Any], run_folder: RunFolder | None, checkpoint_dir: str | None, progress: bool
-) -> CallbackList:
-    """Return the user's callbacks, without those that write files under `hvdtrain bench`, and those of every run."""
-    hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
-    for kind in (*[Progress] * progress, Stragglers, SyncCheck):
-        if not any(isinstance(hook, kind) for hook in hooks):
-            hooks.append(kind())
-    if run_folder is not None and not any(isinstance(hook, RunFolder) for hook in hooks):
-        hooks.append(run_folder)
-    if scratch.is_on():
-        hooks = [hook for hook in hooks if not isinstance(hook, RunFolder | Logger)]
-    if checkpoint_dir:
-        hooks.append(Checkpoint(checkpoint_dir))
-    return CallbackList(hooks)
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}")
-
-
-def check_positive(name: str, value: Any, kind: type) -> None:
-    """Raise ValueError unless `value` is an int >= 1, or with `kind` float a number > 0."""
-    kinds: Any = (int, np.integer) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-        wanted = "an int >= 1" if kind is int else "a number > 0"
-        raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")

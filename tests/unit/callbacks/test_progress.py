@@ -17,7 +17,8 @@ from hvdtrain.telemetry.interval import Interval, RankTimes
 
 def trainer(*, rank=0, steps=100, size=2):
     world = SimpleNamespace(is_root=rank == 0, size=size)
-    return SimpleNamespace(world=world, epochs=3, steps_per_epoch=steps, hosts=["a", "b"][:size], decisions=[])
+    hosts = ["a", "b"][:size]
+    return SimpleNamespace(world=world, epochs=3, steps_per_epoch=steps, hosts=hosts, decisions=[], config={})
 
 
 def interval(step, *, steps=10, seconds=1.0, size=2):

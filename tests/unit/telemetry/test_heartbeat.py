@@ -17,14 +17,14 @@ class TwoRanks(SoloWorld):
 
     def __init__(self):
         super().__init__()
-        self.stop = 0.0
+        self.stop = self.spent_s = 0.0
         self.other = [0.0] * 5
         self.exchanges = 0
 
     def allreduce(self, array, op="sum", *, name="host"):
         assert op == "max"
         self.exchanges += 1
-        return np.maximum(array, [self.stop, *[0.0] * 5, *self.other])
+        return np.maximum(array, [self.stop, self.spent_s, *[0.0] * 5, *self.other])
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def times(clock):
     return Recorder(Clock(lambda: clock[0]))
 
 
-def take(beats, times, clock, seconds, *, stop=False):
+def take(beats, times, clock, seconds, *, stop=False, **limit):
     clock[0] += seconds
     times.ended("compute")
-    return beats.beat(stop)
+    return beats.beat(stop, **limit)
 
 
 def test_exchanges_are_about_a_second_apart(clock, times):
@@ -140,3 +140,13 @@ def test_waiting_for_the_others_data_is_not_a_ranks_own(clock, times):
         found = take(beats, times, clock, 0.1).times
         assert (found.data[0], found.reduction[0], found.other[0]) == pytest.approx((0.2, 0.0, 0.0))
     assert take(beats, times, clock, 0.1).times.step[0] == pytest.approx(0.1)
+
+
+def test_an_exchange_comes_soon_after_a_limit(clock, times):
+    world = TwoRanks()
+    beats = Heartbeat(world, times=times)
+    world.spent_s = 0.75  # of the other rank
+    found = take(beats, times, clock, 0.01, spent_s=0.5, limit_s=1.0)
+    assert found.spent_s == 0.75
+    reports = [take(beats, times, clock, 0.01, spent_s=0.5, limit_s=1.0) is not None for _ in range(25)]
+    assert reports == [*[False] * 24, True]

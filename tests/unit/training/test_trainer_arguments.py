@@ -114,7 +114,7 @@ def test_predicting_from_a_stream_is_refused(make):
 
 
 def test_monitoring_an_unknown_metric_names_the_known_ones(make):
-    with pytest.raises(ValueError, match=r"\['loss', 'samples_per_s', 'seconds'\].*'val_loss'"):
+    with pytest.raises(ValueError, match=r"\['learning_rate', 'loss', 'samples_per_s', 'seconds'\].*'val_loss'"):
         make().fit((X, Y), callbacks=[EarlyStopping()], progress=False)
 
 

@@ -59,7 +59,7 @@ def test_what_is_logged_has_the_names_steps_and_values_of_metrics_jsonl(fit, tmp
             assert name not in line or record.values[name] == line[name]
         for part, seconds in line.get("rank_s", {}).items():
             assert record.values[f"rank_s_max/{part}"] == max(seconds)
-    assert {"loss", "val_loss", "samples_per_s", "seconds"} == sink.records[-1].values.keys()
+    assert {"loss", "val_loss", "learning_rate", "samples_per_s", "seconds"} == sink.records[-1].values.keys()
 
 
 def test_numbers_of_any_kind_are_logged_and_nothing_else(fit):

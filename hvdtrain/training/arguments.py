@@ -1,0 +1,61 @@
+"""Turn the arguments of the Trainer and of `fit` into parts, and check them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.callbacks.base import CallbackList
+from hvdtrain.callbacks.checkpoint import Checkpoint
+from hvdtrain.callbacks.keras_style import as_callback
+from hvdtrain.callbacks.loggers.logger import Logger
+from hvdtrain.callbacks.progress import Progress
+from hvdtrain.callbacks.run_folder import RunFolder
+from hvdtrain.callbacks.stragglers import Stragglers
+from hvdtrain.callbacks.sync_check import SyncCheck
+from hvdtrain.system import scratch
+from hvdtrain.training.progress import Budget
+
+
+def with_defaults(
+    given: Sequence[Any], run_folder: RunFolder | None, checkpoint_dir: str | None, progress: bool
+) -> CallbackList:
+    """Return the user's callbacks, without those that write files under `hvdtrain bench`, and those of every run."""
+    hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
+    for kind in (*[Progress] * progress, Stragglers, SyncCheck):
+        if not any(isinstance(hook, kind) for hook in hooks):
+            hooks.append(kind())
+    if run_folder is not None and not any(isinstance(hook, RunFolder) for hook in hooks):
+        hooks.append(run_folder)
+    if scratch.is_on():
+        hooks = [hook for hook in hooks if not isinstance(hook, RunFolder | Logger)]
+    if checkpoint_dir:
+        hooks.append(Checkpoint(checkpoint_dir))
+    return CallbackList(hooks)
+
+
+def as_budget(epochs: int | None, steps: int | None, seconds: float | None) -> Budget:
+    """Return the limits of a fit; without any, one epoch."""
+    given: dict[str, tuple[Any, type]] = {"epochs": (epochs, int), "steps": (steps, int), "seconds": (seconds, float)}
+    for name, (value, kind) in given.items():
+        if value is not None:
+            check_positive(name, value, kind)
+    if epochs is steps is seconds is None:
+        epochs = 1
+    return Budget(epochs and int(epochs), steps and int(steps), seconds and float(seconds))
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}")
+
+
+def check_positive(name: str, value: Any, kind: type) -> None:
+    """Raise ValueError unless `value` is an int >= 1, or with `kind` float a number > 0."""
+    kinds: Any = (int, np.integer) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+        wanted = "an int >= 1" if kind is int else "a number > 0"
+        raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
