@@ -35,12 +35,12 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit unit-all ranks ranks-all jobs e2e e2e-all tooling engines attack faults mutants: export CUDA_VISIBLE_DEVICES :=
+check test unit unit-all ranks ranks-all jobs e2e e2e-all tooling engines models attack faults mutants: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all ranks ranks-all jobs e2e e2e-all tooling mutants test-packages engines gpu-build-test attack faults gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all ranks ranks-all jobs e2e e2e-all tooling mutants test-packages engines models gpu-build-test attack faults gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,6 +117,10 @@ engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, severa
 gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was built: needs no GPU
 	$(MAKE) VENV=.venv-gpu HVDTRAIN_GPU=1 setup
 	HVDTRAIN_TEST_NCCL=1 .venv-gpu/bin/python -m pytest tests/e2e/horovod_build/test_libraries.py
+
+models: $(STAMP) ## Models of transformers and peft (installed here): ranks train them as one process does
+	python -c "import transformers, peft" 2>/dev/null || $(PIP) -e ".[models]"
+	python tests/ranks/run.py --only models
 
 attack: $(STAMP) ## Attacks on jobs by another user of this host, with a table (as root; ARGS=--page puts it into the page)
 	python tests/attack/run.py $(ARGS)

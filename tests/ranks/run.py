@@ -49,6 +49,7 @@ class Group:
     launcher_options: tuple[str, ...] = ()
     marks: dict[int, str] = field(default_factory=lambda: dict.fromkeys(SIZES, EVERY_TEST))
     sizes: tuple[int, ...] = SIZES
+    packages: tuple[str, ...] = ()  # needed beside the framework; such a group runs where --only names it
 
     def environment(self) -> dict[str, str]:
         """Return what this group adds to the ranks' environment."""
@@ -74,6 +75,8 @@ GROUPS = (
     Group("trainer-keras-torch", "training", "keras", "torch", marks={2: "every_backend or on_keras"}),
     # JAX compiles for minutes here. keras-jax has three ranks of its collectives, the groups above of the Trainer.
     Group("trainer-keras-jax", "training", "keras", "jax", marks={2: "every_backend"}, sizes=(2,)),
+    # `make models` installs these packages.
+    Group("models", "models", "torch", packages=("transformers", "peft")),
 )
 
 # `--core`, by folder: that ranks train as one process does, through each framework's optimizers, steps and state.
@@ -94,8 +97,8 @@ def mpi_is_built() -> bool:
 
 
 def missing(group: Group) -> str:
-    """Return the framework that a group needs and this environment has not: TensorFlow on a GPU host, say."""
-    needed = (group.framework, group.backend)
+    """Return what a group needs and this environment has not: TensorFlow on a GPU host, say."""
+    needed = (group.framework, group.backend, *group.packages)
     return next((name for name in needed if name and importlib.util.find_spec(name) is None), "")
 
 
@@ -226,7 +229,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def select(options: argparse.Namespace) -> list[tuple[Group, int]]:
     """Return the rows of the matrix that the options leave."""
-    groups = [group for group in GROUPS if not options.only or group.name in options.only]
+    groups = [group for group in GROUPS if (group.name in options.only if options.only else not group.packages)]
     if options.core or not mpi_is_built():
         # Without MPI every group runs over Gloo already.
         groups = [group for group in groups if "--gloo" not in group.launcher_options]
