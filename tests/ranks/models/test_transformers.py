@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -125,6 +127,7 @@ def test_each_token_has_the_same_weight_in_gpt2(world, accumulate):
     assert_equal(ours, alone)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers so
 def test_a_lora_adapter_of_peft_is_trained_and_the_frozen_weights_stay(world):
     from peft import LoraConfig, get_peft_model
 
@@ -140,3 +143,16 @@ def test_a_lora_adapter_of_peft_is_trained_and_the_frozen_weights_stay(world):
     frozen = dict(before.named_parameters())
     same = [name for name, each in ours.unload().named_parameters() if torch.equal(each, frozen[name])]
     assert same == list(frozen)
+
+
+def test_the_script_of_the_page_trains(world, shared_tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs/pages/hugging-face.md").read_text(encoding="utf-8")
+    script = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(shared_tmp_path)
+    names: dict[str, object] = {}
+    exec(compile(script, "fine_tune.py", "exec"), names)
+    losses = names["trainer"].history["loss"]
+    assert losses[1] < losses[0]
+    world.barrier()
+    trained = GPT2LMHeadModel.from_pretrained("fine_tuned").state_dict()
+    assert all(torch.equal(trained[name], each) for name, each in names["model"].state_dict().items())
