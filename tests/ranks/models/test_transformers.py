@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -145,12 +146,12 @@ def test_a_lora_adapter_of_peft_is_trained_and_the_frozen_weights_stay(world):
     assert same == list(frozen)
 
 
-def test_the_script_of_the_page_trains(world, shared_tmp_path, monkeypatch):
+def test_the_script_of_the_page_trains(world, shared_tmp_path, tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs/pages/hugging-face.md").read_text(encoding="utf-8")
-    script = page.partition("```python\n")[2].partition("```")[0]
+    script = tmp_path / "fine_tune.py"
+    script.write_text(page.partition("```python\n")[2].partition("```")[0])
     monkeypatch.chdir(shared_tmp_path)
-    names: dict[str, object] = {}
-    exec(compile(script, "fine_tune.py", "exec"), names)
+    names = runpy.run_path(str(script))
     losses = names["trainer"].history["loss"]
     assert losses[1] < losses[0]
     world.barrier()
