@@ -4,6 +4,7 @@ from hvdtrain.callbacks.base import Callback as Callback
 from hvdtrain.callbacks.base import RunContext as RunContext
 from hvdtrain.callbacks.checkpoint import Checkpoint as Checkpoint
 from hvdtrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from hvdtrain.callbacks.ema import EMA as EMA
 from hvdtrain.callbacks.loggers import CSVLogger as CSVLogger
 from hvdtrain.callbacks.loggers import Logger as Logger
 from hvdtrain.callbacks.loggers import MLflowLogger as MLflowLogger
@@ -16,6 +17,6 @@ from hvdtrain.callbacks.stragglers import Stragglers as Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck as SyncCheck
 
 __all__ = [
-    "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "Logger", "MLflowLogger", "Progress", "RunContext",
-    "RunFolder", "Schedule", "Stragglers", "SyncCheck", "TensorBoardLogger", "WandbLogger",
+    "EMA", "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "Logger", "MLflowLogger", "Progress",
+    "RunContext", "RunFolder", "Schedule", "Stragglers", "SyncCheck", "TensorBoardLogger", "WandbLogger",
 ]  # fmt: skip

@@ -84,6 +84,10 @@ class RunContext(Protocol):
         """Whether steps of the current epoch are left: a validation comes within epochs and at their ends."""
 
     @property
+    def step_taken(self) -> bool:
+        """False in `on_step_end` of a step that nan_policy="skip" left out."""
+
+    @property
     def history(self) -> Mapping[str, list[float]]:
         """The metrics of each epoch so far."""
 

@@ -362,6 +362,11 @@ class Trainer:
         """Whether steps of the current epoch are left: a validation comes within epochs and at their ends."""
         return self._loop.in_epoch
 
+    @property
+    def step_taken(self) -> bool:
+        """False if the last step was left out by nan_policy="skip"."""
+        return self._adapter.fault is None
+
     def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
         self._loop.save_checkpoint(options)

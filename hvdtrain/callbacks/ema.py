@@ -1,0 +1,122 @@
+"""Average a torch model's weights over its steps, and evaluate with the averages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hvdtrain import checkpoint
+from hvdtrain.adapter import framework_of
+from hvdtrain.callbacks.base import Callback, Logs, RunContext, with_arrays
+from hvdtrain.distributed import frameworks
+from hvdtrain.errors import CheckpointError
+
+_PREFIX = "average."  # of the names of arrays in checkpoints
+
+
+class EMA(Callback):
+    """Keep an exponential moving average of a torch model's trained weights, and use it in validation.
+
+    Validation metrics, and so `Checkpoint(best=...)` and `EarlyStopping`, are those of the averages. Training continues
+    with the weights themselves, and a checkpoint holds both. `with ema.averaged():` gives the model the averages, for
+    example to export it. Buffers, such as running statistics of BatchNorm, are the model's own. Give a Keras model's
+    optimizer `use_ema=True`, and `fit` a `keras.callbacks.SwapEMAWeights`.
+
+    Args:
+        decay: what an average retains in one step: average = decay * average + (1 - decay) * weights.
+        every: steps between updates, each of which retains decay**every. 1 is exact, and costs one more pass over the
+            weights and averages in each step.
+
+    Raises:
+        ValueError: decay is not in [0, 1), or every is less than 1.
+        TypeError: from `fit`, for a Keras model.
+    """
+
+    def __init__(self, decay: float = 0.999, *, every: int = 10) -> None:
+        if not 0.0 <= decay < 1.0 or isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"decay must be in [0, 1), and every an int >= 1. Received: decay={decay!r}, every={every!r}"
+            )
+        self._share, self._every = 1.0 - decay**every, every
+        self._steps = 0  # since the last update; those that were skipped do not count
+        self._averages: Any = None
+
+    def on_fit_begin(self, trainer: RunContext) -> None:
+        """Begin with the current weights; a resumed run restores its averages."""
+        if framework_of(trainer.model) != "torch":
+            raise TypeError(
+                "EMA is for torch models. Received: a Keras model. Give its optimizer use_ema=True and "
+                "ema_momentum=..., and fit a keras.callbacks.SwapEMAWeights()."
+            )
+        self._averages = frameworks.load("torch", "averaging").AveragedWeights(trainer.model)
+        self._steps = 0
+
+    def on_step_end(self, trainer: RunContext, step: int) -> None:
+        """Update the averages if that is due."""
+        self._steps += trainer.step_taken
+        if self._steps == self._every:
+            self._averages.update(self._share)
+            self._steps = 0
+
+    def on_validation_begin(self, trainer: RunContext) -> None:
+        """Give the model the averages."""
+        self._averages.show()
+
+    def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:
+        """Give the model its weights again."""
+        self._averages.hide()
+
+    def close(self) -> None:
+        """Give the model its weights again, after an error in validation."""
+        if self._averages is not None:
+            self._averages.hide()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, the model of the last `fit` holds the averages: for `evaluate`, `predict` and `state_dict()`.
+
+        Call it on every rank if you call a collective in it. Do not train in it.
+        """
+        if self._averages is None:
+            raise ValueError("There are no averages yet. Call fit with this callback first.")
+        self._averages.show()
+        try:
+            yield
+        finally:
+            self._averages.hide()
+
+    def state(self) -> dict[str, Any]:
+        """Return the averages, by the names of their parameters."""
+        if self._averages is None:
+            return {}
+        return {"steps": self._steps} | {_PREFIX + name: each for name, each in self._averages.arrays().items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore them."""
+        self._steps = state["steps"]
+        self._averages.load(_arrays(state))
+
+    @staticmethod
+    def load(directory: str | os.PathLike[str], model: Any) -> None:
+        """Load the averages of a checkpoint into a model, on this rank alone, for example to export it.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or damaged, has no averages, or is of another model.
+        """
+        contents = checkpoint.read(directory)
+        states = with_arrays(contents.meta["callbacks"], contents.arrays.get("callbacks", {}))
+        state = next((state for name, state in states if name == EMA.__name__), None)
+        if state is None:
+            raise CheckpointError(f"Checkpoint {directory} has no averages: its run had no EMA callback.")
+        averages = frameworks.load("torch", "averaging").AveragedWeights(model)
+        try:
+            averages.load(_arrays(state))
+        except ValueError as error:
+            raise CheckpointError(f"Checkpoint {directory} is of another model: {error}") from error
+        averages.show()
+
+
+def _arrays(state: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}

@@ -1,0 +1,62 @@
+"""A moving average of a model's trained weights, beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from hvdtrain.torch.training_state import to_host
+
+_HALF = (torch.float16, torch.bfloat16)  # too few digits for the small change of an average; it is held in float32
+
+
+class AveragedWeights:
+    """Averages of the parameters that are trained when it is made; it begins with their current values."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        self._averages = {
+            name: weight.to(torch.float32 if weight.dtype in _HALF else weight.dtype, copy=True)
+            for name, weight in self._weights.items()
+        }
+        self._trained: list[torch.Tensor] | None = None  # the weights themselves, while the model holds the averages
+
+    def update(self, share: float) -> None:
+        """Move the averages towards the weights by this share of the difference."""
+        averages = list(self._averages.values())
+        weights = [w.to(a.dtype) for w, a in zip(self._weights.values(), averages, strict=True)]
+        torch._foreach_lerp_(averages, weights, share)
+
+    def show(self) -> None:
+        """Put the averages into the model, until `hide`; copied, so that parameters stay where they are in memory."""
+        if self._trained is None:
+            self._trained = [weight.clone() for weight in self._weights.values()]
+            self._write(self._averages.values())
+
+    def hide(self) -> None:
+        """Put the weights back, if the model holds the averages."""
+        if self._trained is not None:
+            self._write(self._trained)
+            self._trained = None
+
+    def _write(self, values: Any) -> None:
+        for weight, value in zip(self._weights.values(), values, strict=True):
+            weight.copy_(value)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the averages by the names of their parameters, as copies on the host."""
+        return {name: to_host(average) for name, average in self._averages.items()}
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Restore what `arrays` returned; a ValueError names the first parameter that does not fit."""
+        shapes = ({name: tuple(each.shape) for name, each in both.items()} for both in (arrays, self._averages))
+        saved, here = shapes
+        for name in [*here, *saved]:
+            if saved.get(name) != here.get(name):
+                found, wanted = saved.get(name, "missing"), here.get(name, "missing")
+                raise ValueError(f"the average of {name} is {found} in the checkpoint and {wanted} in the model")
+        for name, average in self._averages.items():
+            average.copy_(torch.from_numpy(arrays[name]))
