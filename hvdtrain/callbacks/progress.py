@@ -151,7 +151,8 @@ def _summary(trainer: RunContext, times: RankTimes, seconds: float, *, measured_
     slowest, size = int(times.own.argmax()), trainer.world.size
     step = float(times.step[slowest])
     parts = {part: float(getattr(times, part)[slowest]) for part in PARTS if size > 1 or part != "reduction"}
-    percents = _percents({**parts, "waiting elsewhere": float(times.elsewhere[slowest])})
+    waits = {"waiting elsewhere": float(times.elsewhere[slowest])} if size > 1 else {}
+    percents = _percents({**parts, **waits})
     shares = ", ".join(f"{part} {percent} %" for part, percent in percents.items() if percent or part in parts)
     line = f"trained for {_clock(seconds)}: a step {1000 * step:,.1f} ms, {shares}"
     if size > 1:

@@ -61,6 +61,15 @@ def test_a_long_run_says_how_slow_the_slowest_rank_was(capsys, clock):
     assert capsys.readouterr().out.splitlines()[-1].endswith("(rank 1 on host b, the slowest: 14 % above the median)")
 
 
+def test_one_process_waits_for_nobody(capsys, clock):
+    times = RankTimes(*np.array([[0.1], [0.04], [0.04], [0.0], [0.0]]))
+    shown, run = Progress("lines"), trainer(size=1)
+    shown.on_fit_begin(run)
+    shown.on_interval(run, dataclasses.replace(interval(10, size=1), times=times))
+    shown.on_fit_end(run)
+    assert capsys.readouterr().out.endswith("compute 50 %, data 50 %, other 0 %\n")
+
+
 def test_the_shares_of_a_step_add_up(capsys, clock):
     one, third = np.full(2, 0.1), np.full(2, 0.1 / 3)
     times = RankTimes(one, third, third, third / 3, np.zeros(2))  # the last third is waiting, in a callback
