@@ -93,9 +93,12 @@ class Adapter(Protocol):
         """Return the metrics since the last reset, exact over all ranks, and reset them.
 
         Args:
-            reduce: sums a float64 vector over ranks; call it exactly once, with all that the metrics need.
-            keep: do not reset them: the epoch is not over.
+            reduce: sums a float64 vector over ranks; call it exactly once, with all sums that the metrics need.
+            keep: do not reset them: the epoch is not over. Metrics that need more than sums may be left out.
         """
+
+    def reset_metrics(self) -> None:
+        """Drop what the metrics have counted, on this rank alone."""
 
     def local_metrics(self) -> dict[str, float]:
         """Return this rank's metrics since the last reset; no collective."""

@@ -2,7 +2,8 @@
 
 A checkpoint contains it for every rank, so that a resumed run equals one that never stopped. If the number of ranks has
 changed, the names say what happens to a value: "random.x" stays with the rank of the same number, of "sum.x" the sum
-over ranks is preserved, "mean.x" and "max.x" become the mean and the maximum on all ranks.
+over ranks is preserved, "mean.x" and "max.x" become the mean and the maximum on all ranks, and rank 0 gets all of
+"cat.x", one after the other.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
         "sum": lambda values: np.sum(values, axis=0) if rank == 0 else np.zeros_like(values[0]),
         "mean": lambda values: np.mean(values, axis=0, dtype=np.float64).astype(values[0].dtype),
         "max": lambda values: np.max(values, axis=0),
+        "cat": lambda values: np.concatenate(values) if rank == 0 else values[0][:0],
     }
     mine = {}
     for name in before[0]:

@@ -180,9 +180,14 @@ class KerasAdapter:
         if keep:
             assign(variables, mine)
             return results
+        self.reset_metrics()
+        return results
+
+    def reset_metrics(self) -> None:
+        """Drop what Keras's metrics have counted."""
+        self._resumed = {}
         self._model.reset_metrics()
         self._fresh, self._training = True, False
-        return results
 
     def local_metrics(self) -> dict[str, float]:
         """Return what Keras passes to batch hooks: running results, or what a step of the user's own returned."""

@@ -38,7 +38,7 @@ class TorchAdapter:
         *,
         optimizer: Any,
         loss: Any,
-        metrics: Sequence[Any],
+        metrics: Any,
         options: Options,
         world: World,
         step: Any = None,
@@ -57,7 +57,7 @@ class TorchAdapter:
         self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._syncs_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
-        self._totals = Totals(named_metrics(metrics, loss), self._device)
+        self._totals = Totals(named_metrics(metrics, loss), self._device, world)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
         self._update = Update(optimizer, model, loss=loss, options=options, world=world)
         self.fault: Fault | None = None
@@ -85,6 +85,7 @@ class TorchAdapter:
         held = training_state.rank_state(self._model) | self._update.rank_state
         if self._training:
             held["sum.totals"] = self._totals.numbers
+            held |= self._totals.stateful.arrays()
         return held
 
     @rank_state.setter
@@ -93,6 +94,7 @@ class TorchAdapter:
         self._update.rank_state = held
         if "sum.totals" in held:
             self._totals.numbers = held["sum.totals"]
+            self._totals.stateful.load(held)
             self._training = True
 
     def start(self) -> None:
@@ -140,12 +142,16 @@ class TorchAdapter:
         return tree_map(training_state.to_host, outputs)
 
     def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
-        """Return means over all samples since they were started."""
-        means = self._totals.means(reduce)
+        """Return means over all samples, and the results of metrics with state."""
+        results = self._totals.results(reduce, live=keep)
         if not keep:
-            self._training = False
-            self._totals.clear()
-        return means
+            self.reset_metrics()
+        return results
+
+    def reset_metrics(self) -> None:
+        """Drop what they have counted."""
+        self._training = False
+        self._totals.clear()
 
     def local_metrics(self) -> dict[str, float]:
         """Return this rank's metrics since they were started."""
@@ -287,6 +293,7 @@ class BufferSnapshot:
         for saved, buffer in zip(self._saved, self._buffers, strict=True):
             saved.copy_(buffer)
         self._counts = list(self._totals.counts)
+        self._undo = self._totals.stateful.snapshot()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -294,6 +301,7 @@ class BufferSnapshot:
         for saved, buffer in zip(self._saved, self._buffers, strict=True):
             buffer.copy_(saved)
         self._totals.counts = list(self._counts)
+        self._undo()
 
 
 make_adapter = TorchAdapter

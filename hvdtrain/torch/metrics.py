@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,27 +10,42 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Reduce
+from hvdtrain.data.sources import tree_map
+from hvdtrain.distributed.world import World
 from hvdtrain.torch.losses import Counted
+from hvdtrain.torch.stateful_metrics import StatefulMetrics, is_stateful
 
 Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def named_metrics(metrics: Sequence[Any], loss: Any) -> dict[str, Metric]:
-    """Return {name: function (outputs, targets) -> one value per sample or element, or one for the batch}."""
+def named_metrics(metrics: Any, loss: Any) -> dict[str, Any]:
+    """Return the metrics by name: functions (outputs, targets) -> one value per sample or element, or objects."""
     known: dict[str, Metric] = {
         "accuracy": Accuracy(loss),
         "mse": lambda outputs, targets: (outputs - targets).square(),
         "mae": lambda outputs, targets: (outputs - targets).abs(),
     }
-    found: dict[str, Metric] = {}
-    for metric in [metrics] if isinstance(metrics, str) else metrics:
+    found: dict[str, Any] = {}
+    single = isinstance(metrics, str) or callable(metrics) or is_stateful(metrics)
+    pairs = (
+        metrics.items()
+        if isinstance(metrics, Mapping)
+        else ((None, each) for each in ([metrics] if single else metrics))
+    )
+    for given, metric in pairs:
         if isinstance(metric, str) and metric in known:
-            found[metric] = known[metric]
-        elif callable(metric):
-            found[getattr(metric, "__name__", type(metric).__name__)] = metric
-        else:
+            name, metric = given or metric, known[metric]
+        elif isinstance(metric, type) or not (callable(metric) or is_stateful(metric)):
             error = ValueError if isinstance(metric, str) else TypeError
-            raise error(f"A metric must be one of {', '.join(known)}, or a callable. Received: {metric!r}")
+            kinds = f"one of {', '.join(known)}, a callable, or an object with update, compute and reset"
+            raise error(f"A metric must be {kinds}. Received: {metric!r}")
+        else:
+            name = given or getattr(metric, "__name__", type(metric).__name__)
+        if name in found or name == "loss":
+            raise ValueError(
+                f"Each metric needs a name of its own: give a dict, {{name: metric}}. Received: {name} twice"
+            )
+        found[name] = metric
     return found
 
 
@@ -76,10 +91,12 @@ def _class_axis(outputs: torch.Tensor, targets: torch.Tensor) -> int:
 class Totals:
     """Running sum and count of the loss and each metric. Sums stay on the device; only `numbers` waits for it."""
 
-    def __init__(self, metrics: dict[str, Metric], device: torch.device) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device, world: World) -> None:
+        self.stateful = StatefulMetrics({n: each for n, each in metrics.items() if is_stateful(each)}, device, world)
+        self._metrics: dict[str, Metric] = {n: each for n, each in metrics.items() if not is_stateful(each)}
+        self._has_metrics, self._rank = bool(metrics), world.rank
         # float64, so that a mean over 10^7 samples loses no digits.
-        self.sums = torch.zeros(2, 1 + len(metrics), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, 1 + len(self._metrics), dtype=torch.float64, device=device)
         # Counts of masked values are on the device; all other counts are on the host.
         self._cells, self._masked_counts = (row.unbind() for row in self.sums)
         self.counts = [0.0] * len(self._cells)
@@ -88,25 +105,33 @@ class Totals:
         """Add a batch: its loss, a scalar, and each metric's values."""
         self._cells[0].add_(loss.detach(), alpha=counted.factor)
         self.counts[0] += counted.weight
-        if not self._metrics:
+        if not self._has_metrics:
             return
         with torch.no_grad():
-            outputs = outputs.detach() if isinstance(outputs, torch.Tensor) else outputs
-            for row, metric in enumerate(self._metrics.values(), start=1):
+            outputs = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
+            for row, (name, metric) in enumerate(self._metrics.items(), start=1):
                 values = torch.as_tensor(metric(outputs, targets))
+                if not values.dim() and counted.samples != 1:
+                    raise ValueError(self._one_number(name, counted.samples))
                 mask = None
                 if isinstance(metric, Accuracy) and not counted.all_targets:
                     mask = metric.mask(values, targets)
-                if mask is not None:
-                    # A mask, not an index: for an index the host would wait for the number of values.
-                    self._cells[row].add_((values & mask).sum(dtype=torch.float64))
-                    self._masked_counts[row].add_(mask.sum(dtype=torch.float64))
-                elif values.dim():
+                if mask is None:
                     self._cells[row].add_(values.sum(dtype=torch.float64))
                     self.counts[row] += values.numel()
                 else:
-                    self._cells[row].add_(values, alpha=counted.samples)
-                    self.counts[row] += counted.samples
+                    # A mask, not an index: for an index the host would wait for the number of values.
+                    self._cells[row].add_((values & mask).sum(dtype=torch.float64))
+                    self._masked_counts[row].add_(mask.sum(dtype=torch.float64))
+            self.stateful.update(outputs, targets)
+
+    def _one_number(self, name: str, samples: int) -> str:
+        return (
+            "A metric (outputs, targets) must return one value per sample or element: only then is the mean over all "
+            f"samples exact. Received: one number for a batch of {samples} from {name}, on rank {self._rank}. Return "
+            "the values before the mean. If the metric is not a mean over samples, use one with a state, such as "
+            "torchmetrics.F1Score."
+        )
 
     @property
     def numbers(self) -> NDArray[np.float64]:
@@ -121,12 +146,16 @@ class Totals:
         self.counts = counts.tolist()
 
     def clear(self) -> None:
-        """Reset the metric."""
+        """Reset the metrics."""
         self.sums.zero_()
         self.counts = [0.0] * len(self._cells)
+        self.stateful.clear()
 
-    def means(self, reduce: Reduce) -> dict[str, float]:
-        """Return each mean over all ranks."""
-        sums, counts = reduce(self.numbers).reshape(2, -1)
+    def results(self, reduce: Reduce, *, live: bool = False) -> dict[str, float]:
+        """Return each metric over all ranks; with `live`, those that are cheap to reduce."""
+        mine = self.numbers
+        totals = reduce(np.concatenate([mine, self.stateful.numbers]))
+        sums, counts = totals[: len(mine)].reshape(2, -1)
         means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts != 0)
-        return dict(zip(["loss", *self._metrics], means.tolist(), strict=True))
+        found = dict(zip(["loss", *self._metrics], means.tolist(), strict=True))
+        return found | self.stateful.results(totals[len(mine) :], taken=found, live=live)

@@ -328,12 +328,12 @@ class Loop:
         except BaseException:
             # Drop this epoch's counts, so that the next one does not contain them. A second error would hide the first.
             with suppress(Exception):
-                adapter.metrics(lambda local: local)
+                adapter.reset_metrics()
             raise
         finally:
             self.in_epoch = False
         if stopped:
-            adapter.metrics(lambda local: local)
+            adapter.reset_metrics()
             adapter.settle()
             return None
         if not progress.consumed.samples:

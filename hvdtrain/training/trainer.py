@@ -38,8 +38,8 @@ class Trainer:
         optimizer: the framework's own optimizer of the model's parameters, or a Keras name. None for a Keras model
             that is already compiled.
         loss: the framework's own loss, a callable (outputs, targets) -> mean over the batch, or a Keras name.
-        metrics: names ("accuracy") or the framework's own metrics; for torch also callables
-            (outputs, targets) -> one value per sample.
+        metrics: names ("accuracy") or the framework's own metrics. For torch: functions (outputs, targets) -> one value
+            per sample, torchmetrics' objects, of which the Trainer updates a copy, or a dict that names them.
         step: for torch, instead of `loss`: a callable (model, batch) -> `hvdtrain.Loss`. It gets what the data yields,
             on the device. Metrics take the Loss's outputs and targets. `predict` then calls model(**batch) if the data
             yields mappings.
@@ -78,7 +78,7 @@ class Trainer:
         optimizer: Any = None,
         loss: Any = None,
         step: Any = None,
-        metrics: Sequence[Any] = (),
+        metrics: Sequence[Any] | dict[str, Any] = (),
         lr_scaling: str = "none",
         warmup_epochs: float = 0,
         accumulate: int = 1,

@@ -58,7 +58,7 @@ class Validation:
         """Evaluate on settled statistics; training then continues with its own metrics, statistics, random states."""
         before = rank_state.random_states() | self.adapter.rank_state
         if within_epoch:
-            self.adapter.metrics(lambda local: local)
+            self.adapter.reset_metrics()
             self.adapter.settle()
         yield
         load_rank_state(self.adapter, before)

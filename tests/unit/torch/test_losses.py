@@ -59,10 +59,13 @@ def test_one_process_scales_a_step_of_one_batch_by_nothing():
 def test_accuracy_leaves_out_what_the_loss_ignores():
     outputs, targets = torch.eye(3)[[0, 2, 1, 0, 0]], torch.from_numpy(LABELS)
     loss = torch.nn.CrossEntropyLoss()
-    weights, totals = LossWeights(loss, SoloWorld()), Totals({"accuracy": Accuracy(loss)}, torch.device("cpu"))
+    weights, totals = (
+        LossWeights(loss, SoloWorld()),
+        Totals({"accuracy": Accuracy(loss)}, torch.device("cpu"), SoloWorld()),
+    )
     for labels in (targets, torch.tensor([0, 2, 1, 0, 1])):
         totals.add(outputs, labels, loss(outputs, labels), weights.count(batch(labels)))
-    results = totals.means(lambda vector: vector)
+    results = totals.results(lambda vector: vector)
     assert results["accuracy"] == 6 / 8
     assert results["loss"] == pytest.approx(
         float(loss(torch.cat([outputs, outputs]), torch.cat([targets, torch.tensor([0, 2, 1, 0, 1])]))), abs=1e-6
@@ -70,8 +73,8 @@ def test_accuracy_leaves_out_what_the_loss_ignores():
 
 
 def test_sums_keep_the_digits_of_many_small_losses():
-    totals = Totals({}, torch.device("cpu"))
+    totals = Totals({}, torch.device("cpu"), SoloWorld())
     loss = torch.tensor(0.1)
     for _ in range(2000):
         totals.add(None, None, loss, LossWeights(torch.nn.MSELoss(), SoloWorld()).count(batch(None, 10_000)))
-    assert totals.means(lambda vector: vector)["loss"] == pytest.approx(float(loss), rel=1e-12)
+    assert totals.results(lambda vector: vector)["loss"] == pytest.approx(float(loss), rel=1e-12)

@@ -1,0 +1,378 @@
+"""Metrics with state over several ranks equal one process's; ranks are threads here."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torchmetrics import classification, regression, wrappers
+
+from hvdtrain.distributed import rank_state
+from hvdtrain.distributed.world import SoloWorld
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.losses import Counted
+from hvdtrain.torch.metrics import Totals, named_metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+CPU, CLASSES = torch.device("cpu"), 3
+
+
+class Threads(SoloWorld):
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank, size, slots=None, barrier=None):
+        super().__init__()
+        self.rank, self.size, self._slots, self._barrier = rank, size, slots, barrier
+
+    def _run(self, kind, array, *args, **options):
+        self._slots[self.rank] = np.array(array)
+        self._barrier.wait(5)
+        everybody = [self._slots[rank] for rank in range(self.size)]
+        self._barrier.wait(5)
+        if kind == "allgather":
+            return np.concatenate(everybody)
+        if kind == "broadcast":
+            return everybody[args[0]]
+        return {1: np.sum, 3: np.min, 4: np.max}[options["op"]](everybody, axis=0)
+
+
+def on_ranks(size, function):
+    """Return what `function(world)` returns on each rank; raises rank 0's error first."""
+    slots, barrier = {}, threading.Barrier(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: function(Threads(rank, size, slots, barrier)), range(size)))
+
+
+def data(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, CLASSES, generator=generator), torch.randint(0, CLASSES, (count,), generator=generator)
+
+
+class Custom(torchmetrics.Metric):
+    """Every kind of state: sums that begin at 1, largest, smallest, a list, a tensor that grows, a function's."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.ones(2), "sum")
+        self.add_state("whole", torch.tensor(0), "sum")  # floats are added to it
+        self.add_state("largest", torch.tensor(0.5), "max")
+        self.add_state("smallest", torch.tensor(0.5), "min")
+        self.add_state("seen", [], "cat")
+        self.add_state("each", [])
+        self.add_state("grows", torch.zeros(0), "cat")
+        self.add_state("product", torch.tensor(1.0), lambda stacked: stacked.prod(0))
+        self.add_state("setting", torch.tensor(3.0), "mean")
+
+    def update(self, outputs, targets):
+        self.total += outputs.double().sum(0)[:2].float()
+        self.whole = self.whole + outputs.abs().mean(1).sum()
+        self.largest, self.smallest = (
+            torch.maximum(self.largest, outputs.max()), torch.minimum(self.smallest, outputs.min())
+        )  # fmt: skip
+        self.seen.append(targets)
+        self.each.extend(outputs[:, :1])
+        self.grows = torch.cat([self.grows, outputs[:, 2]])
+        self.product = self.product * (targets + 1.0).prod()
+
+    def compute(self):
+        seen, each = torch.cat(self.seen), torch.cat(self.each)
+        assert not seen.is_floating_point()  # as on one process, also where a rank has none
+        sums = torch.stack([seen.sum(), each.sum(), self.grows.square().sum(), self.product.log(), self.setting])
+        return {"states": torch.stack([*self.total, self.whole, self.largest, self.smallest]), "others": sums}
+
+
+def metrics():
+    each = {"num_classes": CLASSES}
+    return [
+        classification.MulticlassAUROC(**each),
+        torchmetrics.MetricCollection(
+            {
+                "f1": classification.MulticlassF1Score(**each, average="macro"),
+                # Equal to f1 on some batches: no reason to share a state.
+                "top2": classification.MulticlassF1Score(**each, average="macro", top_k=2),
+                "ap": classification.MulticlassAveragePrecision(**each, thresholds=None),
+            },
+            prefix="m_",
+        ),
+        wrappers.ClasswiseWrapper(classification.MulticlassRecall(**each, average=None), ["a", "b", "c"]),
+        classification.MulticlassConfusionMatrix(**each),
+        Custom(),
+        "accuracy",
+    ]
+
+
+def regressions():
+    return {"pearson": regression.PearsonCorrCoef(), "r2": regression.R2Score(), "mse": regression.MeanSquaredError()}
+
+
+def add(totals, outputs, targets, size=4):
+    for begin in range(0, len(targets), size):
+        rows = slice(begin, begin + size)
+        count = len(targets[rows])
+        totals.add(outputs[rows], targets[rows], torch.tensor(0.0), Counted(count, count, count, True))
+
+
+def make(metrics, world):
+    return Totals(named_metrics(metrics, torch.nn.CrossEntropyLoss()), CPU, world)
+
+
+def finish(totals, world, *, live=False):
+    return totals.results(lambda vector: world.allreduce(vector), live=live)
+
+
+def one_process(metrics, outputs, targets):
+    totals = make(metrics, SoloWorld())
+    add(totals, outputs, targets)
+    return finish(totals, SoloWorld())
+
+
+def assert_close(results, expected):
+    assert list(results) == list(expected)
+    np.testing.assert_allclose(list(results.values()), list(expected.values()), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 11), (2, 11), (3, 11), (3, 2), (3, 1)])
+def test_metrics_with_state_equal_one_processs(size, count):
+    outputs, targets = data(count)
+
+    def rank(world):
+        totals = make(metrics(), world)
+        with torch.inference_mode():  # as evaluate does
+            add(totals, outputs[world.rank :: size], targets[world.rank :: size])
+        first = finish(totals, world)
+        totals.clear()
+        add(totals, outputs[world.rank :: size], targets[world.rank :: size])
+        assert finish(totals, world) == first
+        return first
+
+    ranks = on_ranks(size, rank)
+    assert all(each == ranks[0] for each in ranks)
+    assert_close(ranks[0], one_process(metrics(), outputs, targets))
+    assert {"MulticlassAUROC", "m_f1", "m_ap", "multiclassrecall_a", "MulticlassConfusionMatrix/8"} <= set(ranks[0])
+
+
+@pytest.mark.parametrize(("size", "holders"), [(2, 2), (3, 3), (3, 2), (3, 1)])
+def test_states_that_a_metric_combines_itself_equal_one_processs(size, holders):
+    outputs, targets = data(23)[0].T[:2]
+
+    def rank(world):
+        totals = make(regressions(), world)
+        if world.rank < holders:
+            add(totals, outputs[world.rank :: holders], targets[world.rank :: holders])
+        return finish(totals, world)
+
+    assert_close(on_ranks(size, rank)[-1], one_process(regressions(), outputs, targets))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 3), (3, 2)])
+def test_counts_of_a_resumed_epoch_go_on_at_any_number_of_ranks(before, after):
+    outputs, targets = data(21)
+
+    def first(world):
+        totals = make(metrics(), world)
+        add(totals, outputs[world.rank : 10 : before], targets[world.rank : 10 : before])
+        return {"sum.totals": totals.numbers} | totals.stateful.arrays()
+
+    held = on_ranks(before, first)
+
+    def second(world):
+        totals = make(metrics(), world)
+        mine = rank_state.combine(held, rank=world.rank, size=after)
+        totals.numbers = mine["sum.totals"]
+        totals.stateful.load(mine)
+        add(totals, outputs[10 + world.rank :: after], targets[10 + world.rank :: after])
+        again = make(metrics(), world)  # what was resumed can be saved again
+        again.stateful.load(totals.stateful.arrays())
+        again.numbers = totals.numbers
+        results = finish(totals, world)
+        assert finish(again, world) == results
+        return results
+
+    assert_close(on_ranks(after, second)[0], one_process(metrics(), outputs, targets))
+
+
+def test_a_metric_that_takes_a_mean_over_processes_is_refused_on_every_rank():
+    class OfBatch(torchmetrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("value", torch.tensor(0.0), "mean")
+
+        def update(self, outputs, targets):
+            self.value = outputs.mean()
+
+        def compute(self):
+            return self.value
+
+    def rank(world):
+        totals = make([OfBatch()], world)
+        add(totals, *data(4, seed=world.rank))
+        with pytest.raises(ValueError, match=r"OfBatch takes the mean of its state value.*add_state"):
+            finish(totals, world)
+        return True
+
+    assert on_ranks(2, rank) == [True, True]
+
+
+def test_a_state_that_cannot_travel_is_named_on_every_rank():
+    class Words(torchmetrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("words", [])
+
+        def update(self, outputs, targets):
+            self.words.append("word")
+
+        def compute(self):
+            return len(self.words)
+
+    def rank(world):
+        totals = make([Words()], world)
+        if world.rank:
+            add(totals, *data(2))
+        with pytest.raises(TypeError if world.rank else HvdTrainError, match=r"must be tensors.*words of Words"):
+            finish(totals, world)
+        return True
+
+    assert on_ranks(2, rank) == [True, True]
+
+
+class Own:
+    """A metric with state that names no reduction."""
+
+    def __init__(self):
+        self.largest = []
+
+    def update(self, outputs, targets):
+        self.largest.append(float(outputs.max()))
+
+    def compute(self):
+        return max(self.largest)
+
+    def reset(self):
+        self.largest = []
+
+
+@pytest.mark.parametrize("metric", [Own(), wrappers.Running(regression.MeanSquaredError(), 2)])
+def test_a_metric_without_a_known_reduction_is_refused_on_several_ranks(metric):
+    with pytest.raises(ValueError, match=rf"{type(metric).__name__}.*on 2 rank\(s\).*one value per sample"):
+        make([metric], Threads(1, 2))
+
+
+def test_a_metric_without_a_known_reduction_works_on_one_process(caplog):
+    outputs, targets = data(7)
+    own = Own()
+    totals = make([own], SoloWorld())
+    add(totals, outputs, targets)
+    assert finish(totals, SoloWorld())["Own"] == float(outputs.max())
+    assert own.largest == []  # the user's object stays as it is
+    totals.stateful.load(totals.stateful.arrays())
+    add(totals, outputs, targets)
+    assert np.isnan(finish(totals, SoloWorld())["Own"])
+    assert "cannot be restored" in caplog.text
+    totals.clear()
+    add(totals, outputs, targets)
+    assert finish(totals, SoloWorld())["Own"] == float(outputs.max())
+
+
+def test_the_users_object_does_not_change():
+    outputs, targets = data(8)
+    own = torchmetrics.MetricCollection([classification.MulticlassF1Score(CLASSES), regression.MeanSquaredError()])
+    own.update(targets, targets)
+    before, settings = own.compute(), [dict(vars(each)) for each in own.modules()]
+    totals = make([own["MulticlassF1Score"]], SoloWorld())
+    add(totals, outputs, targets)
+    finish(totals, SoloWorld())
+    assert own.compute() == before
+    for each, earlier in zip(own.modules(), settings, strict=True):
+        assert {name: vars(each)[name] for name in ("distributed_available_fn",) if name in earlier} == {
+            name: earlier[name] for name in ("distributed_available_fn",) if name in earlier
+        }
+
+
+def test_a_step_that_is_undone_leaves_no_counts():
+    outputs, targets = data(12)
+    totals = make(metrics(), SoloWorld())
+    add(totals, outputs[:6], targets[:6])
+    undo = totals.stateful.snapshot()
+    numbers, counts = totals.sums.clone(), list(totals.counts)
+    add(totals, *data(4, seed=9))
+    undo()
+    totals.sums.copy_(numbers)
+    totals.counts = counts
+    add(totals, outputs[6:], targets[6:])
+    assert_close(finish(totals, SoloWorld()), one_process(metrics(), outputs, targets))
+
+
+def test_only_sums_are_reported_during_an_epoch():
+    def rank(world):
+        totals = make(metrics(), world)
+        add(totals, *data(6, seed=world.rank))
+        live = finish(totals, world, live=True)
+        return live, finish(totals, world)
+
+    (live, final), _ = on_ranks(2, rank)
+    assert {"loss", "accuracy", "multiclassrecall_a", "MulticlassConfusionMatrix/0"} <= set(live)
+    assert not {"MulticlassAUROC", "m_ap", "others/0"} & set(live)
+    assert live == {name: final[name] for name in live}
+
+
+def test_batches_that_reuse_memory_are_counted_as_they_were():
+    outputs, targets = data(8)
+    totals, buffers = make([classification.MulticlassAUROC(CLASSES)], SoloWorld()), (outputs[:4] * 0, targets[:4] * 0)
+    for begin in (0, 4):
+        for buffer, each in zip(buffers, (outputs, targets), strict=True):
+            buffer.copy_(each[begin : begin + 4])
+        add(totals, *buffers)
+    assert_close(finish(totals, SoloWorld()), one_process([classification.MulticlassAUROC(CLASSES)], outputs, targets))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_number_a_batch_is_refused(size):
+    def scaled(outputs, targets):
+        return (outputs.argmax(1) == targets).float().mean()
+
+    totals = make([scaled], Threads(0, size) if size > 1 else SoloWorld())
+    with pytest.raises(ValueError, match=r"one number for a batch of 4 from scaled, on rank 0.*before the mean.*F1Sc"):
+        add(totals, *data(4))
+    alone = make([scaled], SoloWorld())
+    add(alone, *data(1))  # a mean over one sample is its value
+    assert finish(alone, SoloWorld())["scaled"] in (0.0, 1.0)
+
+
+def test_metrics_are_named_by_a_dict_or_by_themselves():
+    def hits(outputs, targets):
+        return outputs.argmax(1) == targets
+
+    own = classification.MulticlassF1Score(CLASSES)
+    assert list(named_metrics({"a": own, "b": "accuracy", "c": hits}, None)) == ["a", "b", "c"]
+    assert list(named_metrics([own, hits, "mse"], None)) == ["MulticlassF1Score", "hits", "mse"]
+    assert list(named_metrics(own, None)) == ["MulticlassF1Score"]
+    for twice in ([own, own.clone()], [hits, hits], {"loss": hits}):
+        with pytest.raises(ValueError, match="name of its own"):
+            named_metrics(twice, None)
+    with pytest.raises(TypeError, match="Received: <class"):
+        named_metrics([classification.MulticlassF1Score], None)
+    collections = [torchmetrics.MetricCollection([own]), torchmetrics.MetricCollection([own])]
+    totals = make(dict(zip("ab", collections, strict=True)), SoloWorld())
+    add(totals, *data(4))
+    with pytest.raises(ValueError, match="Two metrics are named MulticlassF1Score"):
+        finish(totals, SoloWorld())
+
+
+def test_a_curve_is_refused():
+    totals = make([classification.MulticlassROC(CLASSES)], SoloWorld())
+    add(totals, *data(6))
+    with pytest.raises(TypeError, match="a tuple of 3 from MulticlassROC"):
+        finish(totals, SoloWorld())
+
+
+def test_no_samples_at_all_give_nan():
+    def rank(world):
+        return finish(make(metrics()[:2], world), world)
+
+    assert list(on_ranks(2, rank)[0]) == ["loss", "MulticlassAUROC", "m_ap", "m_f1", "m_top2"]
