@@ -18,7 +18,7 @@ from hvdtrain.distributed import launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import training_state
+from hvdtrain.torch import names, training_state
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
@@ -100,7 +100,7 @@ class TorchAdapter:
     def start(self) -> None:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
         if self._reduced:
-            hvd.broadcast_parameters([*self._model.named_parameters(), *self._model.named_buffers()], root_rank=0)
+            hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
         self._update.start()
 
     def train_step(self, batches: Sequence[Batch]) -> None:
@@ -240,9 +240,9 @@ class TorchAdapter:
         if self._before is not None:
             self._before.restore()
         update.optimizer.zero_grad()
-        names: dict[Any, str] = {parameter: name for name, parameter in self._model.named_parameters()}
+        name_of: dict[Any, str] = {parameter: name for name, parameter in names.parameters(self._model)}
         loss_mean = float(np.mean(losses)) if losses else float("nan")
-        return Fault(names.get(reduced, "none"), names.get(own), loss_mean)
+        return Fault(name_of.get(reduced, "none"), name_of.get(own), loss_mean)
 
 
 def _check(model: nn.Module, optimizer: Any, loss: Any, step: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from hvdtrain.torch import names
 from hvdtrain.torch.training_state import to_host
 
 _HALF = (torch.float16, torch.bfloat16)  # too few digits for the small change of an average; it is held in float32
@@ -17,7 +18,7 @@ class AveragedWeights:
     """Averages of the parameters that are trained when it is made; it begins with their current values."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        self._weights = {name: p.detach() for name, p in names.parameters(model) if p.requires_grad}
         self._averages = {
             name: weight.to(torch.float32 if weight.dtype in _HALF else weight.dtype, copy=True)
             for name, weight in self._weights.items()

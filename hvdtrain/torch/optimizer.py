@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from hvdtrain.distributed import launch_environment, watchdog
 from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
-from hvdtrain.torch import engine, fused_update
+from hvdtrain.torch import engine, fused_update, names
 from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.engine import Adasum, Average
 from hvdtrain.torch.functions import allgather_object
@@ -286,6 +286,7 @@ def _name_parameters(
                 "named_parameters must be (name, parameter) tuples, such as model.named_parameters(). "
                 f"Received: {type(item).__name__}"
             )
+    given = [(names.plain(name), parameter) for name, parameter in given]
     twice = sorted(name for name, times in Counter(name for name, _ in given).items() if times > 1)
     if twice:
         raise ValueError(f"named_parameters must have unique names. Received twice: {', '.join(twice)}")

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
 from hvdtrain.data.sources import as_array
+from hvdtrain.torch import names
 
 
 def to_host(tensor: torch.Tensor) -> NDArray[Any]:
@@ -39,15 +40,15 @@ def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
         for group in saved["param_groups"]
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
-    unsettled = frozenset(f"model.{name}" for name, _ in model.named_buffers())
-    trained = frozenset(f"model.{name}" for name, each in model.named_parameters() if each.requires_grad)
+    unsettled = frozenset(f"model.{name}" for name, _ in names.buffers(model))
+    trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
     return State(arrays, meta, unsettled=unsettled, trained=trained)
 
 
 def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
     """Restore what `capture` returned; a ValueError names the first tensor that does not fit, before any changes."""
     current = _tensors(model)
-    saved = {name[6:]: array for name, array in state.arrays.items() if name.startswith("model.")}
+    saved = {names.plain(name[6:]): array for name, array in state.arrays.items() if name.startswith("model.")}
     shapes, saved_shapes = ({name: tuple(each.shape) for name, each in both.items()} for both in (current, saved))
     for name in [*current, *saved]:
         here, there = shapes.get(name, "missing"), saved_shapes.get(name, "missing")
@@ -97,6 +98,7 @@ def rank_state(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
 def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module) -> None:
     """Restore what `rank_state` returned, as far as it is there."""
     set_random_states(held)
+    held = {names.plain(name): array for name, array in held.items()}  # older checkpoints have names of compiled models
     for name, buffer in _buffers(model).items():
         if name in held:
             buffer.copy_(torch.from_numpy(held[name].copy()))
@@ -104,7 +106,7 @@ def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module) -> Non
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's buffers under the names that `hvdtrain.distributed.rank_state` explains."""
-    return {f"{'mean' if b.is_floating_point() else 'max'}.buffer.{name}": b for name, b in model.named_buffers()}
+    return {f"{'mean' if b.is_floating_point() else 'max'}.buffer.{name}": b for name, b in names.buffers(model)}
 
 
 def _layout(optimizer: Any) -> list[Any]:
@@ -126,4 +128,5 @@ def _as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     # A module may put anything into its state_dict through get_extra_state.
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    held = model.state_dict().items()
+    return {names.plain(name): value for name, value in held if isinstance(value, torch.Tensor)}

@@ -16,7 +16,7 @@ from hvdtrain.adapter import Options
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
-from hvdtrain.torch import clipping, fused_update
+from hvdtrain.torch import clipping, fused_update, names
 from hvdtrain.torch.losses import LossWeights
 
 
@@ -34,7 +34,7 @@ class Update:
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
         if self._reduced:
             compression = getattr(hvd.Compression, options.compression)
-            named = model.named_parameters()
+            named = names.parameters(model)
             self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
 
