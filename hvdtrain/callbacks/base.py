@@ -80,6 +80,14 @@ class RunContext(Protocol):
         """Optimizer steps since training began; those before a checkpoint count."""
 
     @property
+    def epoch(self) -> int:
+        """Number of the current epoch, from 0."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the current epoch so far."""
+
+    @property
     def in_epoch(self) -> bool:
         """Whether steps of the current epoch are left: a validation comes within epochs and at their ends."""
 

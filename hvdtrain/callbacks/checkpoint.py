@@ -21,7 +21,8 @@ class Checkpoint(Callback):
         every_epochs: epochs between checkpoints; 0 for none at epochs' ends.
         every_steps: optimizer steps between checkpoints, counted over all epochs; None for no checkpoint within epochs.
         keep_last: number of newest checkpoints that are not deleted; None for all.
-        best: name of a metric; the checkpoint of the best epoch is not deleted either.
+        best: name of a metric; the checkpoint with its best value is not deleted either. If validations within epochs
+            have the metric, a checkpoint is written after each of them.
         mode: "min" or "max" is better; "auto" is "min" for a loss or an error, else "max".
         background: False writes each checkpoint before training continues.
 

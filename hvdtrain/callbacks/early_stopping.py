@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.checkpoint.store import Mode, improves, sign
+from hvdtrain.distributed.world import World
 
 log = logging.getLogger("hvdtrain")
 
@@ -18,14 +20,15 @@ log = logging.getLogger("hvdtrain")
 class EarlyStopping(Callback):
     """End the run once `monitor` has not improved for `patience` epochs.
 
-    All ranks see the same metrics, so all stop after the same epoch.
+    A metric of validation within epochs (`fit(validate_every=...)`) is judged after each validation, so that patience
+    counts validations, and the run ends there. All ranks see the same metrics, so all end after the same step.
 
     Args:
         monitor: name of a metric in History.
-        patience: epochs without improvement that are tolerated; 0 stops at the first.
+        patience: epochs, or validations, without improvement that are tolerated; 0 stops at the first.
         min_delta: smallest change that counts as an improvement.
         mode: whether less or more is better; "auto" takes "min" for a loss or an error, else "max".
-        restore_best: restore the weights of the best epoch when the run ends early. Checkpoints then hold two
+        restore_best: restore the best weights when the run ends early. Checkpoints then hold two
             states, the present and the best.
 
     Raises:
@@ -52,46 +55,89 @@ class EarlyStopping(Callback):
 
     def _reset(self) -> None:
         self._best = -math.inf
-        self._best_epoch = -1
+        self._best_place = ""  # in words
         self._best_state: State | None = None
+        self._since = 0  # judgements since the best
+        self._judged_at = -1  # global step of the last one
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Reset; a resumed run reads its earlier epochs from the history."""
+        """Reset; a resumed run reads earlier epochs from the history, unless its checkpoint knows more."""
         self._reset()
+        self._trainer = trainer
         for epoch, value in enumerate(trainer.history.get(self._monitor, [])):
-            if self._improves(value, epoch):
-                self._best_state = None  # unless the checkpoint has it
-            elif epoch - self._best_epoch > self._patience:
-                trainer.stop()
+            self._improves(value, f"epoch {epoch + 1}")
+        self._best_state = None
+        # With validations within epochs, only the state in the checkpoint knows.
+        if not getattr(trainer.history, "validations", ()):
+            self._stop_if_exhausted()
+
+    def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:
+        """Compare after a validation within an epoch."""
+        if trainer.in_epoch and self._monitor in logs:
+            self._judge(trainer, logs[self._monitor], f"step {trainer.global_step}")
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
-        """Compare, and stop the run when patience is exhausted."""
+        """Compare, unless the epoch's last validation was compared."""
         if self._monitor not in logs:
             raise ValueError(f"monitor must be one of {sorted(logs)}. Received: monitor={self._monitor!r}")
-        if self._improves(logs[self._monitor], epoch):
+        if self._judged_at != trainer.global_step:
+            self._judge(trainer, logs[self._monitor], f"epoch {epoch + 1}")
+
+    def _judge(self, trainer: RunContext, value: float, place: str) -> None:
+        self._judged_at = trainer.global_step
+        if self._improves(value, place):
             if self._restore_best:
-                self._best_state = trainer.state()
-        elif epoch - self._best_epoch > self._patience:
+                self._best_state = _settled(trainer.state(), trainer.world) if trainer.in_epoch else trainer.state()
+        elif self._stop_if_exhausted():
             if trainer.world.is_root:
-                log.info("stop: %s has not improved since epoch %d", self._monitor, self._best_epoch + 1)
-            trainer.stop()
+                log.info("stop: %s has not improved since %s", self._monitor, self._best_place or "the beginning")
             if self._best_state is not None:
                 trainer.load_state(self._best_state)
 
+    def _stop_if_exhausted(self) -> bool:
+        """Stop the run when patience is exhausted, and return whether it is."""
+        if self._since > self._patience:
+            self._trainer.stop()
+        return self._since > self._patience
+
     def state(self) -> dict[str, Any]:
-        """Return the best epoch's weights and optimizer state."""
-        best = self._best_state
-        return {} if best is None else {"epoch": self._best_epoch, "meta": best.meta, **best.arrays}
+        """Return how far patience has gone, and the best weights and optimizer state."""
+        if self._judged_at < 0:
+            return {}
+        options = [self._monitor, self._sign, self._min_delta]
+        best = self._best if math.isfinite(self._best) else None
+        place = {"best": best, "place": self._best_place, "since": self._since, "judged_at": self._judged_at}
+        weights = {} if self._best_state is None else {"meta": self._best_state.meta, **self._best_state.arrays}
+        return {"options": options, **place, **weights}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore them, if that epoch is the best for this run's options too."""
-        if self._restore_best and state["epoch"] == self._best_epoch:
+        """Restore them, if this run's options judge as those did."""
+        if list(state.get("options", ())) != [self._monitor, self._sign, self._min_delta]:
+            return
+        self._best = -math.inf if state["best"] is None else state["best"]
+        self._best_place, self._since, self._judged_at = state["place"], state["since"], state["judged_at"]
+        if self._restore_best and "meta" in state:
             arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
             self._best_state = State(arrays, state["meta"])
+        self._stop_if_exhausted()
 
-    def _improves(self, value: float, epoch: int) -> bool:
-        """Return whether this is the best epoch so far, and remember it."""
+    def _improves(self, value: float, place: str) -> bool:
+        """Return whether this is the best value so far, and remember it."""
         if not improves(self._sign * value, self._best, min_delta=self._min_delta):
+            self._since += 1
             return False
-        self._best, self._best_epoch = self._sign * value, epoch
+        self._best, self._best_place, self._since = self._sign * value, place, 0
         return True
+
+
+def _settled(state: State, world: World) -> State:
+    """Return the state with what each rank changes by itself averaged, as an epoch's end does."""
+    arrays = dict(state.arrays)
+    for name in sorted(state.unsettled):
+        array = arrays[name]
+        if array.dtype.kind == "f":
+            settled = world.allreduce(array.astype(np.float64), "mean", name="settle")
+        else:
+            settled = world.allreduce(array.astype(np.int64), "max", name="settle")
+        arrays[name] = settled.astype(array.dtype).reshape(array.shape)
+    return replace(state, arrays=arrays)

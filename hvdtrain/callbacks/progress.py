@@ -111,6 +111,12 @@ class Progress(Callback):
             step = f"step {interval.step}/{steps}" if steps else f"step {interval.step}"
             self._write("  ".join([place, step, *words, *[left] * bool(left)]))
 
+    def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:
+        """Print the metrics of a validation within an epoch."""
+        if trainer.in_epoch and trainer.world.is_root and self._style != "off":
+            step = f"step {trainer.step}" + (f"/{trainer.steps_per_epoch}" if trainer.steps_per_epoch else "")
+            self._write("  ".join([_place(trainer, trainer.epoch), step, *_metrics(logs)]))
+
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Print the epoch's metrics, then its speed over all ranks."""
         if not trainer.world.is_root or self._style == "off":

@@ -45,7 +45,7 @@ _runs_here = itertools.count(1)  # of a job with a name
 
 
 class RecordingCallback(Callback):
-    """Calls `record` for intervals and epochs; `RunFolder` documents its arguments, and what a record holds."""
+    """Calls `record` for intervals, validations and epochs; see `RunFolder` for its arguments and for records."""
 
     def __init__(self, every_s: float, options: Json | None) -> None:
         if not every_s >= 0:
@@ -57,7 +57,7 @@ class RecordingCallback(Callback):
         self._newest: Interval | None = None  # not recorded yet
 
     def record(self, facts: Json) -> None:
-        """Record an interval or an epoch."""
+        """Record an interval, a validation or an epoch."""
         raise NotImplementedError
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
@@ -65,6 +65,12 @@ class RecordingCallback(Callback):
         self._newest = interval
         if time.monotonic() - self._recorded_at >= self._every_s:
             self._record_newest()
+
+    def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:
+        """Record a validation within an epoch; the epoch's record has the one at its end."""
+        if trainer.in_epoch:
+            place = {"epoch": trainer.epoch, "step": trainer.step, "global_step": trainer.global_step}
+            self.record({"time": time.time(), "kind": "validation", **place, "metrics": logs})
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Record the epoch's last interval, then its metrics."""
@@ -92,9 +98,11 @@ class RunFolder(RecordingCallback):
     metrics.jsonl has one JSON object per line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
     over all ranks, "learning_rate", "metrics" of the epoch so far, and "rank_s", each rank's mean seconds of a step:
     {"step": [...], "data": [...], "compute": [...], "reduction": [...], "other": [...]}, as in `RankTimes`. `"kind":
-    "epoch"` has the metrics of History. NaN and infinity are null, because JSON has no such numbers. A resumed run
-    appends. Rank 0 writes; if a write fails, it logs a warning and training continues. What looks like a secret is left
-    out, in the options too. Only the owner can read the files, unless HVDTRAIN_SHARE_FILES=1.
+    "validation"` has the metrics of a validation set within an epoch. `"kind": "epoch"` has the metrics of History,
+    also for a part of an epoch after which steps or seconds ended the run. Epochs count from 0, as in callbacks and in
+    all loggers; on the screen they count from 1. NaN and infinity are null, because JSON has no such numbers. A resumed
+    run appends. Rank 0 writes; if a write fails, it logs a warning and training continues. What looks like a secret is
+    left out, in the options too. Only the owner can read the files, unless HVDTRAIN_SHARE_FILES=1.
 
     Args:
         folder: the run's folder. None for runs/<name>. HVDTRAIN_RUNS replaces runs; if it is empty, nothing is written.

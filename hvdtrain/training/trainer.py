@@ -358,6 +358,16 @@ class Trainer:
         return self._loop.progress.global_step
 
     @property
+    def epoch(self) -> int:
+        """Number of the current epoch, from 0."""
+        return self._loop.progress.epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the current epoch so far."""
+        return self._loop.progress.step
+
+    @property
     def in_epoch(self) -> bool:
         """Whether steps of the current epoch are left: a validation comes within epochs and at their ends."""
         return self._loop.in_epoch

@@ -57,7 +57,7 @@ class Record:
     """A line of metrics.jsonl as named numbers.
 
     Attributes:
-        kind: "interval" or "epoch".
+        kind: "interval", "validation" (of one set, within an epoch) or "epoch".
         time: in seconds since 1970.
         epoch: from 0.
         step: optimizer steps of the epoch so far; None for an epoch.

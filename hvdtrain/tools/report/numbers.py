@@ -15,7 +15,7 @@ from hvdtrain.tools.quantities import format_time, three_digits
 from hvdtrain.tools.report.reading import RECORDED, Floats, Intervals, RecordedRun
 
 # What History has besides metrics.
-SPEEDS = ("samples_per_s", "seconds")
+SPEEDS = ("samples_per_s", "seconds", "learning_rate")
 _EVEN = 0.05  # ranks that differ by less are equally fast
 _SLOW = 0.1
 _NAMES = {**WORDS, "reduction": "waiting for reduced gradients, and so for slower ranks"}

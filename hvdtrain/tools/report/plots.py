@@ -95,9 +95,9 @@ def _metric(runs: Runs, name: str) -> Plot | None:
             legend.append((f"{train}66", f"train, of the epoch so far{whose}"))
         if _line(axis, run.epochs.step, run.epochs.metrics.get(name), color=train, marker="o", markersize=4, **wide):
             legend.append((train, f"train, epochs (circles){whose}"))
-        held_out = run.epochs.metrics.get(f"val_{name}")
-        if _line(axis, run.epochs.step, held_out, color=validation, marker="s", markersize=4, linestyle="--", **wide):
-            legend.append((validation, f"validation, epochs (dashed, squares){whose}"))
+        held_out, steps = run.validations.metrics.get(f"val_{name}"), run.validations.step
+        if _line(axis, steps, held_out, color=validation, marker="s", markersize=4, linestyle="--", **wide):
+            legend.append((validation, f"validation (dashed, squares){whose}"))
     return _plot(name, figure, legend, _thinned(runs)) if legend else None
 
 

@@ -21,6 +21,7 @@ from hvdtrain.telemetry.interval import PARTS
 
 RECORDED = ("step", *PARTS)
 Floats = NDArray[np.float64]
+_MOST_OF_A_STEP = 20  # lines: an interval, an epoch, and a line of each validation set
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class RecordedRun:
     environment: dict[str, Any]
     intervals: Intervals
     epochs: Series  # one entry per epoch, metrics as History has them
+    validations: Series  # also those within epochs
     starts: int  # how often it began, as far as the files show: by steps that were taken again
     seconds: float | None = None  # that its starts took together, None where the files do not say
     notes: list[str] = field(default_factory=list)  # what could not be read, in words
@@ -87,6 +89,7 @@ def read_run(folder: Path) -> RecordedRun:
         what = "1 line" if unreadable == 1 else f"{unreadable:,} lines"
         notes.append(f"{what} of {METRICS} could not be read (cut off by a kill, or not a run's) and left out.")
     epochs = [line for _, line in counted if line["kind"] == "epoch"]
+    validated = [line for _, line in counted if line["kind"] in ("epoch", "validation")]
     config, environment = (_document(folder / name, notes) for name in (CONFIG, ENVIRONMENT))
     return RecordedRun(
         folder=folder,
@@ -94,6 +97,7 @@ def read_run(folder: Path) -> RecordedRun:
         environment=environment,
         intervals=_intervals([(start, line) for start, line in counted if line["kind"] == "interval"]),
         epochs=Series(_column(epochs, "global_step"), _metrics(epochs)),
+        validations=_together(validated),
         starts=starts,
         seconds=_seconds(counted),
         notes=notes,
@@ -106,15 +110,21 @@ def last_word(lines: Iterable[dict[str, Any]]) -> tuple[list[tuple[int, dict[str
     counted: list[tuple[int, dict[str, Any]]] = []
     start = 0
     for line in lines:
-        step, kind = line["global_step"], line["kind"]
-        # A step has at most a line of each kind.
-        is_known = any((each["global_step"], each["kind"]) == (step, kind) for _, each in counted[-2:])
+        step = line["global_step"]
+        # A step has at most a line of each kind, and of each validation set.
+        is_known = _kind(line) in (_kind(each) for _, each in counted[-_MOST_OF_A_STEP:])
         if is_known or (counted and step < counted[-1][1]["global_step"]):
             start += 1
             while counted and counted[-1][1]["global_step"] >= step:
                 counted.pop()
         counted.append((start, line))
     return counted, start + 1
+
+
+def _kind(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a line's step and kind; of a validation set also the names of its metrics."""
+    names = line.get("metrics") if line["kind"] == "validation" else None
+    return (line["global_step"], line["kind"], *(names if isinstance(names, dict) else ()))
 
 
 def number(value: Any) -> float:
@@ -156,7 +166,7 @@ def _line(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict) or line.get("kind") not in ("interval", "epoch"):
+    if not isinstance(line, dict) or line.get("kind") not in ("interval", "validation", "epoch"):
         return None
     line["global_step"] = number(line.get("global_step"))
     if math.isnan(line["global_step"]):
@@ -196,6 +206,16 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
         return {}
     shown: dict[str, Any] = redact.document(value)  # an older version may have written secrets
     return shown
+
+
+def _together(lines: Sequence[dict[str, Any]]) -> Series:
+    """Return one entry per step, of the metrics in all its lines."""
+    found: dict[float, dict[str, Any]] = {}
+    for line in lines:
+        found.setdefault(line["global_step"], {}).update(
+            line["metrics"] if isinstance(line.get("metrics"), dict) else {}
+        )
+    return Series(np.array(list(found), np.float64), _metrics([{"metrics": each} for each in found.values()]))
 
 
 def _column(lines: Sequence[dict[str, Any]], name: str) -> Floats:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import json
+
 import numpy as np
 import pytest
 import torch
 
 import hvdtrain
-from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping
 from hvdtrain.checkpoint.store import Store
+from hvdtrain.tools.report.reading import read_run
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
@@ -200,3 +204,81 @@ def test_validation_within_an_epoch_changes_nothing_of_training(make, net):
 def test_a_limit_outside_its_range_is_shown(make, net, options, message):
     with pytest.raises(ValueError, match=message):
         fit(make, net, **options)
+
+
+class Falling(Callback):
+    """Makes the loss of one validation set a number of our own, by its turn."""
+
+    def __init__(self, *values):
+        self._values = iter(values)
+
+    def on_validation_end(self, trainer, logs):
+        if "val_noisy_loss" in logs:
+            logs["val_noisy_loss"] = next(self._values)
+
+
+def test_early_stopping_and_the_best_checkpoint_look_at_each_validation(make, net, tmp_path):
+    values = [3.0, 2.0, 1.0, 2.0, 5.0, 5.0]  # after steps 2, 4, 6 (the epoch's last), 8
+    options = {"validation": SETS, "validate_every": 2, "epochs": 5}
+
+    def hooks():
+        stopping = EarlyStopping("val_noisy_loss", patience=1, restore_best=True)
+        return [stopping, Checkpoint(tmp_path, keep_last=1, best="val_noisy_loss")]
+
+    weights = {}
+
+    class Keep(Callback):
+        def on_step_end(self, trainer, step):
+            weights[trainer.global_step] = trainer.model[0].weight.detach().clone()
+
+    straight = fit(make, net, Keep(), Falling(*values), *hooks(), **options)
+    assert max(weights) == 10
+    assert torch.equal(straight[0][0], weights[6])
+    assert len(straight[1]["loss"]) == 2
+    names = [path.name for path in Store(tmp_path).newest_first()]
+    assert names == ["epoch-000001-step-00000004", "epoch-000000-step-00000006"]
+    watch = Watch()
+    assert_same(fit(make, net, watch, Falling(), *hooks(), **options), straight)
+    assert not watch.steps
+
+
+@pytest.mark.parametrize("step", [3, 5, 7, 9])
+def test_early_stopping_within_an_epoch_survives_a_kill(make, net, tmp_path, step):
+    options = {"validation": SETS, "validate_every": 2, "epochs": 5}
+    values = [3.0, 2.0, 2.5, 2.5, 2.5]
+
+    def hooks():
+        return EarlyStopping("val_noisy_loss", patience=2, restore_best=True)
+
+    straight = fit(make, net, Falling(*values), hooks(), **options)
+    keep = Checkpoint(tmp_path, every_steps=1)
+    with pytest.raises(StoppedError):
+        fit(make, net, Falling(*values), hooks(), keep, StopAt("step", step), **options)
+    rest = values[(step - 1) // 2 :]
+    assert_same(fit(make, net, Falling(*rest), hooks(), Checkpoint(tmp_path), **options), straight)
+
+
+def test_validations_within_epochs_are_shown_and_recorded(make, net, tmp_path, capsys):
+    options = {"validation": SETS, "validate_every": 4, "epochs": 2}
+    history = fit(make, net, CSVLogger(tmp_path / "log.csv"), run_dir=tmp_path, progress=True, **options)[1]
+    shown = [line for line in capsys.readouterr().out.splitlines() if "/6" in line]
+    value = history.validations[0]["val_clean_loss"]
+    assert shown[0] == f"epoch 1/2  step 4/6  val_clean_loss {value:.4f}"
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    validations = [line for line in lines if line["kind"] == "validation"]
+    places = [(line["epoch"], line["step"], line["global_step"]) for line in validations]
+    assert places == [(0, 4, 4)] * 2 + [(1, 2, 8)] * 2 + [(1, 6, 12)] * 2
+    assert validations[0]["metrics"] == {"val_clean_loss": value}
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [row["val_clean_loss"] for row in rows if row["kind"] == "validation"] == [
+        str(line["metrics"].get("val_clean_loss", "")) for line in validations
+    ]
+    found = read_run(tmp_path)
+    assert (found.starts, found.notes) == (1, [])
+    assert found.validations.step.tolist() == [4, 6, 8, 12]
+    assert np.isfinite(found.validations.metrics["val_noisy_loss"]).all()
+
+
+def test_a_best_that_no_validation_has_is_shown_at_the_first_one(make, net, tmp_path):
+    with pytest.raises(ValueError, match=r"best must be one of \['val_clean_loss', 'val_noisy_loss'\].*'val_loss'"):
+        fit(make, net, Checkpoint(tmp_path, best="val_loss"), validation=SETS, validate_every=2)

@@ -102,7 +102,7 @@ def test_a_real_run_is_shown_whole(make, tmp_path, monkeypatch):
     assert "data.number of samples" in text
     assert "packages.torch" in text
     assert [name for _, name in plots[0].legend] == [
-        "train, of the epoch so far", "train, epochs (circles)", "validation, epochs (dashed, squares)"
+        "train, of the epoch so far", "train, epochs (circles)", "validation (dashed, squares)"
     ]  # fmt: skip
 
 
