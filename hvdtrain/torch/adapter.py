@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -255,6 +256,13 @@ def _check(model: nn.Module, optimizer: Any, loss: Any, step: Any) -> None:
         raise TypeError(f"step must be a callable (model, batch) -> hvdtrain.Loss. Received: step={step!r}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer. Received: {optimizer!r}")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            "The Trainer computes the gradients of a step once, and this optimizer needs a closure that computes them "
+            "again. Write your own loop with hvdtrain.torch.DistributedOptimizer: its step(closure) reduces gradients "
+            f"and loss each time. Received: {type(optimizer).__name__}"
+        )
     check_parameters(model, optimizer)
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError(
