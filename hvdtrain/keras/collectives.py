@@ -53,5 +53,6 @@ def pick_device(local_rank: int) -> str:
         return "cpu"
     index = devices.gpu_of(local_rank, len(gpus))
     tf.config.set_visible_devices(gpus[index], "GPU")
-    tf.config.experimental.set_memory_growth(gpus[index], True)
+    for gpu in gpus:  # of all, as scripts do: once TensorFlow runs, none can be changed
+        tf.config.experimental.set_memory_growth(gpu, True)
     return f"cuda:{index}"

@@ -122,6 +122,39 @@ class GradientReduction:
         return list(found.values())
 
 
+def reduction_of(
+    *,
+    op: int,
+    compression: Any,
+    gradient_predivide_factor: float,
+    groups: int | list[list[Any]] | None,
+    device_dense: str,
+    device_sparse: str,
+    **settings: Any,
+) -> GradientReduction:
+    """Return the reduction of a user's arguments, under Horovod's names for them; ValueError if it cannot be done."""
+    if op not in (basics.Average, basics.Sum):
+        raise ValueError(f"op must be hvd.Average or hvd.Sum. Received: op={op!r}")
+    if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1.0 and op != basics.Average):
+        received = f"gradient_predivide_factor={gradient_predivide_factor}, op={op}"
+        raise ValueError(f"gradient_predivide_factor must be positive and needs op=Average. Received: {received}")
+    in_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    if not (groups is None or in_lists or (isinstance(groups, int) and groups > 0)):
+        raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
+    devices = {"device_dense": device_dense, "device_sparse": device_sparse}
+    if any(devices.values()) and keras.backend.backend() != "tensorflow":
+        raise ValueError(f"Devices are TensorFlow's; Keras runs on {keras.backend.backend()}. Received: {devices}")
+    return GradientReduction(
+        op=op,
+        compression=resolve(compression),
+        predivide=float(gradient_predivide_factor),
+        groups=groups,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        **settings,
+    )
+
+
 def small_together(nbytes: Sequence[int], *, limit: int = 2**18, room: int = 2**22) -> list[list[int]]:
     """Return positions of tensors that are sent together: each large tensor alone, small ones together.
 

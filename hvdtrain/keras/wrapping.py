@@ -11,7 +11,7 @@ import keras
 
 from hvdtrain.keras import basics
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
-from hvdtrain.keras.reduction import Compression, GradientReduction, resolve
+from hvdtrain.keras.reduction import Compression, GradientReduction, reduction_of
 
 log = logging.getLogger("hvdtrain")
 
@@ -57,27 +57,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer = _plain(optimizer)
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1. Received: {backward_passes_per_step}")
-    if op not in (basics.Average, basics.Sum):
-        raise ValueError(f"op must be hvd.Average or hvd.Sum. Received: op={op!r}")
-    if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1.0 and op != basics.Average):
-        received = f"gradient_predivide_factor={gradient_predivide_factor}, op={op}"
-        raise ValueError(f"gradient_predivide_factor must be positive and needs op=Average. Received: {received}")
-    groups = groups if groups is not None else (num_groups or None)
-    in_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
-    if not (groups is None or in_lists or (isinstance(groups, int) and groups > 0)):
-        raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
-    devices: dict[str, Any] = {"device_dense": device_dense, "device_sparse": device_sparse}
-    if any(devices.values()) and keras.backend.backend() != "tensorflow":
-        raise ValueError(f"Devices are TensorFlow's; Keras runs on {keras.backend.backend()}. Received: {devices}")
-    how = GradientReduction(
+    how = reduction_of(
         op=op,
-        compression=resolve(compression),
+        compression=compression,
         factor=1.0 if average_aggregated_gradients else float(backward_passes_per_step),
-        predivide=float(gradient_predivide_factor),
+        gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        groups=groups,
+        groups=groups if groups is not None else (num_groups or None),
         process_set=process_set,
-        **devices,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
         name=name or "",
     )
@@ -112,17 +101,23 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Each rank trains the variables of these layers on its own. The other arguments are those of `DistributedOptimizer`.
     """
-    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
-    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
-        raise ValueError(f"local_layers must be keras layers. Received: {local_layers!r}")
+    local = weights_of(local_layers)
     how = (name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op)
     distributed = DistributedOptimizer(
         optimizer, *how, groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients
     )
     part: Any = distributed_part(distributed)
-    for variable in (v for layer in layers for v in layer.trainable_weights):
+    for variable in local:
         part.register_local_var(variable)
     return distributed
+
+
+def weights_of(local_layers: Any) -> list[Any]:
+    """Return the trainable weights of a Keras layer, or of several; None means no layer."""
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
+        raise ValueError(f"local_layers must be keras layers. Received: {local_layers!r}")
+    return [v for layer in layers for v in layer.trainable_weights]
 
 
 def load_model(

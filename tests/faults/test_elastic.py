@@ -165,6 +165,21 @@ def test_keras_takes_a_new_host_in_with_the_same_bits(tmp_path: Path) -> None:
     assert (end["step"], end["updates"]) == (20, 20)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("scenario", ["kill-1", "grow"])
+def test_a_loop_with_a_tape_keeps_its_graph_when_ranks_change(scenario: str, tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_tape.py", scenario, backend="tensorflow")
+    if scenario == "grow":
+        begin, end = job.together("begin"), job.together("end")
+        assert (begin["step"], begin["updates"]) == (8, 8), "nothing is lost"
+    else:
+        begin, end = job.one("begin", size=1), job.one("end")
+        assert (begin["step"], begin["updates"]) == (6, 6), "the last commit"
+    assert (end["step"], end["updates"]) == (20, 20)
+    assert end["taken"] == list(range(1, 21))
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("framework", "scenario"),

@@ -50,6 +50,7 @@ class Group:
     marks: dict[int, str] = field(default_factory=lambda: dict.fromkeys(SIZES, EVERY_TEST))
     sizes: tuple[int, ...] = SIZES
     packages: tuple[str, ...] = ()  # needed beside the framework; such a group runs where --only names it
+    also: str = ""  # a further folder whose tests the same ranks run: TensorFlow takes 5 s of each to start
 
     def environment(self) -> dict[str, str]:
         """Return what this group adds to the ranks' environment."""
@@ -67,7 +68,9 @@ GROUPS = (
     Group("torch", "torch", "torch"),
     Group("torch-gloo", "torch", "torch", None, ("--gloo",), marks={2: "over_gloo"}, sizes=(2,)),
     # Of Keras's backends torch starts in the least time and compiles nothing; TensorFlow traces for a second a test.
-    Group("keras-tensorflow", "keras", "keras", "tensorflow", marks={2: "every_backend or in_graphs"}),
+    Group(
+        "keras-tensorflow", "keras", "keras", "tensorflow", marks={2: "every_backend or in_graphs"}, also="tensorflow"
+    ),
     Group("keras-torch", "keras", "keras", "torch", marks={2: "every_backend or not in_graphs", 3: "three_ranks"}),
     Group("keras-jax", "keras", "keras", "jax", marks={2: "every_backend"}),
     Group("trainer-torch", "training", "torch"),
@@ -142,7 +145,8 @@ def run_group(group: Group, size: int, options: argparse.Namespace, base: Path, 
     whole = options.all or options.core or options.path
     expression = EVERY_TEST if whole else group.marks.get(size, EVERY_TEST)
     folder = HERE / group.folder
-    targets = [folder / name for name in CORE[group.folder]] if options.core else [folder]
+    whole_folders = [folder, HERE / group.also] if group.also else [folder]
+    targets = [folder / name for name in CORE[group.folder]] if options.core else whole_folders
     targets = targets if options.path is None else [options.path.resolve()]
     for target in targets:
         if not target.exists():

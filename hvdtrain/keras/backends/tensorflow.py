@@ -148,29 +148,42 @@ def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> Any:
     """Return `gradients` reduced over ranks, tensors as tensors, IndexedSlices as IndexedSlices; record the wait."""
+    return watched(lambda: _reduce(gradients, names, variables, how), gradients, lambda: tuple(names))
+
+
+def watched(
+    collective: Callable[[], list[Any]], inputs: Sequence[Tensor], names: Callable[[], tuple[str, ...]]
+) -> list[Any]:
+    """Return what `collective` makes of `inputs`; record the wait for it, and let the watchdog see it in graphs."""
     _refuse_compiler()
     if tf.executing_eagerly():  # a thread that waits there can be seen from outside
         with recorder.waiting():
-            return _reduce(gradients, names, variables, how)
-    began, ended, seconds = _marks(tuple(names))
+            return collective()
+    if not tf.compat.v1.executing_eagerly_outside_functions():  # a session of TensorFlow 1 initialises its variables
+        return collective()
+    inputs = _values(inputs)
+    began, ended, seconds = _marks(names())
     # Begun once the first gradient is there: backward makes the last layer's first.
-    with tf.control_dependencies(_values(gradients[-1:])):
+    with tf.control_dependencies(inputs[-1:]):
         counted = began.assign_add(1, read_value=False)
-    with tf.control_dependencies(_values(gradients)):
+    with tf.control_dependencies(inputs):
         ready = tf.timestamp()
-    reduced = _reduce(gradients, names, variables, how)
-    with tf.control_dependencies([counted, ready, *_values(reduced)]):
+    results = collective()
+    with tf.control_dependencies([counted, ready, *_values(results)]):
         ended.assign(began.read_value(), read_value=False)
         seconds.assign_add(tf.timestamp() - ready, read_value=False)
-    return reduced
+    return results
 
 
 @functools.cache
 def _marks(names: tuple[str, ...]) -> tuple[Any, Any, Any]:
     """Return the variables of the reduction of these names: two counters for the watchdog, seconds for the recorder."""
+    # The class itself: tf.Variable asks the tf.function that is traced, which refuses it when it is traced again.
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
     with tf.init_scope(), tf.device("/CPU:0"):
-        began, ended = (tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2))
-        seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+        began, ended = (ResourceVariable(0, dtype=tf.int64, trainable=False) for _ in range(2))
+        seconds = ResourceVariable(0.0, dtype=tf.float64, trainable=False)
     waits.note_graph(names, lambda: (int(began.numpy()), int(ended.numpy())))
     recorder.note_graph(lambda: float(seconds.numpy()))
     return began, ended, seconds
@@ -247,6 +260,17 @@ def _nbytes(tensor: Tensor) -> int:
     return 2**62 if count is None else int(count * tensor.dtype.size)
 
 
+def number_of_ranks(how: GradientReduction) -> Tensor:
+    """Return how many ranks take part, read on every step: an elastic job changes it under a graph."""
+    return _horovod().size_op(process_set_id=_common(how)["process_set"].process_set_id)
+
+
+def _sum_factor(how: GradientReduction, dtype: Any) -> Tensor:
+    """Return what turns a sum over ranks into the result."""
+    ranks = tf.cast(number_of_ranks(how) if how.op == basics.Average else 1, tf.float64)
+    return tf.cast(how.factor / ranks, dtype)
+
+
 def _reduce_sparse(gradient: Tensor, name: str, how: GradientReduction) -> Tensor:
     """Return every rank's rows: their sum, scattered, is the sum over ranks."""
 
@@ -256,24 +280,20 @@ def _reduce_sparse(gradient: Tensor, name: str, how: GradientReduction) -> Tenso
     with tf.device(how.device_sparse or None):
         values = gather(NoneCompressor.compress(gradient.values)[0], "values")
         indices = gather(gradient.indices, "indices")
-        factor = how.factor
-        if how.op == basics.Average:  # of ranks, read on every step: an elastic job changes them under a graph
-            process_set_id = _common(how)["process_set"].process_set_id
-            factor /= tf.cast(_horovod().size_op(process_set_id=process_set_id), tf.float32)
-        values = tf.cast(values * tf.cast(factor, values.dtype), gradient.values.dtype)
+        values = tf.cast(values * _sum_factor(how, values.dtype), gradient.values.dtype)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _reduce_bf16(tensors: list[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
     """Return `tensors` with bfloat16 on the wire and float32 in the sum, as `hvdtrain.torch` does it."""
     common = _common(how)
-    size = how.size()
+    size = number_of_ranks(how)
     flat = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], axis=0)
     total = tf.shape(flat)[0]
     flat = tf.pad(flat, [[0, -total % size]])
     received = _horovod().alltoall(_bits(flat), name=_graph_name(f"{name}.bf16_shards"), **common)
     shards = tf.reshape(_floats(received), [size, -1])  # (ranks, shard)
-    shard = tf.reduce_sum(shards, axis=0) * how.sum_factor
+    shard = tf.reduce_sum(shards, axis=0) * _sum_factor(how, tf.float32)
     gathered = _floats(_horovod().allgather(_bits(shard), name=_graph_name(f"{name}.bf16_sums"), **common))
     return [tf.cast(p, t.dtype) for p, t in zip(_split(gathered[:total], tensors), tensors, strict=True)]
 

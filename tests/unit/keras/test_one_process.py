@@ -65,6 +65,27 @@ hvd.barrier()
 state = hvd.elastic.KerasState(ours, epoch=1)
 assert hvd.elastic.run(lambda state: state.epoch)(state) == 1
 assert hvd.global_process_set.size() == 1 and hvd.ProcessSet([0]).included()
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+    import hvdtrain.tensorflow as taped
+
+    x, y = tf.Variable([1.0, 2.0]), keras.Variable(np.array([3.0, 4.0], "float32"))
+    with taped.DistributedGradientTape(tf.GradientTape(), compression=taped.Compression.fp16) as tape:
+        loss = tf.reduce_sum(x * y)
+    assert [each.numpy().tolist() for each in tape.gradient(loss, [x, y])] == [[3.0, 4.0], [1.0, 2.0]]
+
+    @tf.function(autograph=False)
+    def graph():
+        taped.broadcast_variables([x, y], root_rank=0)
+        scaled = taped.grouped_allreduce([x, y], op=taped.Sum, prescale_factor=2.0)
+        return *scaled, *taped.alltoall(x, [2]), taped.reducescatter(x), taped.size_op(), taped.join()
+
+    got = [each.numpy().tolist() for each in graph()]
+    assert got == [[2.0, 4.0], [6.0, 8.0], [1.0, 2.0], [2], [1.0, 2.0], 1, 0]
+    plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    assert taped.DistributedOptimizer(plain) is plain
+    assert taped.SyncBatchNormalization()(tf.ones((4, 3)), training=True).shape == (4, 3)
+    assert taped.elastic.run(lambda state: state.batch)(taped.elastic.TensorFlowState([x, y], batch=5)) == 5
 hvd.shutdown()
 print("same numbers")
 """

@@ -1,0 +1,65 @@
+"""Elastic training with a tape: states that survive ranks that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hvdtrain.distributed.elastic import ObjectState, State
+from hvdtrain.keras import basics, ops
+from hvdtrain.keras.elastic import KerasState, run
+from hvdtrain.keras.training_state import assign, copies
+from hvdtrain.tensorflow.variables import broadcast_variables
+
+__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+class TensorFlowKerasState(KerasState):
+    """A Keras model, its optimizer and further values, which an elastic run saves, restores and synchronizes.
+
+    Args:
+        model: built keras.Model; one that is not is a ValueError.
+        optimizer: None means the one it was compiled with. Built here if it is not yet.
+        backend: must be None; Horovod's is for TensorFlow 1.
+        attributes: values to synchronize, such as epoch=0 and batch=0; they become attributes.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any) -> None:
+        if backend is not None:
+            raise ValueError(f"backend is for TensorFlow 1 sessions. Received: backend={backend!r}")
+        super().__init__(model, optimizer, **attributes)
+
+
+class TensorFlowState(ObjectState):
+    """Variables and further values, which an elastic run saves, restores and synchronizes.
+
+    Args:
+        variables: tf.Variables or Keras variables, the same on all ranks and in the same order.
+        session: must be None; Horovod's is for TensorFlow 1.
+        attributes: values to synchronize, such as epoch=0 and batch=0; they become attributes.
+    """
+
+    def __init__(self, variables: Iterable[Any] | None = None, session: Any = None, **attributes: Any) -> None:
+        if session is not None:
+            raise ValueError(f"Sessions are TensorFlow 1's. Received: session={session!r}")
+        if variables is None:
+            raise ValueError("TensorFlow 2 has no global variables. Pass those to save: TensorFlowState(variables=...)")
+        self.variables = list(variables)
+        self._values = copies(self.variables)
+        super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)
+
+    def save(self) -> None:
+        """Copy everything to host memory."""
+        self._values = copies(self.variables)
+        super().save()
+
+    def restore(self) -> None:
+        """Restore what was saved last."""
+        assign(self.variables, self._values)
+        super().restore()
+
+    def sync(self) -> None:
+        """Give every rank rank 0's values."""
+        broadcast_variables(self.variables, root_rank=0)
+        self._values = copies(self.variables)
+        super().sync()

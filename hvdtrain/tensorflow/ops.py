@@ -1,0 +1,273 @@
+"""Collectives under horovod.tensorflow's names: on tensors and variables, Keras's too, eagerly and in graphs.
+
+They can be differentiated, as Horovod's can. In one process without Horovod they return what one rank would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.keras import basics, ops
+from hvdtrain.keras.backends import tensorflow as backend
+from hvdtrain.keras.ops import barrier
+from hvdtrain.keras.reduction import Compression, by_dtype, resolve
+
+Tensor = Any
+
+__all__ = [
+    "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object",
+    "broadcast_object_fn", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "join", "local_rank_op",
+    "local_size_op", "process_set_included_op", "rank_op", "reducescatter", "size_op",
+]  # fmt: skip
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: Any | None = None,
+    ignore_name_scope: bool = False,
+) -> Tensor:
+    """Return the mean of `tensor` over ranks, or another reduction of it.
+
+    Args:
+        tensor: a tensor or variable, shape and dtype equal on all ranks; of tf.IndexedSlices the rows are gathered.
+        average: Horovod's older way to say op=Average (True) or op=Sum (False); with `op`, a ValueError.
+        device_dense: TensorFlow device of the reduction.
+        device_sparse: likewise, for tf.IndexedSlices.
+        compression: the type in which floats are sent: Compression.none, .fp16 or .bf16.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: multiplies before the reduction.
+        postscale_factor: multiplies after it.
+        name: equal on all ranks; made from the tensor's if left out.
+        process_set: ranks that take part; None means all.
+        ignore_name_scope: leave TensorFlow's name scopes out of the name.
+    """
+    op = _operation(op, average)
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options = {"op": op, "name": name, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set), **scales}
+    value = _tensor(tensor)
+    if isinstance(value, tf.IndexedSlices):
+        return _run("allreduce", [value], device_sparse=device_sparse, **options)[0]
+    (wire,), backs = _compressed([value], compression)
+    return _restored([_run("allreduce", [wire], device_dense=device_dense, **options)[0]], backs)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any | None = None,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Tensor]:
+    """Return the reduction of each tensor over ranks, all in one operation; see `allreduce`."""
+    op = _operation(op, average)
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options = {"op": op, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set), **scales}
+    values = [_tensor(t) for t in tensors]
+    dense = [i for i, value in enumerate(values) if not isinstance(value, tf.IndexedSlices)]
+    wires, backs = _compressed([values[i] for i in dense], compression)
+    reduced = _in_groups("grouped_allreduce", wires, name=name, device_dense=device_dense, **options)
+    results = dict(zip(dense, _restored(reduced, backs), strict=True))
+    for i in sorted(set(range(len(values))) - set(dense)):
+        results[i] = _run("allreduce", [values[i]], device_sparse=device_sparse, **options)[0]
+    return [results[i] for i in range(len(values))]
+
+
+def allgather(
+    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any | None = None
+) -> Tensor:
+    """Return the ranks' tensors, concatenated on axis 0, on which alone their lengths may differ."""
+    options = {"name": name, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set)}
+    return _run("allgather", [_tensor(tensor)], **options)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: Any | None = None
+) -> list[Tensor]:
+    """Return the ranks' tensors, each concatenated on axis 0, all in one operation."""
+    options = {"ignore_name_scope": ignore_name_scope, **ops.in_set(process_set)}
+    return _in_groups("grouped_allgather", [_tensor(t) for t in tensors], name=name, **options)
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any | None = None,
+) -> Tensor:
+    """Return the tensor of rank `root_rank`; shape and dtype equal on all ranks."""
+    if not 0 <= root_rank < basics.size():
+        raise ValueError(f"root_rank must be a rank in [0, {basics.size()}). Received: root_rank={root_rank}")
+    options = {"name": name, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set)}
+    return _run("broadcast", [_tensor(tensor)], root_rank, **options)[0]
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any | None = None,
+) -> Any:
+    """Send rows of `tensor` to every rank and return the rows received; with `splits`, also how many from each.
+
+    Args:
+        tensor: axis 0 is cut into one piece a rank: equal ones, or of the lengths in `splits`.
+        splits: rows for each rank, or None.
+        name: equal on all ranks; made from the tensor's if left out.
+        ignore_name_scope: leave TensorFlow's name scopes out of the name.
+        process_set: ranks that take part; None means all.
+    """
+    options = {"name": name, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set)}
+    if splits is None:
+        return _run("alltoall", [_tensor(tensor)], **options)[0]
+    lengths = tf.cast(tf.convert_to_tensor(splits), tf.int32)
+    received = _run("alltoall", [_tensor(tensor)], lengths, **options)
+    return (received[0], lengths) if basics.running() is None else tuple(received)
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = basics.Average,
+    name: str | None = None,
+    process_set: Any | None = None,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Return this rank's part, along axis 0, of the reduction of `tensor` over ranks; see `allreduce`."""
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options = {"op": op, "name": name, "ignore_name_scope": ignore_name_scope, "device_dense": device_dense, **scales}
+    (wire,), backs = _compressed([_tensor(tensor)], compression)
+    return _restored(_run("reducescatter", [wire], **ops.in_set(process_set), **options), backs)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = basics.Average,
+    process_set: Any | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Return this rank's part of the reduction of each tensor, all in one operation; see `reducescatter`."""
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options = {"op": op, "device_dense": device_dense, **ops.in_set(process_set), **scales}
+    wires, backs = _compressed([_tensor(t) for t in tensors], compression)
+    return _restored(_in_groups("grouped_reducescatter", wires, **options), backs)
+
+
+def join() -> Tensor:
+    """Wait until every rank has called it; meanwhile add zeros to the others' reductions. Returns the last rank."""
+    module = basics.running()
+    return tf.constant(0) if module is None else module.join()
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any | None = None
+) -> Any:
+    """Return the root's `obj`, anything that can be pickled, on every rank; `session` must be None."""
+    _refuse_session(session)
+    return ops.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any | None = None
+) -> Callable[[Any], Any]:
+    """Return `broadcast_object` of these arguments, as a function of the object."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: Any | None = None
+) -> list[Any]:
+    """Return every rank's `obj`, in rank order; `session` must be None."""
+    _refuse_session(session)
+    return ops.allgather_object(obj, name, process_set)
+
+
+def _refuse_session(session: Any) -> None:
+    if session is not None:
+        raise ValueError(f"Sessions are TensorFlow 1's. Received: session={session!r}")
+
+
+def _fact(function: str, alone: int) -> Callable[..., Tensor]:
+    def ask(*args: Any, **options: Any) -> Tensor:
+        module = basics.running()
+        return tf.constant(alone) if module is None else getattr(module, function)(*args, **options)
+
+    ask.__name__, ask.__doc__ = function, "An int32 scalar that a graph reads each time it runs."
+    return ask
+
+
+size_op, local_size_op = _fact("size_op", 1), _fact("local_size_op", 1)
+rank_op, local_rank_op = _fact("rank_op", 0), _fact("local_rank_op", 0)
+process_set_included_op = _fact("process_set_included_op", 1)
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+
+
+def _operation(op: int | None, average: bool | None) -> int:
+    if op is not None and average is not None:
+        raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")
+    if op is None:
+        op = basics.Sum if average is False else basics.Average
+    return op
+
+
+def _compressed(values: list[Tensor], compression: Any) -> tuple[list[Tensor], list[str | None]]:
+    """Return `values` as they are sent, and the dtypes to cast the results to; None for their own."""
+    pairs = [resolve(compression).compress(value) for value in values]
+    # Horovod cannot add bfloat16 up: rounded to it, but sent as float32.
+    return [tf.cast(w, tf.float32) if w.dtype == tf.bfloat16 else w for w, _ in pairs], [back for _, back in pairs]
+
+
+def _restored(values: list[Tensor], dtypes: list[str | None]) -> list[Tensor]:
+    return [v if dtype is None else tf.cast(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+
+
+def _in_groups(kind: str, values: list[Tensor], name: str | None = None, **options: Any) -> list[Tensor]:
+    """Run a grouped collective of Horovod, which takes tensors of one dtype, once for each dtype."""
+    results: list[Tensor] = [None] * len(values)
+    for bucket in by_dtype([range(len(values))], [v.dtype.name for v in values]):
+        group = [values[i] for i in bucket]
+        named = {} if name is None else {"name": f"{name}_{group[0].dtype.name}"}
+        for i, result in zip(bucket, _run(kind, group, **named, **options), strict=True):
+            results[i] = result
+    return results
+
+
+def _run(kind: str, values: list[Tensor], *args: Any, **options: Any) -> list[Tensor]:
+    """Return the results of Horovod's collective `kind`; in one process without Horovod, those of one rank."""
+    module = basics.running()
+    if module is None:
+        factor = options.get("prescale_factor", 1.0) * options.get("postscale_factor", 1.0)
+        return values if factor == 1.0 else [tf.cast(tf.cast(v, tf.float64) * factor, v.dtype) for v in values]
+
+    def call() -> list[Tensor]:
+        result = getattr(module, kind)(values if kind.startswith("grouped") else values[0], *args, **options)
+        return list(result) if isinstance(result, list | tuple) else [result]
+
+    return backend.watched(call, values, lambda: (f"{kind} of {options.get('name') or values[0].name}",))
