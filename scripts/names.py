@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs/pages/reference"
 PAGE = REFERENCE / "names.md"
-_PAGES = ("hvdtrain.md", "callbacks.md", "torch.md", "keras.md")
+_PAGES = ("hvdtrain.md", "callbacks.md", "torch.md", "keras.md", "tensorflow.md")
 _HEAD = """# All names
 
 One line for each public name, from its docstring. `help(hvdtrain.Trainer)` in Python prints arguments and errors;
