@@ -173,15 +173,31 @@ def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) ->
 
     The Snapshot, with this rank's own state, is to be loaded after everything else.
     """
+    return restore(lambda: _read(directory), adapter, lr_factor=lr_factor, world=world)
 
-    def find() -> tuple[Path, Contents]:
-        place = scratch.found(directory)
-        contents = checkpoint.read(place)
-        if not contents.finite:
-            _warn_not_finite(place, "load an earlier one.")
-        return place, contents
 
-    return restore(find, adapter, lr_factor=lr_factor, world=world)
+def load_weights(directory: Any, adapter: Adapter, *, world: World) -> None:
+    """Load the weights and buffers of a checkpoint on the root; `adapter.start` gives them to the others."""
+
+    def read() -> None:
+        place, contents = _read(directory)
+        now = adapter.state()
+        kept = {name: np.array(array) for name, array in now.arrays.items() if not name.startswith("model.")}
+        weights = {f"model.{name}": array for name, array in contents.arrays["model"].items()}
+        try:
+            adapter.load_state(State(kept | weights, now.meta))
+        except ValueError as error:
+            raise CheckpointError(f"Checkpoint {place} is of another model: {error}") from error
+
+    agreement.together(read, world=world, name="load")
+
+
+def _read(directory: Any) -> tuple[Path, Contents]:
+    place = scratch.found(directory)
+    contents = checkpoint.read(place)
+    if not contents.finite:
+        _warn_not_finite(place, "load an earlier one.")
+    return place, contents
 
 
 def _warn_not_finite(directory: Any, advice: str) -> None:

@@ -312,13 +312,15 @@ class Trainer:
         checkpointing.save(directory, self._adapter, self._loop.snapshot(), world=self.world)
 
     @classmethod
-    def load(cls, directory: str, model: Any, **options: Any) -> Trainer:
+    def load(cls, directory: str, model: Any, *, weights_only: bool = False, **options: Any) -> Trainer:
         """Return a Trainer with the weights and optimizer state of a checkpoint.
 
         Args:
             directory: a checkpoint of `save` or `checkpoint_dir`. Rank 0 reads it; the others need not see its disk.
             model: a model of the same architecture.
-            options: as for Trainer; the default is the checkpoint's.
+            weights_only: take weights and buffers alone, for another training with these weights: optimizer, options
+                and History are new.
+            options: as for Trainer; the default is the checkpoint's, and with weights_only the Trainer's.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another model; names the tensor.
@@ -329,11 +331,13 @@ class Trainer:
                 "Trainer.load needs all ranks, and in an elastic job ranks synchronize only in fit. Call fit with "
                 f"checkpoint_dir: it resumes from the newest checkpoint. Received: directory={directory!r}"
             )
-        config = checkpointing.read_config(directory, world=world)
+        config = {} if weights_only else checkpointing.read_config(directory, world=world)
         trainer = cls(model, **{**config, **options})
-        trainer._loop.restore(
-            checkpointing.load(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world)
-        )
+        if weights_only:
+            checkpointing.load_weights(directory, trainer._adapter, world=world)
+        else:
+            found = checkpointing.load(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world)
+            trainer._loop.restore(found)
         trainer._adapter.start()
         return trainer
 

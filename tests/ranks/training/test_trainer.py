@@ -348,6 +348,22 @@ def test_a_checkpoint_of_another_model_names_the_tensor_on_every_rank(kit, world
         hvdtrain.Trainer.load(str(shared_tmp_path / "none"), other, **options)
 
 
+@pytest.mark.on_keras
+@pytest.mark.world_size(2)
+def test_weights_alone_begin_another_training(kit, world, shared_tmp_path):
+    x, y = data(16)
+    options = {"batch_size": BATCH, "progress": False, "run_dir": None}
+    before = kit.model()
+    kit.trainer(before, clip_norm=0.1).fit((x, y), epochs=2, checkpoint_dir=str(shared_tmp_path), **options)
+    net = kit.model(seed=5 + world.rank)
+    given = {"optimizer": kit.adam_of(net), "loss": kit.loss(), "weights_only": True}
+    loaded = hvdtrain.Trainer.load(str(shared_tmp_path / "epoch-000002"), net, **given)
+    for ours, theirs in zip(kit.weights(net), kit.weights(before), strict=True):
+        assert (ours == theirs).all()
+    assert (loaded.global_step, dict(loaded.history), loaded.config["clip_norm"]) == (0, {}, None)
+    assert len(loaded.fit((x, y), epochs=3, **options)["loss"]) == 3
+
+
 @pytest.mark.world_size(2, 3)
 def test_one_rank_is_enough_to_stop_all_after_the_epoch(kit, world):
     class StopOnLast(hvdtrain.callbacks.Callback):
