@@ -11,7 +11,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from hvdtrain.distributed.watchdog import shared_facts
-from hvdtrain.distributed.watchdog.rank_exit import STALLED, without_rank
+from hvdtrain.distributed.watchdog.rank_exit import STALLED, is_same
 from hvdtrain.launch.rank_output import OutputLines
 
 # What mpirun and horovodrun over Gloo print about the rank that ended first.
@@ -119,7 +119,7 @@ class RankError:
 
     def is_like(self, other: RankError) -> bool:
         """Return whether it is the same exception, of the same rank or of another one."""
-        return without_rank(self.last_line, self.rank) == without_rank(other.last_line, other.rank)
+        return is_same(self.last_line, self.rank, other.last_line, other.rank)
 
 
 def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError | None:

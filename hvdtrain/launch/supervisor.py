@@ -225,7 +225,7 @@ def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     """Decide what to do after `attempts`: all failed attempts, oldest first, at least one."""
     last = attempts[-1]
     name = last.error.last_line.partition(":")[0].rpartition(".")[2] if last.error else ""
-    if last.step is None and (last.cause.code in _USAGE or name in _PERMANENT_ERRORS):
+    if not last.step and (last.cause.code in _USAGE or name in _PERMANENT_ERRORS):
         return RestartDecision(None, "it would end the same way again", last)
     stuck = _attempts_without_progress(attempts)
     before, now = (stuck[-2].error, stuck[-1].error) if len(stuck) > 1 else (None, None)
@@ -242,11 +242,11 @@ def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
 def _attempts_without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts since the last progress, oldest first. Progress is a step beyond all earlier ones."""
     trailing: list[Attempt] = []
-    best = -1
+    best = 0
     for attempt in attempts:
         if attempt.step is not None and attempt.step > best:
             best, trailing = attempt.step, []
-        elif attempt.step is None and attempt.seconds >= LONG_S:
+        elif not attempt.step and attempt.seconds >= LONG_S:
             trailing = []
         else:
             trailing.append(attempt)

@@ -105,9 +105,8 @@ class RankExit:
             until = time.monotonic() + _FIRST_PRINTS_S
             while not (errors := self.facts.all("error")) and time.monotonic() < until:
                 time.sleep(0.05)
-            mine = without_rank(last, self.rank)
             for rank, first in errors.items():
-                if rank != self.rank and without_rank(str(first.get("last_line")), rank) == mine:
+                if rank != self.rank and is_same(last, self.rank, str(first.get("last_line")), rank):
                     say(f"{self.who}: the same {last.partition(':')[0]} as on rank {rank}")
                     return
         heading = f"{self.who} failed after {waits.steps_done()} steps:"
@@ -204,6 +203,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
 
 
-def without_rank(message: str, rank: int) -> str:
-    """Return an exception's message without the number of the rank that raised it."""
-    return re.sub(rf"\brank {rank}\b", "rank", message)
+def is_same(message: str, rank: int, other: str, other_rank: int) -> bool:
+    """Return whether two ranks' exceptions are the same, though each may name its own rank."""
+    one, two = (re.sub(rf"\brank {who}\b", "rank", text) for text, who in ((message, rank), (other, other_rank)))
+    return message == other or one == two

@@ -51,6 +51,12 @@ def test_the_same_exception_twice_without_progress_is_a_crash_loop() -> None:
     assert judge(attempts, max_restarts=99).pause_s is not None
 
 
+def test_an_attempt_that_took_no_step_made_no_progress() -> None:
+    attempts = [attempt(0, cause=FAILED, error="ValueError: boom") for _ in range(2)]
+    assert judge(attempts, max_restarts=99).pause_s is None
+    assert judge([attempt(0), attempt(0, seconds=LONG_S)], max_restarts=99).pause_s == 0  # its steps are not counted
+
+
 def test_an_exception_that_names_its_own_rank_is_the_same_on_another() -> None:
     first = attempt(10)
     on_1, on_0 = (Attempt(FAILED, 5, 10, RankError(rank, "h", f"ValueError: on rank {rank}")) for rank in (1, 0))

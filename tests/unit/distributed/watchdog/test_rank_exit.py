@@ -66,6 +66,11 @@ def test_an_exception_that_differs_by_its_own_rank_alone_is_the_same(tmp_path):
     same, other = (run_rank(f"raise ValueError('no rows on rank {rank}')", tmp_path) for rank in (0, 2))
     assert same.stderr == "rank 0 (host h): the same ValueError as on rank 1\n"
     assert "ValueError: no rows on rank 2" in other.stderr
+    for path in tmp_path.iterdir():
+        path.unlink()
+    of_both = "raise ValueError('1 on rank 0 but 2 on rank 1')"
+    run_rank(of_both, tmp_path, rank=1)
+    assert run_rank(of_both, tmp_path).stderr == "rank 0 (host h): the same ValueError as on rank 1\n"
 
 
 @pytest.mark.parametrize(
