@@ -55,13 +55,13 @@ class Progress(Callback):
         self._live: Live | None = None
         self._lines = False
         self._printed = self._began = 0.0
-        self._intervals = self._steps = 0
+        self._intervals = self._steps = self._said = 0
         self._rows: Any = 0.0  # times of all steps, by part and rank
 
     def on_fit_begin(self, trainer: RunContext) -> None:
         """Open the display, and show the decisions about the batch and the learning rate."""
         self._began = self._printed = time.monotonic()
-        self._intervals, self._lines = 0, False
+        self._intervals, self._said, self._lines = 0, 0, False
         if sys.stdout is None:  # the parent process has closed it
             self._style = "off"
         if not trainer.world.is_root or self._style in ("off", "epochs"):
@@ -76,9 +76,7 @@ class Progress(Callback):
             self._live.start()
         else:
             self._lines = True
-        if not log.isEnabledFor(logging.INFO):  # Python's default: the log did not show them
-            for line in trainer.decisions:
-                self._write(line)
+        self._write_decisions(trainer)
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Reset the display's bar: an epoch may end before its first interval."""
@@ -132,12 +130,21 @@ class Progress(Callback):
             times = RankTimes(*(self._rows / self._steps))
             seconds, measured_s = time.monotonic() - self._began, self._steps * float(times.step.max())
             self._write(_summary(trainer, times, seconds, measured_s=measured_s))
+        if trainer.world.is_root and self._style not in ("off", "epochs"):
+            self._write_decisions(trainer)
 
     def close(self) -> None:
         """Close the display."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _write_decisions(self, trainer: RunContext) -> None:
+        """Print new decisions, unless the log has shown them."""
+        new, self._said = trainer.decisions[self._said :], len(trainer.decisions)
+        if not log.isEnabledFor(logging.INFO):  # Python's default
+            for line in new:
+                self._write(line)
 
     def _write(self, line: str) -> None:
         if self._live is not None:

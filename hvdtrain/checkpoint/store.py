@@ -24,6 +24,7 @@ log = logging.getLogger("hvdtrain")
 
 _PROBE_BYTES = 4096  # an exhausted quota may still allow an empty file
 _NAME = re.compile(r"epoch-([0-9]{6,})(?:-step-([0-9]{8,}))?")
+_LINK = "best"
 _LESS_IS_BETTER = ("loss", "error", "mse", "mae")
 
 Mode = Literal["auto", "min", "max"]
@@ -90,8 +91,11 @@ class Store:
             raise CheckpointError(f"{failed}: {sizes}. Free some space, or give a folder on another disk.")
 
     def prune(self) -> None:
-        """Delete all checkpoints but the newest, the best, the newest finite one, and those that cannot be read."""
-        if self._keep_last is None:
+        """Delete all checkpoints but the newest, the best, the newest finite one, and those that cannot be read.
+
+        "best" becomes a link to the best one.
+        """
+        if self._keep_last is None and self._best is None:
             return
         metas = {}
         for path in self.newest_first():
@@ -99,10 +103,13 @@ class Store:
                 metas[path] = files.read_meta(path)
             except CheckpointError as error:
                 log.warning("not deleted: %s", error)
-        older = list(metas)[self._keep_last :]
+        best = None if self._best is None else self._best_of(metas)
+        if best is not None:
+            self._link(best)
+        older = [] if self._keep_last is None else list(metas)[self._keep_last :]
         if not older:
             return
-        best, finite = self._best_of(metas), self.newest_finite()
+        finite = self.newest_finite()
         if finite in older and not self._warned:
             self._warned = True
             log.warning("%s is not deleted: later checkpoints contain NaN or infinity", finite)
@@ -112,6 +119,30 @@ class Store:
                     folders.remove(folders.locate(path))
                 except OSError as error:
                     log.warning("could not delete checkpoint %s: %s", path, error)
+
+    def _link(self, best: Path) -> None:
+        """Let the link "best" point to a checkpoint of this folder, if no file has this name."""
+        link, new = self.root / _LINK, self.root / f".{_LINK}.new"
+        try:
+            if os.path.lexists(link) and not link.is_symlink():
+                return
+            if not link.is_symlink() or os.readlink(link) != best.name:
+                new.unlink(missing_ok=True)
+                new.symlink_to(best.name)
+                new.replace(link)
+        except OSError as error:  # a filesystem without links
+            log.debug("no link to the best checkpoint: %s", error)
+
+    def describe_best(self) -> str | None:
+        """Return which checkpoint is the best and how to load it; None if that is not known."""
+        link = self.root / _LINK
+        if self._best is None or not link.is_symlink() or not link.exists():
+            return None
+        value = files.read_meta(link)["metrics"][self._best]
+        return (
+            f"best checkpoint: {link} -> {os.readlink(link)}, {self._best} {value:.4f}; "
+            f'load it: Trainer.load("{link}", model, ...)'
+        )
 
     def newest_finite(self) -> Path | None:
         """Return the path of the newest checkpoint with finite numbers, or None."""
@@ -156,6 +187,8 @@ class Store:
             private_files.make_folder(aside, exist_ok=False)
             for path in found:
                 os.rename(folders.locate(path), aside / path.name)
+            if (self.root / _LINK).is_symlink():
+                os.rename(self.root / _LINK, aside / _LINK)
             folders.sync(self.root)
         except OSError as error:
             raise CheckpointError(f"The checkpoints in {self.root} could not be moved to {aside}: {error}.") from error

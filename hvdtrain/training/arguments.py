@@ -15,6 +15,7 @@ from hvdtrain.callbacks.progress import Progress
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.callbacks.stragglers import Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck
+from hvdtrain.data.sources import Source
 from hvdtrain.system import scratch
 from hvdtrain.training.progress import Budget
 
@@ -45,6 +46,15 @@ def as_budget(epochs: int | None, steps: int | None, seconds: float | None) -> B
     if epochs is steps is seconds is None:
         epochs = 1
     return Budget(epochs and int(epochs), steps and int(steps), seconds and float(seconds))
+
+
+def check_end(train: Source, budget: Budget) -> None:
+    """Raise ValueError if neither the data nor steps nor seconds end the run."""
+    if train.facts.get("endless") and budget.steps is budget.seconds is None:
+        raise ValueError(
+            "train never ends, so epochs do not end the run. Received: an infinite dataset and "
+            f"epochs={budget.epochs}. Give steps or seconds, or bound the data: .take(batches an epoch)"
+        )
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

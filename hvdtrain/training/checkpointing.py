@@ -101,6 +101,12 @@ class RunCheckpoints:
 
         self._on_root(submit, "save")
 
+    def describe_best(self) -> str | None:
+        """Return which checkpoint is the best, on the root, if one is."""
+        with suppress(CheckpointError, KeyError, OSError):
+            return self.options.store.describe_best() if self._world.is_root else None
+        return None
+
     def wait(self) -> None:
         """Return once everything is written; a collective call."""
         self._on_root(self._writer.wait, "save")
@@ -228,6 +234,7 @@ def restore(
             rates = adapter.learning_rates
             adapter.learning_rates = [rate * lr_factor / before for rate in rates]
             log.info("lr %s -> %s (written on %d ranks)", rates, adapter.learning_rates, meta["world_size"])
+        meta["restored_from"] = str(directory)
         arrays.update(contents.arrays.get("ranks", {}))
         arrays.update({f"0/{_OF_CALLBACKS}{name}": a for name, a in contents.arrays.get(_CALLBACKS, {}).items()})
         return meta

@@ -7,6 +7,7 @@ From `fit(train)` to the framework's step the data passes through eight function
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from contextlib import suppress
 from copy import deepcopy
@@ -31,6 +32,8 @@ from hvdtrain.training.validation import Validation, load_rank_state
 
 if TYPE_CHECKING:
     from hvdtrain.training.elastic import FitState
+
+log = logging.getLogger("hvdtrain")
 
 
 class Loop:
@@ -58,6 +61,7 @@ class Loop:
         self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # these, and others to which callbacks save
         self._facts: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
+        self.resumed_from: str | None = None  # the checkpoint's folder
         self._held: rank_state.Arrays = {}  # that checkpoint's arrays of this rank, to be loaded when steps begin
         self._random_at_begin: rank_state.Arrays = {}  # random states that the epoch's order was drawn from
         self._ending = False  # whether the run takes no further step, equal on all ranks
@@ -139,6 +143,7 @@ class Loop:
         self._hooks, self._facts, self._heartbeat = hooks, facts, Heartbeat(self._world)
         self._ahead, self._ended = 0, None
         meta, self._loaded = self._loaded, None
+        self.resumed_from = None if meta is None else meta.get("restored_from")
         known = None if meta is None else meta.get("run")
         self.run_id = RunId(**known, resumed=True) if known else run_id
         self._callback_states: list[Any] = [] if meta is None else list(meta["callbacks"])
@@ -163,6 +168,13 @@ class Loop:
     def is_finished(self) -> bool:
         """Whether the run had reached its end when it resumed."""
         return self._is_spent() and (not self.progress.step or self._part is not None)
+
+    def describe_resume(self) -> list[str]:
+        """Return log lines: which run is resumed, from where, and whether something is left to train."""
+        if self.resumed_from is None or self.run_id is None:
+            return []
+        line = f"resumed run {self.run_id.name} from {self.resumed_from}, {self.progress.describe()}"
+        return [line, f"nothing is left to train{self.budget.describe()}"] if self.is_finished else [line]
 
     def _is_spent(self) -> bool:
         return self.budget.is_spent(self.progress, seconds=self._earlier_s() + self.progress.seconds)
@@ -191,6 +203,10 @@ class Loop:
             for each in self._checkpoints:
                 if each.options.every_epochs and each.saved_at != self.progress.global_step:
                     self._save(each)
+                each.wait()
+                if (best := each.describe_best()) is not None:
+                    context.decisions.append(best)
+                    log.info("%s", best)
             self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
             for hook in hooks:
                 hook.on_fit_end(context)

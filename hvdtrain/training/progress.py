@@ -56,6 +56,11 @@ class Budget:
         done = ((progress.epoch, self.epochs), (progress.global_step, self.steps), (seconds, self.seconds))
         return any(limit is not None and reached >= limit for reached, limit in done)
 
+    def describe(self) -> str:
+        """Return the limits in words, and what a run that has reached one can do."""
+        given = ", ".join(f"{name}={value}" for name, value in asdict(self).items() if value is not None)
+        return f' with {given}: a larger number continues, fit(resume="never") starts from the beginning'
+
 
 @dataclass
 class RunProgress:
@@ -81,6 +86,11 @@ class RunProgress:
     def end_epoch(self) -> None:
         """Count an epoch."""
         self.epoch, self.step, self.consumed, self.seconds = self.epoch + 1, 0, NOTHING, 0.0
+
+    def describe(self) -> str:
+        """Return how far the run has come, in words."""
+        place = f"step {self.step} of epoch {self.epoch + 1}" if self.step else f"epoch {self.epoch}"
+        return f"after {place} ({self.global_step} steps in all)"
 
     def has_read(self, source: Source) -> bool:
         """Return whether all of the epoch's data is read; False if its length is not known."""

@@ -18,7 +18,7 @@ from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import SoloWorld, World, init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.training import checkpointing, learning_rate, preemption
-from hvdtrain.training.arguments import as_budget, check_choice, check_positive, with_defaults
+from hvdtrain.training.arguments import as_budget, check_choice, check_end, check_positive, with_defaults
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.progress import History as History
 from hvdtrain.training.progress import agree_on_run
@@ -62,7 +62,7 @@ class Trainer:
         world: the ranks.
         epochs: number of epochs of the current fit; None if steps or seconds alone end it.
         hosts: each rank's host, by rank; set when fit begins.
-        decisions: log lines on the effective batch and the learning rate; set when fit begins.
+        decisions: log lines on what is resumed, the effective batch, the learning rate and the best checkpoint.
         steps_per_epoch: optimizer steps per epoch; None if unknown.
 
     Raises:
@@ -235,11 +235,7 @@ class Trainer:
         facts = {**limits, "validation": list(named_sets(validation)), "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
-        if source.facts.get("endless") and loop.budget.steps is loop.budget.seconds is None:
-            raise ValueError(
-                "train never ends, so epochs do not end the run. Received: an infinite dataset and "
-                f"epochs={loop.budget.epochs}. Give steps or seconds, or bound the data: .take(batches an epoch)"
-            )
+        check_end(source, loop.budget)
         loop.validation.sets = {name: as_source(each, **of_rank) for name, each in named_sets(validation).items()}
         self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = loop.budget.epochs
@@ -253,7 +249,8 @@ class Trainer:
         with checkpointing.held(checkpoints, new_run, before=self.run, world=self.world) as folders:
             loop.begin(source.facts, hooks, new_run, folders, resume)
             # A DataLoader has its own batch size; an iterable dataset need not have one.
-            self.decisions = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)
+            scale = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)
+            self.decisions = loop.describe_resume() + scale
             for line in self.decisions if self.world.is_root else ():
                 log.info("%s", line)
             loop.run(source)
