@@ -10,6 +10,7 @@ from hvdtrain.callbacks.loggers import Logger as Logger
 from hvdtrain.callbacks.loggers import MLflowLogger as MLflowLogger
 from hvdtrain.callbacks.loggers import TensorBoardLogger as TensorBoardLogger
 from hvdtrain.callbacks.loggers import WandbLogger as WandbLogger
+from hvdtrain.callbacks.profiler import Profiler as Profiler
 from hvdtrain.callbacks.progress import Progress as Progress
 from hvdtrain.callbacks.run_folder import RunFolder as RunFolder
 from hvdtrain.callbacks.schedule import Schedule as Schedule
@@ -17,6 +18,6 @@ from hvdtrain.callbacks.stragglers import Stragglers as Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck as SyncCheck
 
 __all__ = [
-    "EMA", "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "Logger", "MLflowLogger", "Progress",
+    "EMA", "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "Logger", "MLflowLogger", "Profiler", "Progress",
     "RunContext", "RunFolder", "Schedule", "Stragglers", "SyncCheck", "TensorBoardLogger", "WandbLogger",
 ]  # fmt: skip

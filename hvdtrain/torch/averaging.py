@@ -17,7 +17,8 @@ _HALF = (torch.float16, torch.bfloat16)  # too few digits for the small change o
 class AveragedWeights:
     """Averages of the parameters that are trained when it is made; it begins with their current values."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module | dict[str, torch.nn.Module]) -> None:
+        model = torch.nn.ModuleDict(model) if isinstance(model, dict) else model
         self._weights = {name: p.detach() for name, p in names.parameters(model) if p.requires_grad}
         self._averages = {
             name: weight.to(torch.float32 if weight.dtype in _HALF else weight.dtype, copy=True)

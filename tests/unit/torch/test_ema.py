@@ -10,6 +10,7 @@ import hvdtrain
 from hvdtrain.callbacks import EMA, Callback, Checkpoint
 from hvdtrain.distributed import world
 from hvdtrain.errors import CheckpointError
+from hvdtrain.torch.averaging import AveragedWeights
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
@@ -111,6 +112,17 @@ def test_a_checkpoints_averages_are_loaded_into_a_model(tmp_path):
             assert torch.equal(ours, theirs)
     with pytest.raises(CheckpointError, match=r"the average of weight is \(3, 4\) in the checkpoint and \(2, 4\)"):
         EMA.load(tmp_path / "epoch-000001", torch.nn.Linear(4, 2))
+
+
+def test_models_in_a_dict_are_averaged_under_their_names():
+    models = {"g": torch.nn.Linear(1, 1), "d": torch.nn.Linear(1, 1)}
+    averages = AveragedWeights(models)
+    with torch.no_grad():
+        models["d"].weight += 1.0
+    averages.update(0.25)
+    arrays = averages.arrays()
+    assert list(arrays) == ["g.weight", "g.bias", "d.weight", "d.bias"]
+    assert arrays["d.weight"].item() == pytest.approx(models["d"].weight.item() - 0.75)
 
 
 def test_a_checkpoint_without_averages_is_named(tmp_path):
