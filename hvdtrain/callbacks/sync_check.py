@@ -32,7 +32,8 @@ SETTINGS = "the optimizer's settings"  # the name of State.meta among the tensor
 
 _ADVICE = (
     "Weights that differ make every later step wrong. Faulty memory does this, and so does code that treats the model "
-    "differently on one rank: a callback, a layer with its own state, a weight set by hand."
+    "differently on one rank: a callback, a layer with its own state, a weight set by hand; in Keras a train_step that "
+    "calls an optimizer that is no attribute of the model."
 )
 _AGAIN = (
     "Start the run again from a checkpoint written while ranks were equal: with checkpoint_dir it resumes from the "

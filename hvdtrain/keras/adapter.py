@@ -21,9 +21,10 @@ from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import training_state
+from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
-from hvdtrain.keras.variables import broadcast_model
+from hvdtrain.keras.variables import broadcast_model, broadcast_variables
 from hvdtrain.keras.wrapping import adopt_optimizer
 
 log = logging.getLogger("hvdtrain")
@@ -45,8 +46,15 @@ def make_adapter(
     if in_half and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
         plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
     compression = getattr(hvd.Compression, options.compression)
-    distributed = hvd.DistributedOptimizer(plain, compression=compression, backward_passes_per_step=options.accumulate)
-    _set_clip_norm(distributed_part(distributed), options.clip_norm)
+    check_optimizers(model, options)
+
+    def distribute(one: Any) -> Any:
+        found = hvd.DistributedOptimizer(one, compression=compression, backward_passes_per_step=options.accumulate)
+        _set_clip_norm(distributed_part(found), options.clip_norm)
+        return found
+
+    distributed = distribute(plain)
+    replace_optimizers(model, distribute, own=distributed)
     if optimizer is None:
         adopt_optimizer(model, distributed)
     else:
@@ -91,26 +99,28 @@ class KerasAdapter:
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
         self._warned = False
+        # Those that reduce. Beside others, compile()'s is often but Keras's default: it comes last.
+        self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
         if self._weighted:
-            self._part.set_batch_weight(1.0)  # before anything is compiled
+            self._set_batch_weight(1.0)  # before anything is compiled
             _warn_of_masks(model, world)
 
-    @property
-    def _part(self) -> Any:
-        """The optimizer that reduces: the model's own, or the one inside its loss scaling."""
-        return distributed_part(self._model.optimizer)
+    def _set_batch_weight(self, weight: float) -> None:
+        for part in self._parts:
+            part.set_batch_weight(weight)
 
     @property
     def learning_rates(self) -> list[float]:
-        """One value; the present one where the optimizer follows a schedule."""
-        return [number(self._part.learning_rate)]
+        """One value an optimizer; the present one where it follows a schedule."""
+        return [number(part.learning_rate) for part in self._parts]
 
     @learning_rates.setter
     def learning_rates(self, rates: list[float]) -> None:
-        schedule = self._part._learning_rate
-        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-            raise ValueError(f"Put lr_scaling and warmup_epochs into the schedule. Received: {type(schedule).__name__}")
-        (self._part.learning_rate,) = rates
+        for part, rate in zip(self._parts, rates, strict=True):
+            if isinstance(part._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+                kind = type(part._learning_rate).__name__
+                raise ValueError(f"Put lr_scaling and warmup_epochs into the schedule. Received: {kind}")
+            part.learning_rate = rate
 
     @property
     def rank_state(self) -> training_state.Arrays:
@@ -132,8 +142,8 @@ class KerasAdapter:
             if not self._model.built:
                 raise ValueError(f"In an elastic job, give {self._model.name} a keras.Input, or build it before fit")
             build_optimizer(self._model)
-            if self._world.size > 1:
-                self._part.agree_on_model()
+            for part in self._parts if self._world.size > 1 else ():
+                part.agree_on_model()
             self._model.train_function = None  # it may have been compiled for other ranks
         if self._model.built:
             self._broadcast()
@@ -154,6 +164,11 @@ class KerasAdapter:
         # The last step of an epoch may have fewer batches; Keras counts passes, so empty ones make up the number.
         for _ in range(self._options.accumulate - len(batches)):
             self._pass(batches[-1], 0.0)
+        if self._world.size > 1 and not any(part.has_stepped for part in self._parts):
+            raise ValueError(
+                f"train_step of {type(self._model).__name__} called no optimizer that reduces gradients over ranks, so "
+                "each rank would train on its own. Call self.optimizer, or optimizers that are attributes of the model."
+            )
         if self._snapshot is not None:
             self.fault = self._snapshot.fault(counted=any(batch.local_count for batch in batches))
 
@@ -255,12 +270,14 @@ class KerasAdapter:
         build_optimizer(self._model)
         if self._world.size > 1:
             broadcast_model(self._model, self._model.optimizer, root_rank=0)
+            others = all_optimizers(self._model)[:-1]
+            broadcast_variables([variable for each in others for variable in each.variables])
         self._started = True
 
     def _pass(self, batch: Batch, weight: float) -> None:
         """Run Keras's train step on a batch whose gradient weighs `weight`; 0.0 leaves metrics and statistics alone."""
         if self._weighted:
-            self._part.set_batch_weight(weight)
+            self._set_batch_weight(weight)
         restored = [] if weight else [*metric_variables(self._model), *self._model.non_trainable_variables]
         before = copies(restored)
         with self._running_metrics():

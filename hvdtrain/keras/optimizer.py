@@ -65,6 +65,11 @@ class DistributedMixin(keras.optimizers.Optimizer):
             state.weight = _backend.BatchWeight()
         state.weight.set(float(value))
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether gradients of a step, or of a traced step, have come here."""
+        return bool(self._hvd_state.variables)
+
     @_backend.untraced
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """Reduce `grads` over ranks and update `trainable_variables`; see keras.optimizers.Optimizer.apply."""

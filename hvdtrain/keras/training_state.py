@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.adapter import Fault, Options, State
 from hvdtrain.keras.backends import backend_module
+from hvdtrain.keras.model_optimizers import other_optimizers
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.variables import path
 
@@ -77,6 +78,7 @@ def _variables(model: keras.Model) -> dict[str, Any]:
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     local = {id(v) for v in getattr(inner, "_accumulated_gradients", None) or ()}
     groups = {"model": model.weights, "optimizer": model.optimizer.variables}
+    groups |= {f"optimizer.{name}": each.variables for name, each in other_optimizers(model).items()}
     return {
         f"{group}.{index:05d}.{_COUNTER.sub('', path(variable))}": variable
         for group, variables in groups.items()

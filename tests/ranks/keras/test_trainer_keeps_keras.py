@@ -43,6 +43,22 @@ def test_keras_callbacks_run_with_what_keras_would_pass_them(kit):
     assert len(history["loss"]) == 2
 
 
+@pytest.mark.in_graphs
+@pytest.mark.world_size(2)
+def test_tensorboard_has_one_writer_and_the_exact_metrics(kit, shared_tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    x, y = kit.data()
+    trainer = hvdtrain.Trainer(kit.model(), optimizer="sgd", loss="mse")
+    board = keras.callbacks.TensorBoard(shared_tmp_path, write_graph=False)
+    history = trainer.fit((x, y), validation=(x, y), epochs=2, batch_size=12, callbacks=[board], progress=False)
+    world.current().barrier()
+    for folder, name in (("train", "loss"), ("validation", "val_loss")):
+        (file,) = (shared_tmp_path / folder).iterdir()
+        events = [event for event in tf.compat.v1.train.summary_iterator(str(file)) if event.summary.value]
+        values = [tf.make_ndarray(v.tensor) for e in events for v in e.summary.value if v.tag == "epoch_loss"]
+        assert values == pytest.approx(history[name])
+
+
 @SIZES
 def test_a_compiled_model_keeps_its_loss_metrics_and_optimizer(kit):
     x, y = kit.data()

@@ -223,6 +223,40 @@ def test_a_bad_step_of_one_process_is_left_out_with_all_that_it_changed(accumula
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="a step on JAX has the state of one optimizer")
+def test_optimizers_are_found_by_all_their_names():
+    net, other = make_model(), keras.optimizers.Adam()
+    other.build(net.trainable_variables)
+    net.compile("sgd", "mse", jit_compile=False)
+    net.main, net.others, net.by_name = net.optimizer, [other], {"other": other}
+    trainer = hvdtrain.Trainer(net)
+    assert net.main is net.optimizer
+    assert net.others[0] is net.by_name["other"] is not other
+    assert hvd.distributed_part(net.main) is not None is not hvd.distributed_part(net.others[0])
+    assert trainer._adapter.learning_rates == pytest.approx([0.001, 0.01])
+    net.pair = (keras.optimizers.SGD(), 1)
+    net.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match="Keep optimizers in a list"):
+        hvdtrain.Trainer(net)
+
+
+def test_weights_of_samples_are_kerass_class_weights():
+    class_weight = {0: 1.0, 1: 5.0, 2: 0.2}
+    plain, net = make_model(), make_model()
+    for model in (plain, net):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, weighted_metrics=["accuracy"], jit_compile=False)
+    expected = plain.fit(
+        X, CLASSES, batch_size=8, epochs=3, shuffle=False, class_weight=class_weight, verbose=0
+    ).history
+    weight = np.array([class_weight[each] for each in range(3)], np.float32)
+    history = fit(hvdtrain.Trainer(net), (X, CLASSES, weight[CLASSES]), batch_size=8, epochs=3)
+    for name in expected:
+        assert history[name] == pytest.approx(expected[name], rel=1e-5)
+    for ours, theirs in zip(weights(net), weights(plain), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
 def _dense():
     return keras.layers.Dense(3)
 
