@@ -106,8 +106,12 @@ class RunContext(Protocol):
     def local_metrics(self) -> Logs:
         """Return this rank's running metrics of the epoch or the validation set. It makes a GPU wait; no collective."""
 
-    def stop(self) -> None:
-        """End the run after this epoch or the next validation, on every rank. One rank's call is enough."""
+    def stop(self, *, within_epoch: bool = False) -> None:
+        """End the run after this epoch or the next validation, on every rank. One rank's call is enough.
+
+        With within_epoch=True, in a hook of a step, it ends after this step in one process, on several ranks about a
+        second later.
+        """
 
     def state(self, *, copy: bool = True) -> State:
         """Return weights and optimizer state. With copy=False, the next step may change the arrays."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
-
-log = logging.getLogger("hvdtrain")
 
 # By callback, what it held when it was first wrapped: the user's own, which no checkpoint needs. One may be wrapped
 # again after it has trained: by each elastic round, and by another fit.
@@ -104,7 +102,8 @@ class KerasStyle(Callback):
         self._trainer, self._last_logs = trainer, {}
         self._is_silent = not trainer.world.is_root and _is_kerass_own(type(self._callback), _WRITERS)
         trainer.model.stop_training = False
-        self._call("set_params", {"verbose": 0, "epochs": trainer.epochs, "steps": trainer.steps_per_epoch})
+        epochs = sys.maxsize if trainer.epochs is None else trainer.epochs  # which Keras's callbacks calculate with
+        self._call("set_params", {"verbose": 0, "epochs": epochs, "steps": trainer.steps_per_epoch})
         self._call("set_model", trainer.model)
         self._call("on_train_begin", {})
 
@@ -117,8 +116,10 @@ class KerasStyle(Callback):
         self._call("on_train_batch_begin", step, logs={})
 
     def on_step_end(self, trainer: RunContext, step: int) -> None:
-        """Call on_train_batch_end with this rank's running results."""
+        """Call on_train_batch_end with this rank's running results; stop if it has set model.stop_training."""
         self._call("on_train_batch_end", step, logs=self._batch_logs("on_train_batch_end", "on_batch_end"))
+        if trainer.model.stop_training:
+            trainer.stop(within_epoch=True)
 
     def on_validation_begin(self, trainer: RunContext) -> None:
         """Call on_test_begin."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import sys
 from contextlib import suppress
 from copy import deepcopy
@@ -47,6 +48,7 @@ class Loop:
         self.run_id: RunId | None = None
         self.in_epoch = False  # whether an epoch's steps are running; other metrics must not be mixed with theirs
         self.stop_requested = False  # whether a callback has ended the run on this rank
+        self.stop_within_epoch = False  # whether the run need not wait for the epoch's end
         self.budget = Budget()
         self.validation = Validation(adapter, context)
         self.commits: FitState | None = None  # the last commit, in an elastic job
@@ -161,7 +163,7 @@ class Loop:
             each.saved_at = self.progress.global_step
             if not self.is_finished:  # else nothing will be written
                 each.check_writable(self._adapter, self.run_id)
-        self.stop_requested = False
+        self.stop_requested = self.stop_within_epoch = False
         self._adapter.start()
 
     @property
@@ -376,17 +378,20 @@ class Loop:
         for each in self._checkpoints:
             if each.options.is_due(self.progress.global_step, validated):
                 self._save(each)
-        budget, clock = self.budget, {}
+        budget = self.budget
         if budget.steps is not None and self.progress.global_step >= budget.steps:
             self._ending = True
+        spent_s, limit_s = 0.0, math.inf
         if budget.seconds is not None:
-            clock = {"spent_s": self._earlier_s() + self._pace.seconds, "limit_s": budget.seconds}
+            spent_s, limit_s = self._earlier_s() + self._pace.seconds, budget.seconds
+        if self.stop_within_epoch:  # ranks exchange the largest, so all stop after the same step
+            spent_s = math.inf
         requested = preemption.requested() is not None
         changed = self.commits is not None and self.commits.hosts_have_changed
-        report = self._heartbeat.beat(requested or changed, **clock)
+        report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s)
         if report is None:
             return
-        if budget.seconds is not None and report.spent_s >= budget.seconds:
+        if report.spent_s >= limit_s:
             self._ending = True
         if report.stop:
             if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:

@@ -399,6 +399,11 @@ class Trainer:
         """Return this rank's running metrics of the epoch or the validation set. It makes a GPU wait; no collective."""
         return self._adapter.local_metrics()
 
-    def stop(self) -> None:
-        """End the run after this epoch or the next validation, on every rank; one rank's call is enough."""
+    def stop(self, *, within_epoch: bool = False) -> None:
+        """End the run after this epoch or the next validation, on every rank; one rank's call is enough.
+
+        With within_epoch=True, in a hook of a step, it ends after this step in one process, on several ranks about a
+        second later.
+        """
         self._loop.stop_requested = True
+        self._loop.stop_within_epoch = self._loop.stop_within_epoch or within_epoch

@@ -116,7 +116,19 @@ def assert_same(ours, theirs):
 def assert_same_calls(ours, theirs):
     assert [call[:2] for call in ours.seen] == [call[:2] for call in theirs.seen]
     for (hook, index, mine), (_, _, other) in zip(ours.seen, theirs.seen, strict=True):
-        assert {name: mine.get(name) for name in other} == pytest.approx(other, rel=1e-6), (hook, index)
+        assert {name: mine.get(name) for name in other} == pytest.approx(other, rel=1e-6, nan_ok=True), (hook, index)
+
+
+class StopAtBatch(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = (self.epoch, batch) == (1, 1)
+
+
+def overflow():
+    return keras.optimizers.SGD(1e30)
 
 
 def ema():
@@ -130,11 +142,13 @@ def ema():
         (lambda: [keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr / (1 + epoch))], None),
         (lambda: [keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=10.0)], None),
         (lambda: [keras.callbacks.EarlyStopping(patience=1, min_delta=10.0, restore_best_weights=True)], None),
+        (lambda: [StopAtBatch()], None),
+        (lambda: [keras.callbacks.TerminateOnNaN()], overflow),
         (list, ema),
         (lambda: [keras.callbacks.SwapEMAWeights()], ema),
         (lambda: [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)], ema),
     ],
-    ids=["none", "scheduler", "plateau", "early stopping", "ema", "swap", "swap on epoch"],
+    ids=["none", "scheduler", "plateau", "early stopping", "stop", "nan", "ema", "swap", "swap on epoch"],
 )
 def test_callbacks_are_called_with_kerass_logs_and_leave_kerass_weights(callbacks, optimizer):
     plain, ours = Calls(), Calls()
