@@ -117,7 +117,12 @@ class Adapter(Protocol):
 
 
 def framework_of(model: Any) -> str:
-    """Return "keras" or "torch" for a model, without importing either; TypeError for anything else."""
+    """Return "keras" or "torch" for a model, without importing either; TypeError for anything else.
+
+    A dict of torch modules is a model, too.
+    """
+    if isinstance(model, dict) and model and all(framework_of(each) == "torch" for each in model.values()):
+        return "torch"
     homes = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     # Keras first: with its torch backend a Keras model is a torch.nn.Module too.
     for framework in ("keras", "torch"):

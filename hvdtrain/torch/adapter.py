@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,8 +24,9 @@ from hvdtrain.torch import names, training_state
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
-from hvdtrain.torch.steps import LossStep, OwnStep, move, without_gradient
-from hvdtrain.torch.update import Update, first_non_finite
+from hvdtrain.torch.named_steps import END, Names, check_optimizers
+from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, without_gradient
+from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()
@@ -44,23 +46,34 @@ class TorchAdapter:
         world: World,
         step: Any = None,
     ) -> None:
-        _check(model, optimizer, loss, step)
+        given, several = model, isinstance(optimizer, dict)
+        if isinstance(model, dict):
+            model = nn.ModuleDict(model)
+        optimizers: dict[str, Any] = optimizer if several else {"": optimizer}
+        _check(model, optimizers, loss, step)
         self._options, self._world, self._device = options, world, torch.device(world.device)
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
         self._model = model.to(self._device)
-        training_state.move_optimizer(optimizer, self._device)
+        for each in optimizers.values():
+            training_state.move_optimizer(each, self._device)
         if isinstance(loss, nn.Module):
             loss = loss.to(self._device)
+        named = named_metrics(metrics, loss)
         self._step: LossStep | OwnStep = LossStep(model, loss, self._to_device, world.rank)
         if step is not None:
-            self._step = OwnStep(model, step, self._to_device, world.rank, has_metrics=bool(metrics))
+            kind = YieldingStep if several else OwnStep
+            self._step = kind(given, step, self._to_device, world.rank, has_metrics=bool(named))
         self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._syncs_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
-        self._totals = Totals(named_metrics(metrics, loss), self._device, world)
+        losses = [_loss_name(name) for name in optimizers]
+        self._totals = Totals(named, self._device, world, losses)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
-        self._update = Update(optimizer, model, loss=loss, options=options, world=world)
+        how: dict[str, Any] = {"loss": loss, "options": options, "world": world}
+        self._updates = {name: Update(each, model, name=name, **how) for name, each in optimizers.items()}
+        self._update = next(iter(self._updates.values()))
+        self._names = Names(list(optimizers), world)
         self.fault: Fault | None = None
         self._before = BufferSnapshot(model, self._totals) if options.nan_policy in ("skip", "stop") else None
 
@@ -78,12 +91,14 @@ class TorchAdapter:
                 group["lr"] = rate
 
     def _groups(self) -> list[dict[str, Any]]:
-        return self._update.optimizer.param_groups  # type: ignore[no-any-return]
+        return [group for update in self._updates.values() for group in update.optimizer.param_groups]
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
         """Random states, buffers, the epoch's totals, and which gradients travel together."""
-        held = training_state.rank_state(self._model) | self._update.rank_state
+        held = training_state.rank_state(self._model)
+        for update in self._updates.values():
+            held |= update.rank_state
         if self._training:
             held["sum.totals"] = self._totals.numbers
             held |= self._totals.stateful.arrays()
@@ -92,7 +107,8 @@ class TorchAdapter:
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         training_state.set_rank_state(held, self._model)
-        self._update.rank_state = held
+        for update in self._updates.values():
+            update.rank_state = held
         if "sum.totals" in held:
             self._totals.numbers = held["sum.totals"]
             self._totals.stateful.load(held)
@@ -102,7 +118,8 @@ class TorchAdapter:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
         if self._reduced:
             hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
-        self._update.start()
+        for update in self._updates.values():
+            update.start()
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""
@@ -112,6 +129,9 @@ class TorchAdapter:
             self._training = True
         if first or not self._model.training:
             self._model.train()
+        if isinstance(self._step, YieldingStep):
+            self.fault = self._take_named_steps(self._step, batches, first=first)
+            return
         if self._before is not None:
             self._before.take()
         update = self._update
@@ -127,13 +147,64 @@ class TorchAdapter:
                 update.backward(self._run_empty(batch) if loss is None else without_gradient(loss))
         self.fault = self._fault(update, batches) if update.is_refused() else None
 
+    def _take_named_steps(self, step: YieldingStep, batches: Sequence[Batch], *, first: bool) -> Fault | None:
+        """Take one reduced step for each name that the user's step yields for the batches, which advance together."""
+        runs = [self._run(step, batch) for batch in batches]
+        for number in itertools.count():
+            if self._before is not None:
+                self._before.take()
+            update, begun, mine = self._update, END, 0.0
+            for index, (batch, run) in enumerate(zip(batches, runs, strict=True)):
+                with self._computing(batch):
+                    name, found = (None, None) if run is None else next(run, (END, None))
+                weight = found.count if found else 0.0
+                mine += weight
+                # A rank without samples learns here which optimizer the others have chosen.
+                chosen, total = self._names.agree(name, mine, begun if index else None)
+                if not index:
+                    begun = chosen
+                    if chosen != END:
+                        update = self._updates[chosen]
+                        weights = update.begin(batches, everyone=self._syncs_in_forward, first=first)
+                if chosen == END:
+                    continue
+                weights.counted[index] = counted = Counted(weight, weight, batch.local_count, False)
+                weights.expect(index, total)
+                if found and weight:
+                    self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_name(chosen))
+                    update.backward(found.mean, weights.factor(index))
+                elif found and self._syncs_in_forward:
+                    update.backward(without_gradient(found.mean))
+            if begun == END:
+                return None
+            if update.is_refused():
+                return self._fault(update, batches, number)
+        return None
+
+    def _run(self, step: YieldingStep, batch: Batch) -> Iterator[Yielded] | None:
+        """Return the user's step over a batch; None where this rank has no samples and nothing synchronizes."""
+        if not batch.local_count and not self._syncs_in_forward:
+            return None
+        if not batch.local_count:
+            self._check_data(batch)
+        return step.run(batch)
+
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""
         counted = self._update.weights.count(batch)
-        if counted.weight:
-            self._model.eval()
-            with torch.inference_mode():
+        if not counted.weight:
+            return
+        self._model.eval()
+        with torch.inference_mode():
+            if not isinstance(self._step, YieldingStep):
                 self._forward(batch, counted)
+                return
+            with self._computing(batch):
+                for name, found in self._step.run(batch):
+                    counted = Counted(found.count, found.count, batch.local_count, False)
+                    self._names.check(name)
+                    if counted.weight:
+                        self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_name(name))
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
@@ -178,24 +249,33 @@ class TorchAdapter:
         for buffer, part in zip(buffers, settled.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(part.reshape(buffer.shape))
 
+    def _optimizers(self) -> training_state.Optimizers:
+        return {name: (update.optimizer, update.scaler) for name, update in self._updates.items()}
+
     def state(self) -> State:
         """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""
-        return training_state.capture(self._model, self._update.optimizer, self._update.scaler)
+        return training_state.capture(self._model, self._optimizers())
 
     def load_state(self, state: State) -> None:
         """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
-        training_state.restore(state, self._model, self._update.optimizer, self._update.scaler)
+        training_state.restore(state, self._model, self._optimizers())
 
     def _forward(self, batch: Batch, counted: Counted, *, again: bool = False) -> tuple[torch.Tensor, Counted]:
         """Return the loss, a scalar, and what counts of the batch; add both to the metrics, unless run `again`."""
-        alone = batch.local_count == 1 and batch.global_count > 1 and self._model.training
-        with self._autocast(), self._normalize_by_running_statistics() if alone else _PLAIN:
+        with self._computing(batch):
             found = self._step(batch)
         if found.count is not None:
             counted = Counted(found.count, found.count, batch.local_count, False)
         if counted.weight and not again:
             self._totals.add(found.outputs, found.targets, found.mean, counted)
         return found.mean, counted
+
+    @contextmanager
+    def _computing(self, batch: Batch) -> Iterator[None]:
+        """Compute in the chosen precision."""
+        alone = batch.local_count == 1 and batch.global_count > 1 and self._model.training
+        with self._autocast(), self._normalize_by_running_statistics() if alone else _PLAIN:
+            yield
 
     @contextmanager
     def _normalize_by_running_statistics(self) -> Iterator[None]:
@@ -206,15 +286,27 @@ class TorchAdapter:
         finally:
             norms.train()
 
+    def _loss_again(self, batch: Batch, counted: Counted, number: int) -> torch.Tensor:
+        """Return the loss of a batch once more; of several, the one that is yielded after `number` others."""
+        if isinstance(self._step, YieldingStep):
+            with self._computing(batch):
+                _, found = next(itertools.islice(self._step.run(batch), number, None))
+            return found.mean  # type: ignore[no-any-return]
+        return self._forward(batch, counted, again=True)[0] if counted.weight else self._run_empty(batch)
+
     def _run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through a model whose layers synchronize in forward and backward; return a loss of zero."""
-        if batch.inputs is None:
+        self._check_data(batch)
+        with self._autocast():
+            return self._step.run_empty(batch)
+
+    def _check_data(self, batch: Batch) -> None:
+        """Raise if there is no batch from which one of no samples could be made."""
+        if batch.item is None and batch.inputs is None:
             raise HvdTrainError(
                 f"rank {self._world.rank} never had any data, so its SyncBatchNorm cannot synchronize. Give "
                 "every rank at least one sample, or use fewer ranks."
             )
-        with self._autocast():
-            return self._step.run_empty(batch)
 
     def _to_device(self, tree: Any) -> Any:
         return move(lambda value: as_tensor(value, self._device, self._dtype), tree)
@@ -223,8 +315,8 @@ class TorchAdapter:
         dtype = _AUTOCAST.get(self._options.precision)
         return torch.autocast(self._device.type, dtype=dtype) if dtype else _PLAIN
 
-    def _fault(self, update: Update, batches: Sequence[Batch]) -> Fault:
-        """Return what is not finite, and undo the step as far as `nan_policy` requests."""
+    def _fault(self, update: Update, batches: Sequence[Batch], number: int = 0) -> Fault:
+        """Return what is not finite, and undo the step as far as `nan_policy` requests; `number` counts its yields."""
         parameters = update.parameters
         reduced = first_non_finite([(p, p.grad) for p in parameters])
         losses, own = [], None
@@ -232,12 +324,13 @@ class TorchAdapter:
         for batch, counted in zip(batches, update.weights.counted, strict=True):
             if counted.weight:
                 # Once more, for this rank alone: hooks that reduce gradients do not see what autograd returns.
-                loss, _ = self._forward(batch, counted, again=True)
+                loss = self._loss_again(batch, counted, number)
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 own = first_non_finite(zip(trained, gradients, strict=True)) if own is None else own
                 losses.append(float(loss.detach()))
             elif self._syncs_in_forward:
-                torch.autograd.grad(self._run_empty(batch), trained, allow_unused=True)
+                nothing = self._loss_again(batch, counted, number) * 0.0
+                torch.autograd.grad(nothing, trained, allow_unused=True)
         if self._before is not None:
             self._before.restore()
         update.optimizer.zero_grad()
@@ -246,7 +339,11 @@ class TorchAdapter:
         return Fault(name_of.get(reduced, "none"), name_of.get(own), loss_mean)
 
 
-def _check(model: nn.Module, optimizer: Any, loss: Any, step: Any) -> None:
+def _loss_name(optimizer: str) -> str:
+    return f"{optimizer}_loss" if optimizer else "loss"
+
+
+def _check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any) -> None:
     if loss is not None and step is not None:
         raise ValueError(f"Give loss= or step=, not both: step computes the loss. Received: {loss=}, {step=}")
     if step is None and not callable(loss):
@@ -254,21 +351,23 @@ def _check(model: nn.Module, optimizer: Any, loss: Any, step: Any) -> None:
         raise TypeError(f"{wanted}, a callable (model, batch) -> hvdtrain.Loss. Received: loss={loss!r}")
     if step is not None and not callable(step):
         raise TypeError(f"step must be a callable (model, batch) -> hvdtrain.Loss. Received: step={step!r}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer. Received: {optimizer!r}")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            "The Trainer computes the gradients of a step once, and this optimizer needs a closure that computes them "
-            "again. Write your own loop with hvdtrain.torch.DistributedOptimizer: its step(closure) reduces gradients "
-            f"and loss each time. Received: {type(optimizer).__name__}"
-        )
-    check_parameters(model, optimizer)
-    if hasattr(optimizer, "skip_synchronize"):
-        raise ValueError(
-            "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
-            f"DistributedOptimizer of {type(optimizer).__name__}"
-        )
+    if step is None and list(optimizers) != [""]:
+        raise ValueError(f"Several optimizers need step=, which yields their names. Received: {', '.join(optimizers)}")
+    check_optimizers(optimizers)
+    for optimizer in optimizers.values():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                "The Trainer computes the gradients of a step once, and this optimizer needs a closure that computes "
+                "them again. Write your own loop with hvdtrain.torch.DistributedOptimizer: its step(closure) reduces "
+                f"gradients and loss each time. Received: {type(optimizer).__name__}"
+            )
+        check_parameters(model, optimizer)
+        if hasattr(optimizer, "skip_synchronize"):
+            raise ValueError(
+                "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
+                f"DistributedOptimizer of {type(optimizer).__name__}"
+            )
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -286,30 +385,6 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 f"optimizer must be made from this model's own parameters(). Received: parameter group {index} with "
                 f"{len(foreign)} others, the first of shape {foreign[0]}"
             )
-
-
-class BufferSnapshot:
-    """What a step changes before its gradient is known: the model's buffers, and what metrics have counted."""
-
-    def __init__(self, model: nn.Module, totals: Totals) -> None:
-        self._buffers, self._totals = [*model.buffers(), totals.sums], totals
-        self._saved = [buffer.detach().clone() for buffer in self._buffers]
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Save the state before a step."""
-        for saved, buffer in zip(self._saved, self._buffers, strict=True):
-            saved.copy_(buffer)
-        self._counts = list(self._totals.counts)
-        self._undo = self._totals.stateful.snapshot()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore that state."""
-        for saved, buffer in zip(self._saved, self._buffers, strict=True):
-            buffer.copy_(saved)
-        self._totals.counts = list(self._counts)
-        self._undo()
 
 
 make_adapter = TorchAdapter

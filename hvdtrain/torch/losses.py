@@ -107,13 +107,19 @@ class LossWeights:
         if self._world.size > 1:  # until labels have counted, no sum is known: exchange it
             self.expected = self.per_sample * self._samples or self._exchange(self.weight)
 
-    def expect(self, index: int) -> None:
-        """Expect a sum before backward over batch `index`; every rank calls it after each forward of an own step."""
+    def expect(self, index: int, total: float | None = None) -> None:
+        """Expect a sum before backward over batch `index`; every rank calls it after each forward of an own step.
+
+        `total` is the sum over all ranks so far, if it is known.
+        """
         if self._loss is not None or self.weight is None:
             return
         self.weight += self.counted[index].weight
+        if total is not None and not index:
+            self.expected = 0.0
         if not self.expected:  # on no rank: nothing has counted yet
-            total = self._exchange(self.weight) if self._world.size > 1 else self.weight
+            if total is None:
+                total = self._exchange(self.weight) if self._world.size > 1 else self.weight
             self.expected = total * self._samples / sum(self._counts[: index + 1])
 
     def _exchange(self, weight: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,25 +91,29 @@ def _class_axis(outputs: torch.Tensor, targets: torch.Tensor) -> int:
 class Totals:
     """Running sum and count of the loss and each metric. Sums stay on the device; only `numbers` waits for it."""
 
-    def __init__(self, metrics: Mapping[str, Any], device: torch.device, world: World) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Any], device: torch.device, world: World, losses: Sequence[str] = ("loss",)
+    ) -> None:
+        self._losses = list(losses)
         self.stateful = StatefulMetrics({n: each for n, each in metrics.items() if is_stateful(each)}, device, world)
         self._metrics: dict[str, Metric] = {n: each for n, each in metrics.items() if not is_stateful(each)}
         self._has_metrics, self._rank = bool(metrics), world.rank
         # float64, so that a mean over 10^7 samples loses no digits.
-        self.sums = torch.zeros(2, 1 + len(self._metrics), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, len(losses) + len(self._metrics), dtype=torch.float64, device=device)
         # Counts of masked values are on the device; all other counts are on the host.
         self._cells, self._masked_counts = (row.unbind() for row in self.sums)
         self.counts = [0.0] * len(self._cells)
 
-    def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted) -> None:
-        """Add a batch: its loss, a scalar, and each metric's values."""
-        self._cells[0].add_(loss.detach(), alpha=counted.factor)
-        self.counts[0] += counted.weight
-        if not self._has_metrics:
+    def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted, loss_name: str = "loss") -> None:
+        """Add a batch: its loss, a scalar, and each metric's values; without outputs, the loss alone."""
+        row = self._losses.index(loss_name)
+        self._cells[row].add_(loss.detach(), alpha=counted.factor)
+        self.counts[row] += counted.weight
+        if not self._has_metrics or outputs is None:
             return
         with torch.no_grad():
             outputs = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
-            for row, (name, metric) in enumerate(self._metrics.items(), start=1):
+            for row, (name, metric) in enumerate(self._metrics.items(), start=len(self._losses)):
                 values = torch.as_tensor(metric(outputs, targets))
                 if not values.dim() and counted.samples != 1:
                     raise ValueError(self._one_number(name, counted.samples))
@@ -157,5 +161,5 @@ class Totals:
         totals = reduce(np.concatenate([mine, self.stateful.numbers]))
         sums, counts = totals[: len(mine)].reshape(2, -1)
         means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts != 0)
-        found = dict(zip(["loss", *self._metrics], means.tolist(), strict=True))
+        found = dict(zip([*self._losses, *self._metrics], means.tolist(), strict=True))
         return found | self.stateful.results(totals[len(mine) :], taken=found, live=live)

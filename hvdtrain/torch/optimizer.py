@@ -22,7 +22,7 @@ from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.engine import Adasum, Average
 from hvdtrain.torch.functions import allgather_object
 from hvdtrain.torch.reduce_ops import Reduction, check_adasum, submit
-from hvdtrain.torch.reducer import Reducer
+from hvdtrain.torch.reducer import ANOTHERS_BACKWARD, Reducer
 from hvdtrain.torch.reduction_unit import ReducerOptions
 
 _OURS = ("_hvd_reducer", "_hvd_should_synchronize")
@@ -101,7 +101,7 @@ class DistributedMixin(torch.optim.Optimizer):
         if reducer.is_in_flight:
             raise AssertionError(
                 "zero_grad() was called after backward() and before step(), while the gradients are being reduced. "
-                "Call optimizer.step() or optimizer.synchronize() first."
+                f"Call optimizer.step() or optimizer.synchronize() first. {ANOTHERS_BACKWARD}"
             )
         reducer.is_synchronized = False
         super().zero_grad(set_to_none)

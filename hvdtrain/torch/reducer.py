@@ -24,6 +24,11 @@ from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, 
 
 _Counts = list[list[tuple[int, int]]]  # for each unit and parameter: on how many ranks it is dense, and sparse
 
+ANOTHERS_BACKWARD = (
+    "If another optimizer's loss goes through these parameters, as a GAN's does, leave them out of its backward: "
+    "loss.backward(inputs=list(generator.parameters()))."
+)
+
 
 class Reducer:
     """Reduces gradients over ranks, and owns the names of parameters; the optimizer calls `synchronize` before a step.
@@ -194,7 +199,8 @@ class Reducer:
         if self.passes[param] >= self.passes_per_step:
             raise AssertionError(
                 f"The gradient of {self.names[param]} was computed more than backward_passes_per_step="
-                f"{self.passes_per_step} times before step(). Raise it, or call optimizer.step() after each backward."
+                f"{self.passes_per_step} times before step(). Raise it, or call optimizer.step() after each backward. "
+                f"{ANOTHERS_BACKWARD}"
             )
         self.is_synchronized = False
         self.passes[param] += 1

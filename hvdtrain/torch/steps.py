@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ _EXAMPLE = """
 _RETURN_EXAMPLE = """
     def step(model, batch):
         return hvdtrain.Loss(model(**batch).loss, count=tokens)  # a mean, and what it was divided by"""
+
+_YIELD_EXAMPLE = """
+    def step(models, batch):
+        yield "d", hvdtrain.Loss(d_loss(models, batch))
+        yield "g", hvdtrain.Loss(g_loss(models, batch))"""
 
 
 class LossStep:
@@ -73,14 +79,25 @@ class OwnStep:
     """Calls the user's `step(model, batch)` on all that the data yields."""
 
     def __init__(
-        self, model: nn.Module, step: Callable[[Any, Any], Loss], to_device: ToDevice, rank: int, *, has_metrics: bool
+        self, model: Any, step: Callable[[Any, Any], Any], to_device: ToDevice, rank: int, *, has_metrics: bool
     ) -> None:
         self._model, self._step, self._to_device, self._rank = model, step, to_device, rank
         self._has_metrics = has_metrics
 
     def __call__(self, batch: Batch) -> Loss:
         """Return what the user's step returns, checked, with its count as a number."""
-        returned = self._step(self._model, self._to_device(batch.item))
+        found = self._checked(self._step(self._model, self._to_device(batch.item)), batch)
+        if self._has_metrics and (found.outputs is None or found.targets is None):
+            raise ValueError(self._no_outputs())
+        return found
+
+    def _no_outputs(self) -> str:
+        return (
+            "Metrics take outputs and targets from step: return hvdtrain.Loss(mean, count, outputs=..., targets=...). "
+            f"Received: a Loss without them on rank {self._rank}"
+        )
+
+    def _checked(self, returned: Any, batch: Batch) -> Loss:
         if not isinstance(returned, Loss):
             raise TypeError(
                 f"step must return a hvdtrain.Loss. Received: {describe(returned)} on rank {self._rank}. For "
@@ -91,11 +108,6 @@ class OwnStep:
             raise TypeError(
                 "Loss.mean must be a tensor of one element, such as loss.mean(). Received: "
                 f"{describe(mean)} on rank {self._rank}"
-            )
-        if self._has_metrics and (returned.outputs is None or returned.targets is None):
-            raise ValueError(
-                "Metrics take outputs and targets from step: return hvdtrain.Loss(mean, count, outputs=..., "
-                f"targets=...). Received: a Loss without them on rank {self._rank}"
             )
         # A rank must know that its count is 0 before backward: the gradient of a mean over nothing is NaN.
         count = batch.local_count if returned.count is None else float(returned.count)
@@ -118,16 +130,67 @@ class OwnStep:
 
     def run_empty(self, batch: Batch) -> torch.Tensor:
         """Run the step on a batch of no samples; return a loss whose gradient is zero."""
+        with self._without_samples():
+            mean: torch.Tensor = self(self._emptied(batch)).mean
+        return mean * 0.0
+
+    def _emptied(self, batch: Batch) -> Batch:
+        return dataclasses.replace(batch, item=move(_no_rows, self._to_device(batch.item)), local_count=0)
+
+    @contextmanager
+    def _without_samples(self) -> Iterator[None]:
         try:
-            nothing = move(_no_rows, self._to_device(batch.item))
-            mean: torch.Tensor = self(dataclasses.replace(batch, item=nothing, local_count=0)).mean
-            return mean * 0.0
+            yield
         except Exception as error:
             raise HvdTrainError(
                 f"rank {self._rank} has no samples in this step. Its SyncBatchNorm synchronizes with other ranks, so "
                 f"step was called on a batch of 0 samples, and raised {type(error).__name__}: {error}. Let step take "
                 "such a batch, or use data that gives every rank samples in every step."
             ) from error
+
+
+Yielded = tuple[str, Loss]
+
+
+class YieldingStep(OwnStep):
+    """Calls the user's step of several optimizers, a generator of (name, Loss)."""
+
+    def run(self, batch: Batch) -> Iterator[Yielded]:
+        """Yield what the user's step yields, checked."""
+        if not batch.local_count:  # for a SyncBatchNorm: see `run_empty`
+            with self._without_samples():
+                yield from self._run(self._emptied(batch))
+            return
+        yield from self._run(batch)
+
+    def _run(self, batch: Batch) -> Iterator[Yielded]:
+        yields = self._step(self._model, self._to_device(batch.item))
+        if not isinstance(yields, Iterator):
+            raise TypeError(self._no_pair(yields))
+        has_outputs = not self._has_metrics
+        for pair in yields:
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise TypeError(self._no_pair(pair))
+            found = self._checked(pair[1], batch)
+            has_outputs |= found.outputs is not None and found.targets is not None
+            yield pair[0], found
+        if not has_outputs:
+            raise ValueError(self._no_outputs())
+
+    def _no_pair(self, received: Any) -> str:
+        return (
+            "With several optimizers step must yield pairs (name, hvdtrain.Loss). Received: "
+            f"{describe(received)} on rank {self._rank}. For example:{_YIELD_EXAMPLE}"
+        )
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the outputs of a single model; of several it is not known which one to call."""
+        if isinstance(self._model, nn.Module):
+            return super().predict(inputs)
+        raise TypeError(
+            f"predict needs one model. Received: a Trainer of {', '.join(self._model)}. Make a Trainer of that one "
+            "model, or call it."
+        )
 
 
 def without_gradient(loss: torch.Tensor) -> torch.Tensor:

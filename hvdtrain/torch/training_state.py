@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from hvdtrain.adapter import State
 from hvdtrain.data.sources import as_array
 from hvdtrain.torch import names
+
+Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by name; a single one has the name ""
 
 
 def to_host(tensor: torch.Tensor) -> NDArray[Any]:
@@ -26,26 +29,40 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
                 state[name] = value.to(device)
 
 
-def capture(model: torch.nn.Module, optimizer: Any, scaler: Any) -> State:
+def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
     """Return all that training changes; on the host as views of it, since a copy is as large as the model."""
     arrays = {f"model.{name}": as_array(tensor) for name, tensor in _tensors(model).items()}
+    metas = {}
+    for name, (optimizer, scaler) in optimizers.items():
+        tensors, metas[name] = _capture_optimizer(optimizer, scaler)
+        arrays |= {f"{_prefix(name)}{key}": value for key, value in tensors.items()}
+    unsettled = frozenset(f"model.{name}" for name, _ in names.buffers(model))
+    trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
+    meta = metas.get("", {"optimizers": metas})
+    return State(arrays, meta, unsettled=unsettled, trained=trained)
+
+
+def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     saved = optimizer.state_dict()
+    arrays: dict[str, NDArray[Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
         tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-        arrays |= {f"optimizer.{index}.{name}": as_array(value) for name, value in tensors.items()}
+        arrays |= {f"{index}.{name}": as_array(value) for name, value in tensors.items()}
         scalars[str(index)] = {name: value for name, value in entries.items() if name not in tensors}
     groups = [
         {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in saved["param_groups"]
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
-    unsettled = frozenset(f"model.{name}" for name, _ in names.buffers(model))
-    trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
-    return State(arrays, meta, unsettled=unsettled, trained=trained)
+    return arrays, meta
 
 
-def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
+def _prefix(name: str) -> str:
+    return f"optimizer.{name}." if name else "optimizer."
+
+
+def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> None:
     """Restore what `capture` returned; a ValueError names the first tensor that does not fit, before any changes."""
     current = _tensors(model)
     saved = {names.plain(name[6:]): array for name, array in state.arrays.items() if name.startswith("model.")}
@@ -54,23 +71,34 @@ def restore(state: State, model: torch.nn.Module, optimizer: Any, scaler: Any) -
         here, there = shapes.get(name, "missing"), saved_shapes.get(name, "missing")
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
-    if state.meta["layout"] != _layout(optimizer):
-        raise ValueError(f"the optimizer is {state.meta['layout']} in the checkpoint and {_layout(optimizer)} here")
+    metas = state.meta.get("optimizers", {"": state.meta})
+    if sorted(metas) != sorted(optimizers):
+        raise ValueError(f"the checkpoint has the optimizers {sorted(metas)}, and here are {sorted(optimizers)}")
+    for name, (optimizer, _) in optimizers.items():
+        before, layout = metas[name]["layout"], _layout(optimizer)
+        if before != layout:
+            raise ValueError(f"the optimizer{name and ' '}{name} is {before} in the checkpoint and {layout} here")
     with torch.no_grad():
         for name, tensor in current.items():
             tensor.copy_(torch.from_numpy(saved[name]))
-    entries: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state.meta["optimizer"].items()}
-    for name, array in state.arrays.items():
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".", 2)
-            entries[int(index)][key] = torch.from_numpy(array.copy())  # the caller's stays as it is
+    for name, (optimizer, scaler) in optimizers.items():
+        prefix = _prefix(name)
+        own = {key.removeprefix(prefix): array for key, array in state.arrays.items() if key.startswith(prefix)}
+        _restore_optimizer(own, metas[name], optimizer, scaler)
+
+
+def _restore_optimizer(arrays: dict[str, NDArray[Any]], meta: dict[str, Any], optimizer: Any, scaler: Any) -> None:
+    entries: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in meta["optimizer"].items()}
+    for name, array in arrays.items():
+        index, key = name.split(".", 1)
+        entries[int(index)][key] = torch.from_numpy(array.copy())  # the caller's stays as it is
     groups = [
         {**_as_before(group, old), "params": group["params"]}
-        for group, old in zip(optimizer.state_dict()["param_groups"], state.meta["groups"], strict=True)
+        for group, old in zip(optimizer.state_dict()["param_groups"], meta["groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    if state.meta["scaler"]:  # empty where the checkpoint's run had none
-        scaler.load_state_dict(state.meta["scaler"])
+    if meta["scaler"]:  # empty where the checkpoint's run had none
+        scaler.load_state_dict(meta["scaler"])
 
 
 def random_states() -> dict[str, NDArray[Any]]:

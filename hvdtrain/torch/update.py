@@ -18,15 +18,20 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import clipping, fused_update, names
 from hvdtrain.torch.losses import LossWeights
+from hvdtrain.torch.metrics import Totals
 
 
 class Update:
     """Reduces the gradients of one optimizer's parameters, and takes its step.
 
-    `loss` is None for a step of the user's own, whose losses bring their counts.
+    `loss` is None for a step of the user's own, whose losses bring their counts. One of several has a `name`.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module, *, loss: Any, options: Options, world: World) -> None:
+    def __init__(
+        self, optimizer: Any, model: nn.Module, *, loss: Any, options: Options, world: World, name: str = ""
+    ) -> None:
+        self.name = name
+        self._suffix = f".{name}" if name else ""
         self._options, self._world, self._device = options, world, torch.device(world.device)
         self.weights = LossWeights(loss, world)
         self.optimizer = optimizer
@@ -46,17 +51,18 @@ class Update:
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
         """Which gradients travel together, and the largest weight of a sample."""
-        held = {"max.loss_per_sample": np.array([self.weights.per_sample])}
+        held = {f"max.loss_per_sample{self._suffix}": np.array([self.weights.per_sample])}
         if self._reduced and (packed := self.optimizer._hvd_reducer.packed) is not None:
-            held["max.packed"] = packed
+            held[f"max.packed{self._suffix}"] = packed
         return held
 
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
-        if "max.packed" in held and self._reduced:
-            self.optimizer._hvd_reducer.packed = held["max.packed"]
-        if "max.loss_per_sample" in held:
-            self.weights.per_sample = float(held["max.loss_per_sample"][0])
+        packed, per_sample = f"max.packed{self._suffix}", f"max.loss_per_sample{self._suffix}"
+        if packed in held and self._reduced:
+            self.optimizer._hvd_reducer.packed = held[packed]
+        if per_sample in held:
+            self.weights.per_sample = float(held[per_sample][0])
 
     def start(self) -> None:
         """Broadcast the root's optimizer state and precision scaler."""
@@ -78,8 +84,9 @@ class Update:
         return self.weights
 
     def backward(self, loss: torch.Tensor, factor: float = 1.0) -> None:
-        """Add the gradient of a loss that is multiplied by `factor`."""
-        self.scaler.scale(loss if factor == 1.0 else loss * factor).backward()
+        """Add the gradient of a loss times `factor`; one of several optimizers, to its own parameters only."""
+        inputs = [p for p in self.parameters if p.requires_grad] if self.name else None
+        self.scaler.scale(loss if factor == 1.0 else loss * factor).backward(inputs=inputs)
 
     def is_refused(self) -> bool:
         """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite."""
@@ -120,3 +127,27 @@ def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
 def first_non_finite(gradients: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> nn.Parameter | None:
     """Return the first parameter whose gradient is not finite."""
     return next((parameter for parameter, gradient in gradients if not all_finite([gradient])), None)
+
+
+class BufferSnapshot:
+    """What a step changes before its gradient is known: the model's buffers, and what metrics have counted."""
+
+    def __init__(self, model: nn.Module, totals: Totals) -> None:
+        self._buffers, self._totals = [*model.buffers(), totals.sums], totals
+        self._saved = [buffer.detach().clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Save the state before a step."""
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            saved.copy_(buffer)
+        self._counts = list(self._totals.counts)
+        self._undo = self._totals.stateful.snapshot()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore that state."""
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            buffer.copy_(saved)
+        self._totals.counts = list(self._counts)
+        self._undo()
