@@ -73,7 +73,8 @@ def _tf_dataset(data: Any, world: World) -> Source:
     steps = -(-cardinality // world.size) if cardinality > 0 else None
     source = IteratedSource(batches, world=world, steps=steps, filler=lambda rows: for_backend(_zeros(data, rows)))
     source.facts["seeds of shuffle (global, own)"] = seeds
-    source.facts["endless"] = cardinality == -1
+    if cardinality == -1:
+        source.facts["endless"] = True
     return source
 
 

@@ -175,7 +175,8 @@ class Loop:
         """Return log lines: which run is resumed, from where, and whether something is left to train."""
         if self.resumed_from is None or self.run_id is None:
             return []
-        line = f"resumed run {self.run_id.name} from {self.resumed_from}, {self.progress.describe()}"
+        place = "the last commit" if self.resumed_from == "in memory" else self.resumed_from
+        line = f"resumed run {self.run_id.name} from {place}, {self.progress.describe()}"
         return [line, f"nothing is left to train{self.budget.describe()}"] if self.is_finished else [line]
 
     def _is_spent(self) -> bool:

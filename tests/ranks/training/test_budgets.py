@@ -47,7 +47,7 @@ def assert_same(ours, theirs):
     }
 
 
-@pytest.mark.every_backend
+@pytest.mark.on_keras
 @pytest.mark.world_size(2, 3)
 def test_validation_within_an_epoch_is_that_of_a_run_that_ends_there_and_training_does_not_notice(kit, world):
     plain = train(kit, world, steps=11)

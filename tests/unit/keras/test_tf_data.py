@@ -10,7 +10,9 @@ pytest.importorskip("keras")
 from hvdtrain.data.sources import Consumed  # noqa: E402
 from hvdtrain.distributed.world import SoloWorld  # noqa: E402
 from hvdtrain.keras.sources import as_source  # noqa: E402
-from hvdtrain.training.progress import check_data  # noqa: E402
+from hvdtrain.training.arguments import check_end  # noqa: E402
+from hvdtrain.training.progress import Budget, check_data  # noqa: E402
+from hvdtrain.training.validation import Validation  # noqa: E402
 
 
 class OfTwo(SoloWorld):
@@ -28,6 +30,18 @@ def test_an_epoch_of_two_ranks_goes_on_on_one():
     facts = [as_source(rows, batch_size=2, world=world, seed=0).facts for world in (OfTwo(), SoloWorld())]
     check_data(*facts)
     check_data(*reversed(facts))
+
+
+def test_an_infinite_dataset_needs_steps_or_seconds():
+    source = as_source(tf.data.Dataset.range(4).batch(2).repeat(), batch_size=2, world=SoloWorld(), seed=0)
+    with pytest.raises(ValueError, match=r"train never ends.*epochs=1\. Give steps or seconds"):
+        check_end(source, Budget(epochs=1))
+    check_end(source, Budget(steps=3))
+    check_end(source, Budget(epochs=1, seconds=3.0))
+    with pytest.raises(ValueError, match="data to evaluate never ends"):
+        Validation(None, None).evaluate(source)
+    rest = source.epoch(0, shuffle=True, after=Consumed(samples=6, batches=3))
+    assert [next(rest).inputs.numpy().tolist() for _ in range(3)] == [[2, 3], [0, 1], [2, 3]]
 
 
 def test_one_rank_takes_a_shuffle_without_a_seed():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint, CSVLogger, EarlyStopping
 from hvdtrain.checkpoint.store import Store
 from hvdtrain.tools.report.reading import read_run
+from hvdtrain.training import preemption
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
@@ -282,3 +285,18 @@ def test_validations_within_epochs_are_shown_and_recorded(make, net, tmp_path, c
 def test_a_best_that_no_validation_has_is_shown_at_the_first_one(make, net, tmp_path):
     with pytest.raises(ValueError, match=r"best must be one of \['val_clean_loss', 'val_noisy_loss'\].*'val_loss'"):
         fit(make, net, Checkpoint(tmp_path, best="val_loss"), validation=SETS, validate_every=2)
+
+
+def test_a_stop_that_is_requested_during_validation_comes_when_it_is_done(make, net, tmp_path):
+    class Ask(Callback):
+        def on_validation_begin(self, trainer):
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    options = {"validation": SETS, "validate_every": 2, "steps": 9}
+    straight = fit(make, net, **options)
+    with pytest.raises(SystemExit) as ending:
+        fit(make, net, Checkpoint(tmp_path), Ask(), **options)
+    assert ending.value.code == preemption.EXIT_CODE
+    assert Store(tmp_path).newest_first()[0].name == "epoch-000000-step-00000004"
+    assert_same(fit(make, net, Checkpoint(tmp_path), **options), straight)
