@@ -359,7 +359,7 @@ def _check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any) -
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
                 "The Trainer computes the gradients of a step once, and this optimizer needs a closure that computes "
-                "them again. Write your own loop with hvdtrain.torch.DistributedOptimizer: its step(closure) reduces "
+                "them again. Write a custom loop with hvdtrain.torch.DistributedOptimizer: its step(closure) reduces "
                 f"gradients and loss each time. Received: {type(optimizer).__name__}"
             )
         check_parameters(model, optimizer)
