@@ -47,8 +47,7 @@ class Loop:
         self.history = History()
         self.run_id: RunId | None = None
         self.in_epoch = False  # whether an epoch's steps are running; other metrics must not be mixed with theirs
-        self.stop_requested = False  # whether a callback has ended the run on this rank
-        self.stop_within_epoch = False  # whether the run need not wait for the epoch's end
+        self.stop_requested = self.stop_within_epoch = False  # whether a callback has ended the run on this rank
         self.budget = Budget()
         self.validation = Validation(adapter, context)
         self.commits: FitState | None = None  # the last commit, in an elastic job
@@ -382,18 +381,15 @@ class Loop:
         budget = self.budget
         if budget.steps is not None and self.progress.global_step >= budget.steps:
             self._ending = True
-        spent_s, limit_s = 0.0, math.inf
-        if budget.seconds is not None:
-            spent_s, limit_s = self._earlier_s() + self._pace.seconds, budget.seconds
-        if self.stop_within_epoch:  # ranks exchange the largest, so all stop after the same step
-            spent_s = math.inf
+        limit_s = math.inf if budget.seconds is None else budget.seconds
+        # Ranks exchange the largest, so all stop after the same step.
+        spent_s = math.inf if self.stop_within_epoch else self._earlier_s() + self._pace.seconds
         requested = preemption.requested() is not None
         changed = self.commits is not None and self.commits.hosts_have_changed
         report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s)
         if report is None:
             return
-        if report.spent_s >= limit_s:
-            self._ending = True
+        self._ending = self._ending or report.spent_s >= limit_s
         if report.stop:
             if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
                 self._leave()
