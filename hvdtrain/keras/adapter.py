@@ -21,6 +21,7 @@ from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import training_state
+from hvdtrain.keras.metrics import check_sums
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
@@ -99,6 +100,7 @@ class KerasAdapter:
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
         self._warned = False
+        self._checked = world.size == 1  # whether ranks' metrics can be added up
         # Those that reduce. Beside others, compile()'s is often but Keras's default: it comes last.
         self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
         if self._weighted:
@@ -189,8 +191,7 @@ class KerasAdapter:
         variables = metric_variables(self._model)
         mine = copies(variables) if keep else []
         for variable, total in zip(variables, _reduced(variables, reduce), strict=True):
-            # Counts and sums add up, and nearly every metric holds these; the others say so.
-            variable.assign(total if variable.aggregation == "sum" else total / self._world.size)
+            variable.assign(total)  # others than sums were refused
         results = _scalars(self._returned(self._model.get_metrics_result()))
         if keep:
             assign(variables, mine)
@@ -235,6 +236,9 @@ class KerasAdapter:
         if not self._has_metrics:
             # On every rank, also one without samples: ranks sum their metrics, and must have as many.
             self._model._symbolic_build(data_batch=_data(batch, self._world))
+        if not self._checked:
+            data = _data(batch, self._world)
+            self._checked = check_sums(self._model, data, batch.local_count, self._world)
         self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
         self._fresh, self._logs = False, {}
 

@@ -1,0 +1,121 @@
+"""Whether the states of a Keras model's metrics are sums over samples, which ranks can add up.
+
+Keras declares every variable of a metric as a sum, unless its author says otherwise. Keras's own metrics hold sums. For
+metrics of the user's own, the first batch shows it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.data.sources import tree_map
+from hvdtrain.distributed.world import World
+
+log = logging.getLogger("hvdtrain")
+
+_TOLERANCE = 1e-3  # float16 and bfloat16 add up less exactly, but a mean or a maximum differs by far more
+
+
+def check_sums(model: keras.Model, data: Any, count: int, world: World) -> bool:
+    """Raise ValueError on every rank if a metric's state is known not to be a sum over samples; a collective.
+
+    Args:
+        model: a compiled model that is built.
+        data: this rank's batch, (x, y, sample_weight).
+        count: its samples.
+        world: the ranks.
+
+    Returns:
+        False if no rank's batch was large enough to tell.
+    """
+    own = [metric for metric in _metrics(model.metrics) if _is_users_own(metric)]
+    for metric in own:
+        for variable in metric.variables:
+            if variable.aggregation != "sum":
+                raise ValueError(_refusal(metric.name, f"{variable.path} with aggregation={variable.aggregation!r}"))
+    if not own:
+        return True
+    found = ""
+    for metric, args, kwargs in _calls(model, data, own) if count > 1 else ():
+        found = found or _difference(metric, args, kwargs, count)
+    everyone = world.allgather_object([found, count > 1], name="metric_states")
+    for rank, (difference, _) in enumerate(everyone):
+        if difference:
+            raise ValueError(_refusal(difference.partition(":")[0], f"{difference.partition(':')[2]}, on rank {rank}"))
+    return any(each for _, each in everyone)
+
+
+def _metrics(metrics: Any) -> Iterator[keras.Metric]:
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None) or ()
+        if inner:
+            yield from _metrics(inner)
+        else:
+            yield metric
+
+
+def _is_users_own(metric: keras.Metric) -> bool:
+    parts = (type(metric).update_state, getattr(metric, "_fn", None))
+    return any(part is not None and not _home(part).startswith("keras.") for part in parts)
+
+
+def _home(part: Any) -> str:
+    return str(getattr(part, "__module__", None) or type(part).__module__)
+
+
+def _calls(model: keras.Model, data: Any, own: list[keras.Metric]) -> list[tuple[keras.Metric, Any, Any]]:
+    """Return how Keras calls these metrics on a batch; those that a train_step of the user's own calls are not here."""
+    calls: list[tuple[keras.Metric, Any, Any]] = []
+    compiled = model._compile_metrics
+    seen = {id(metric) for metric in _metrics([compiled] if compiled is not None else [])}
+    compiled_own = [metric for metric in own if id(metric) in seen]
+    if not compiled_own:
+        return calls
+    for metric in compiled_own:
+        vars(metric)["update_state"] = lambda *args, metric=metric, **kwargs: calls.append((metric, args, kwargs))
+    try:
+        x, y, sample_weight = tree_map(keras.ops.convert_to_tensor, data)
+        compiled.update_state(y, model(x, training=False), sample_weight)
+    except Exception as error:  # noqa: BLE001 - a step of the user's own may call the model in another way
+        log.debug("metrics were not checked: %s", error)
+    finally:
+        model._clear_losses()
+        for metric in compiled_own:
+            del vars(metric)["update_state"]
+    return calls
+
+
+def _difference(metric: keras.Metric, args: Any, kwargs: Any, count: int) -> str:
+    """Return "name:why" if the state after a batch is not the sum of the states after its parts; else ""."""
+
+    def state(rows: slice) -> list[Any]:
+        part = tree_map(lambda value: _rows(value, rows, count), (list(args), kwargs))
+        updated = metric.stateless_update_state(metric.stateless_reset_state(), *part[0], **part[1])
+        return [np.asarray(keras.ops.convert_to_numpy(value), np.float64) for value in updated]
+
+    whole, first, rest = state(slice(None)), state(slice(1)), state(slice(1, None))
+    for variable, total, one, other in zip(metric.variables, whole, first, rest, strict=True):
+        if not np.allclose(total, one + other, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return (
+                f"{metric.name}:{variable.path} is {total.reshape(-1)[:3].tolist()} after a batch, and "
+                f"{one.reshape(-1)[:3].tolist()} and {other.reshape(-1)[:3].tolist()} after its parts"
+            )
+    return ""
+
+
+def _rows(value: Any, rows: slice, count: int) -> Any:
+    shape: Any = getattr(value, "shape", ())
+    return value[rows] if len(shape) and shape[0] == count else value
+
+
+def _refusal(name: str, received: str) -> str:
+    return (
+        "On several ranks, a metric's state must be a sum over samples: ranks' states are added up. Received: metric "
+        f"{name}, whose {received}. Return one value per sample from a function (y_true, y_pred), or keep sums in the "
+        "state, as keras.metrics.Mean does with total and count, and compute the rest in result()."
+    )
