@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 
 import hvdtrain.keras as hvd
 from hvdtrain.adapter import Fault, Options, Reduce, State
@@ -21,7 +20,7 @@ from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import training_state
-from hvdtrain.keras.metrics import check_sums
+from hvdtrain.keras.metrics import check_sums, reduced, scalars
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
@@ -190,9 +189,9 @@ class KerasAdapter:
         self._resume_metrics()  # of an epoch whose last step was taken before
         variables = metric_variables(self._model)
         mine = copies(variables) if keep else []
-        for variable, total in zip(variables, _reduced(variables, reduce), strict=True):
+        for variable, total in zip(variables, reduced(variables, reduce), strict=True):
             variable.assign(total)  # others than sums were refused
-        results = _scalars(self._returned(self._model.get_metrics_result()))
+        results = scalars(self._returned(self._model.get_metrics_result()))
         if keep:
             assign(variables, mine)
             return results
@@ -208,7 +207,7 @@ class KerasAdapter:
     def local_metrics(self) -> dict[str, float]:
         """Return what Keras passes to batch hooks: running results, or what a step of the user's own returned."""
         results = self._model.get_metrics_result()
-        return _scalars(self._logs if self._logs and self._logs.keys() != results.keys() else results)
+        return scalars(self._logs if self._logs and self._logs.keys() != results.keys() else results)
 
     def finish(self) -> None:
         """Replace the weights by their moving averages if the optimizer keeps any (use_ema), as Keras's fit does."""
@@ -219,7 +218,7 @@ class KerasAdapter:
         """Average what is not trained over ranks: running statistics of normalisation layers."""
         variables = [v for v in self._model.non_trainable_weights if "float" in str(v.dtype)]
         if self._world.size > 1 and variables:
-            assign(variables, _reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle")))
+            assign(variables, reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle")))
 
     def state(self) -> State:
         """Return weights and optimizer state, as arrays that the next step may change."""
@@ -363,24 +362,6 @@ def _warn_of_masks(model: keras.Model, world: World) -> None:
         return original(y_true, y_pred, sample_weight)
 
     compiled.call = call
-
-
-def _reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
-    """Return the values of `variables` as float64 arrays of their shapes, reduced over ranks in one call."""
-    local = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
-    flat = reduce(np.concatenate([np.zeros(0), *(value.reshape(-1) for value in local)]))
-    parts = np.split(flat, np.cumsum([value.size for value in local])[:-1]) if local else []
-    return [part.reshape(value.shape) for part, value in zip(parts, local, strict=True)]
-
-
-def _scalars(results: dict[str, Any]) -> dict[str, float]:
-    """Return one float per name: a metric with a value per class, say, becomes "name/0", "name/1" and so on."""
-    values = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in results.items()}
-    return {
-        name if value.ndim == 0 else f"{name}/{index}": float(each)
-        for name, value in values.items()
-        for index, each in enumerate(value.reshape(-1))
-    }
 
 
 def _data(batch: Batch, world: World) -> Any:

@@ -1,4 +1,4 @@
-"""Whether the states of a Keras model's metrics are sums over samples, which ranks can add up.
+"""The metrics of a Keras model over ranks, which add up their states: these must be sums over samples.
 
 Keras declares every variable of a metric as a sum, unless its author says otherwise. Keras's own metrics hold sums. For
 metrics of the user's own, the first batch shows it.
@@ -7,12 +7,13 @@ metrics of the user's own, the first batch shows it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from hvdtrain.adapter import Reduce
 from hvdtrain.data.sources import tree_map
 from hvdtrain.distributed.world import World
 
@@ -48,6 +49,24 @@ def check_sums(model: keras.Model, data: Any, count: int, world: World) -> bool:
         if difference:
             raise ValueError(_refusal(difference.partition(":")[0], f"{difference.partition(':')[2]}, on rank {rank}"))
     return any(each for _, each in everyone)
+
+
+def reduced(variables: Sequence[Any], reduce: Reduce) -> list[Any]:
+    """Return the values of `variables` as float64 arrays of their shapes, reduced over ranks in one call."""
+    local = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
+    flat = reduce(np.concatenate([np.zeros(0), *(value.reshape(-1) for value in local)]))
+    parts = np.split(flat, np.cumsum([value.size for value in local])[:-1]) if local else []
+    return [part.reshape(value.shape) for part, value in zip(parts, local, strict=True)]
+
+
+def scalars(results: dict[str, Any]) -> dict[str, float]:
+    """Return one float per name: a metric with a value per class, say, becomes "name/0", "name/1" and so on."""
+    values = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in results.items()}
+    return {
+        name if value.ndim == 0 else f"{name}/{index}": float(each)
+        for name, value in values.items()
+        for index, each in enumerate(value.reshape(-1))
+    }
 
 
 def _metrics(metrics: Any) -> Iterator[keras.Metric]:
