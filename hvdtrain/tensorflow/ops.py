@@ -24,6 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@backend.untraced
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -62,6 +63,7 @@ def allreduce(
     return _restored([_run("allreduce", [wire], device_dense=device_dense, **options)[0]], backs)[0]
 
 
+@backend.untraced
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -89,6 +91,7 @@ def grouped_allreduce(
     return [results[i] for i in range(len(values))]
 
 
+@backend.untraced
 def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any | None = None
 ) -> Tensor:
@@ -97,6 +100,7 @@ def allgather(
     return _run("allgather", [_tensor(tensor)], **options)[0]
 
 
+@backend.untraced
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: Any | None = None
 ) -> list[Tensor]:
@@ -105,6 +109,7 @@ def grouped_allgather(
     return _in_groups("grouped_allgather", [_tensor(t) for t in tensors], name=name, **options)
 
 
+@backend.untraced
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -119,6 +124,7 @@ def broadcast(
     return _run("broadcast", [_tensor(tensor)], root_rank, **options)[0]
 
 
+@backend.untraced
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -143,6 +149,7 @@ def alltoall(
     return (received[0], lengths) if basics.running() is None else tuple(received)
 
 
+@backend.untraced
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -161,6 +168,7 @@ def reducescatter(
     return _restored(_run("reducescatter", [wire], **ops.in_set(process_set), **options), backs)[0]
 
 
+@backend.untraced
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -177,6 +185,7 @@ def grouped_reducescatter(
     return _restored(_in_groups("grouped_reducescatter", wires, **options), backs)
 
 
+@backend.untraced
 def join() -> Tensor:
     """Wait until every rank has called it; meanwhile add zeros to the others' reductions. Returns the last rank."""
     module = basics.running()
@@ -217,7 +226,8 @@ def _fact(function: str, alone: int) -> Callable[..., Tensor]:
         return tf.constant(alone) if module is None else getattr(module, function)(*args, **options)
 
     ask.__name__, ask.__doc__ = function, "An int32 scalar that a graph reads each time it runs."
-    return ask
+    untraced: Callable[..., Tensor] = backend.untraced(ask)
+    return untraced
 
 
 size_op, local_size_op = _fact("size_op", 1), _fact("local_size_op", 1)

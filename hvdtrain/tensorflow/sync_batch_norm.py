@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.keras.backends.tensorflow import untraced
 from hvdtrain.keras.basics import Sum
 from hvdtrain.keras.reduction import GradientReduction
 from hvdtrain.tensorflow.ops import allreduce
@@ -25,6 +26,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**kwargs)
         self.supports_jit = False  # Horovod's operations do not compile under XLA
 
+    @untraced
     def _moments(self, inputs: Any, mask: Any) -> Any:
         mean, variance = super()._moments(inputs, mask)
         if not GradientReduction().active():

@@ -21,6 +21,7 @@ class DistributedTape(tf.GradientTape):
     __slots__ = ("_hvd_how",)  # not among the attributes, which are those of the user's tape
     _hvd_how: GradientReduction
 
+    @backend.untraced
     def gradient(
         self,
         target: Any,
@@ -51,6 +52,7 @@ class DistributedTape(tf.GradientTape):
         """Do not reduce the gradient of `source`; scale it by 1 / size unless scale_local_gradients is False."""
         self._hvd_how.local_variables.append(source)
 
+    @backend.untraced
     def get_local_and_global_gradients(self, target: Any, sources: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
         """Return pairs of a source and its gradient: those of local sources, and those that were reduced."""
         pairs = list(zip(sources, self.gradient(target, sources, *args, **options), strict=True))
@@ -87,6 +89,7 @@ def _divided(gradient: Any, by: Any) -> Any:
     return gradient / tf.cast(by, gradient.dtype)
 
 
+@backend.untraced
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -145,6 +148,7 @@ def _distributed_class(cls: Any) -> Any:
     return DistributedTape if cls is tf.GradientTape else type(cls.__name__, (DistributedTape, cls), {})
 
 
+@backend.untraced
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,
     device_dense: str = "",

@@ -10,11 +10,13 @@ import tensorflow as tf
 
 from hvdtrain.distributed import world
 from hvdtrain.keras import variables as keras_variables
+from hvdtrain.keras.backends.tensorflow import untraced
 from hvdtrain.keras.reduction import GradientReduction, small_together
 from hvdtrain.keras.variables import CHUNK_BYTES, num_bytes
 from hvdtrain.tensorflow import ops
 
 
+@untraced
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, process_set: Any | None = None, inplace: bool = False
 ) -> Any:
@@ -45,6 +47,7 @@ def broadcast_variables(
     return tf.group(*(_broadcast([plain[i] for i in chunk], root_rank, process_set) for chunk in chunks))
 
 
+@untraced
 def broadcast_(
     variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: Any | None = None
 ) -> list[Any]:

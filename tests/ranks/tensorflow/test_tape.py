@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -206,14 +208,14 @@ def test_a_distributed_optimizer_accumulates_in_a_loop_with_a_plain_tape():
         start = keras.initializers.GlorotUniform(seed=1)
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, kernel_initializer=start)])
 
-    def train(optimizer, model, batches):
-        @tf.function(autograph=False)
+    def train(optimizer, model, batches, *, traced=False):
         def step(x, y):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
+        step = tf.function(step, autograph=False) if traced else step
         for rows in batches:
             step(X[rows], Y[rows])
         return model.get_weights()
@@ -223,8 +225,28 @@ def test_a_distributed_optimizer_accumulates_in_a_loop_with_a_plain_tape():
     optimizer = hvd.DistributedOptimizer(
         sgd(), backward_passes_per_step=2, average_aggregated_gradients=True, use_locking=False
     )
-    ours = train(optimizer, model(), parts)
+    ours = train(optimizer, model(), parts, traced=True)
     assert_close(ours, train(sgd(), model(), [slice(0, 12)] * 2))
+
+
+def test_autograph_converts_the_users_code_and_not_ours():
+    """It would warn of what it cannot convert, and take longer to trace."""
+    x, warnings = tf.Variable(1.0), []
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = x * 2.0
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+        hvd.broadcast_variables([x], root_rank=0)
+        return tape.gradient(loss, [x]), hvd.allreduce(loss)
+
+    handler = logging.Handler()
+    handler.emit = warnings.append
+    tf.get_logger().addHandler(handler)
+    step()
+    tf.get_logger().removeHandler(handler)
+    assert [warning.getMessage() for warning in warnings] == []
 
 
 def test_ranks_that_have_joined_add_nothing():
