@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,6 +10,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
+
+log = logging.getLogger("hvdtrain")
 
 # By callback, what it held when it was first wrapped: the user's own, which no checkpoint needs. One may be wrapped
 # again after it has trained: by each elastic round, and by another fit.
@@ -82,6 +85,8 @@ class KerasStyle(Callback):
         for attribute, arrays in lists.items():
             setattr(self._callback, attribute, [arrays[index] for index in sorted(arrays)])
         if state.get(_STOPPED) and self._trainer is not None:
+            if self._trainer.world.is_root and not self._trainer.model.stop_training:  # the first of several
+                log.info("nothing is left to train: a callback had set model.stop_training when this run was saved")
             self._trainer.model.stop_training = True
             self._trainer.stop()
 

@@ -203,7 +203,9 @@ def test_backup_and_restore_is_refused(tmp_path):
         in_trainer([keras.callbacks.BackupAndRestore(tmp_path)])
 
 
-def test_a_run_that_early_stopping_has_ended_trains_no_further_when_resumed(tmp_path):
+def test_a_run_that_early_stopping_has_ended_trains_no_further_when_resumed(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="hvdtrain")
+
     def run():
         stop = keras.callbacks.EarlyStopping(patience=1, min_delta=10.0, restore_best_weights=True)
         calls = Calls()
@@ -212,7 +214,9 @@ def test_a_run_that_early_stopping_has_ended_trains_no_further_when_resumed(tmp_
 
     first, epochs, before = run()
     assert epochs == 2
+    assert "nothing is left to train" not in caplog.text
     again, epochs, after = run()
+    assert caplog.text.count("nothing is left to train: a callback") == 1
     assert epochs == 0
     assert again.stopped_epoch == first.stopped_epoch == 1
     assert_same(after, before)
