@@ -15,7 +15,6 @@ from hvdtrain.callbacks.progress import Progress
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.callbacks.stragglers import Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck
-from hvdtrain.data.sources import Source
 from hvdtrain.system import scratch
 from hvdtrain.training.progress import Budget
 
@@ -48,9 +47,9 @@ def as_budget(epochs: int | None, steps: int | None, seconds: float | None) -> B
     return Budget(epochs and int(epochs), steps and int(steps), seconds and float(seconds))
 
 
-def check_end(train: Source, budget: Budget) -> None:
-    """Raise ValueError if neither the data nor steps nor seconds end the run."""
-    if train.facts.get("endless") and budget.steps is budget.seconds is None:
+def check_end(facts: dict[str, Any], budget: Budget) -> None:
+    """Raise ValueError if neither the data (`Source.facts`) nor steps nor seconds end the run."""
+    if facts.get("endless") and budget.steps is budget.seconds is None:
         raise ValueError(
             "train never ends, so epochs do not end the run. Received: an infinite dataset and "
             f"epochs={budget.epochs}. Give steps or seconds, or bound the data: .take(batches an epoch)"

@@ -236,7 +236,7 @@ class Trainer:
         facts = {**limits, "validation": list(named_sets(validation)), "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
-        check_end(source, loop.budget)
+        check_end(source.facts, loop.budget)
         loop.validation.sets = {name: as_source(each, **of_rank) for name, each in named_sets(validation).items()}
         self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = loop.budget.epochs

@@ -35,9 +35,9 @@ def test_an_epoch_of_two_ranks_goes_on_on_one():
 def test_an_infinite_dataset_needs_steps_or_seconds():
     source = as_source(tf.data.Dataset.range(4).batch(2).repeat(), batch_size=2, world=SoloWorld(), seed=0)
     with pytest.raises(ValueError, match=r"train never ends.*epochs=1\. Give steps or seconds"):
-        check_end(source, Budget(epochs=1))
-    check_end(source, Budget(steps=3))
-    check_end(source, Budget(epochs=1, seconds=3.0))
+        check_end(source.facts, Budget(epochs=1))
+    check_end(source.facts, Budget(steps=3))
+    check_end(source.facts, Budget(epochs=1, seconds=3.0))
     with pytest.raises(ValueError, match="data to evaluate never ends"):
         Validation(None, None).evaluate(source)
     rest = source.epoch(0, shuffle=True, after=Consumed(samples=6, batches=3))
