@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -221,3 +223,26 @@ def test_open_mpi_5_hears_of_ssh_what_4_does(hosts: int, tree: list[str], tmp_pa
     assert done.returncode == 0, done.stderr
     asked = ["args=-o BatchMode=yes -p 2222 -i /keys/id", *tree]
     assert sorted(seen.read_text().splitlines()) == [f"PRTE_MCA_plm_ssh_{each}" for each in asked]
+
+
+STOPS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), sys.exit(75)))  # it writes a checkpoint
+pathlib.Path(f"{os.getpid()}.ready").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("plane", ["--mpi", "--gloo"])
+def test_ctrl_c_lets_ranks_stop_in_order(plane: str, tmp_path: Path) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    command = [HOROVODRUN, "-np", "2", plane, sys.executable, tmp_path / "stops.py"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=subprocess.STDOUT, text=True) as job:
+        until = time.monotonic() + 60
+        while len([*tmp_path.glob("*.ready")]) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGINT)
+        said = job.communicate(timeout=60)[0]
+    assert job.returncode == 75
+    assert "Ctrl-C again ends them at once" in said
