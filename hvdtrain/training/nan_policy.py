@@ -37,7 +37,7 @@ class NanPolicy:
 
     def epoch_taken(self, logs: Mapping[str, float], *, epoch: int) -> None:
         """Warn of an epoch whose loss is not finite; once for several in a row."""
-        bad = [name for name in ("loss", "val_loss") if not math.isfinite(logs.get(name, 0.0))]
+        bad = [name for name, value in logs.items() if name.endswith("loss") and not math.isfinite(value)]
         if bad and not self._warned and self._world.is_root:
             advice = _ADVICE if self._policy is None else _ADVICE_UNDER_POLICY
             log.warning("Epoch %d: %s is %s. %s", epoch + 1, bad[0], logs[bad[0]], advice)

@@ -162,3 +162,21 @@ def test_a_non_finite_gradient_of_an_own_step_is_named():
 
     with pytest.raises(hvdtrain.errors.NonFiniteError, match=r"on rank 1 .*gradient of embed.weight is not finite"):
         make(tagger(), step=bad, nan_policy="raise").fit(loader(Sentences(6)), progress=False)
+
+
+@pytest.mark.world_size(2)
+def test_a_run_that_stops_within_an_epoch_resumes_with_the_same_bits(tmp_path_factory):
+    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("own_step")), root_rank=0)
+    rows, saved = Sentences(30), [hvdtrain.callbacks.Checkpoint(folder, every_steps=7)]
+
+    class Stop(hvdtrain.callbacks.Callback):
+        def on_step_end(self, trainer, step):
+            if trainer.global_step == 8:
+                raise KeyboardInterrupt
+
+    straight, model = tagger(), tagger()
+    make(straight, accumulate=2).fit(loader(rows), epochs=4, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        make(tagger(), accumulate=2).fit(loader(rows), epochs=4, callbacks=[*saved, Stop()], progress=False)
+    make(model, accumulate=2).fit(loader(rows), epochs=4, callbacks=saved, progress=False)
+    assert all(map(torch.equal, model.parameters(), straight.parameters()))

@@ -176,3 +176,12 @@ def test_one_optimizer_of_several_models(own):
     models = pair()
     shared = torch.optim.SGD([*models["a"].parameters(), *models["b"].parameters()], 0.1)
     own(models, optimizer=shared, step=lambda m, b: next(step(m, b))[1]).fit((X, Y), **QUIET)
+
+
+def test_a_loss_of_one_optimizer_that_is_not_finite_is_reported(own, caplog):
+    def bad(models, batch):
+        for name, loss in step(models, batch):
+            yield name, hvdtrain.Loss(loss.mean * (float("nan") if name == "a" else 1.0), 1)
+
+    own(step=bad).fit((X, Y), **QUIET)
+    assert "Epoch 1: b_loss is nan" in caplog.text
