@@ -93,9 +93,23 @@ DEFECTS = (
     Defect(
         "metrics: each rank reports the mean of its own samples",
         "hvdtrain/torch/metrics.py",
-        "reduce(self.numbers).reshape(2, -1)",
-        "self.numbers.reshape(2, -1)",
+        "totals = reduce(np.concatenate([mine, self.stateful.numbers]))",
+        "totals = np.concatenate([mine, self.stateful.numbers])",
         TRAINER,
+    ),
+    Defect(
+        "metrics: states that are not sums are this rank's own",
+        "hvdtrain/torch/stateful_metrics.py",
+        'for data in self._world.allgather_bytes(mine, name="metrics") for',
+        "for data in [mine] for",
+        unit("torch/test_metrics.py"),
+    ),
+    Defect(
+        "metrics: any state of a Keras metric is added up",
+        "hvdtrain/keras/metrics.py",
+        "if not np.allclose(total, one + other, rtol=_TOLERANCE, atol=_TOLERANCE):",
+        "if False:",
+        unit("keras/test_metrics.py"),
     ),
     # How gradients are reduced on PyTorch
     Defect(
