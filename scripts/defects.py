@@ -165,8 +165,8 @@ DEFECTS = (
     Defect(
         "adapter: weights are not broadcast",
         "hvdtrain/torch/adapter.py",
-        "hvd.broadcast_parameters([*self._model.named_parameters(), *self._model.named_buffers()], root_rank=0)",
-        "hvd.broadcast_parameters(self._model.named_buffers(), root_rank=0)",
+        "hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)",
+        "hvd.broadcast_parameters(names.buffers(self._model), root_rank=0)",
         TRAINER,
     ),
     Defect(
@@ -251,8 +251,8 @@ DEFECTS = (
     Defect(
         "heartbeat: a request to stop stays on its rank",
         "hvdtrain/telemetry/interval.py",
-        "vector[0] = stop",
-        "vector[0] = 0.0",
+        "vector[:2] = stop, spent_s",
+        "vector[:2] = 0.0, spent_s",
         ranks("trainer-torch", "test_stop"),
     ),
     Defect(
