@@ -111,6 +111,13 @@ DEFECTS = (
         "if False:",
         unit("keras/test_metrics.py"),
     ),
+    Defect(
+        "own step: a loss weighs the samples of its batch, not its count",
+        "hvdtrain/torch/adapter.py",
+        "if found.count is not None:",
+        "if found.count is None:",
+        ranks("torch", "own_step"),
+    ),
     # How gradients are reduced on PyTorch
     Defect(
         "reducer: ranks that have joined count in the mean",
