@@ -54,9 +54,10 @@ class TorchAdapter:
         self._options, self._world, self._device = options, world, torch.device(world.device)
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
-        self._model = model.to(self._device)
+        self._device = training_state.place(model, self._device)
+        self._model = model
         for each in optimizers.values():
-            training_state.move_optimizer(each, self._device)
+            training_state.move_optimizer(each)
         if isinstance(loss, nn.Module):
             loss = loss.to(self._device)
         named = named_metrics(metrics, loss)

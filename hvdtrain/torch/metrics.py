@@ -107,19 +107,19 @@ class Totals:
     def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted, loss_name: str = "loss") -> None:
         """Add a batch: its loss, a scalar, and each metric's values; without outputs, the loss alone."""
         row = self._losses.index(loss_name)
-        self._cells[row].add_(loss.detach(), alpha=counted.factor)
+        self._cells[row].add_(loss.detach().to(self.sums.device), alpha=counted.factor)
         self.counts[row] += counted.weight
         if not self._has_metrics or outputs is None:
             return
         with torch.no_grad():
             outputs = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
             for row, (name, metric) in enumerate(self._metrics.items(), start=len(self._losses)):
-                values = torch.as_tensor(metric(outputs, targets))
+                values = torch.as_tensor(metric(outputs, targets)).to(self.sums.device)
                 if not values.dim() and counted.samples != 1:
                     raise ValueError(self._one_number(name, counted.samples))
                 mask = None
                 if isinstance(metric, Accuracy) and not counted.all_targets:
-                    mask = metric.mask(values, targets)
+                    mask = metric.mask(values, targets.to(self.sums.device))
                 if mask is None:
                     self._cells[row].add_(values.sum(dtype=torch.float64))
                     self.counts[row] += values.numel()

@@ -23,8 +23,8 @@ def prepare(
     """See `hvdtrain.prepare`."""
     check_parameters(model, optimizer)
     device = torch.device(world.device)
-    model.to(device)
-    training_state.move_optimizer(optimizer, device)
+    training_state.place(model, device)
+    training_state.move_optimizer(optimizer)
     loaders = [_prepare_loader(each, model, world) for each in data]
     # Also on one rank, which reduces nothing: a loop that clips calls `synchronize` there, too.
     distributed = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -56,7 +56,7 @@ class PreparedLoader:
 
     def __init__(self, loader: DataLoader[Any], source: LoaderSource, model: torch.nn.Module, world: World) -> None:
         self._loader, self._source, self._model, self._world = loader, source, model, world
-        self._device = torch.device(world.device)
+        self._device = next(model.parameters()).device
         self._epoch = self.count = 0
 
     def __len__(self) -> int:

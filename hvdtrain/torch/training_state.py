@@ -21,12 +21,33 @@ def to_host(tensor: torch.Tensor) -> NDArray[Any]:
     return np.array(as_array(tensor))
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state that an optimizer already has to where its parameters went; step counters stay put."""
-    for state in optimizer.state.values():
+def place(model: torch.nn.Module, device: torch.device) -> torch.device:
+    """Move a model to its rank's device, and return where its inputs go.
+
+    A model that is spread over several devices stays where it is; its inputs go to the device of its first parameter.
+
+    Raises:
+        ValueError: a parameter is on the device "meta", and so has no value.
+    """
+    devices = {parameter.device: name for name, parameter in names.parameters(model)}
+    empty = next((name for each, name in devices.items() if each.type == "meta" != device.type), None)
+    if empty is not None:
+        raise ValueError(
+            f'The model has no values yet. Received: parameter {empty} on the device "meta". Load the weights first, '
+            "or call model.to_empty(device=...) and initialize them."
+        )
+    if len(devices) > 1:
+        return next(iter(devices))
+    model.to(device)
+    return device
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Move the state that an optimizer already has to where its parameters are; step counters stay put."""
+    for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and name != "step":
-                state[name] = value.to(device)
+            if isinstance(value, torch.Tensor) and name != "step" and isinstance(parameter, torch.Tensor):
+                state[name] = value.to(parameter.device)
 
 
 def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:

@@ -118,10 +118,15 @@ def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
     if not dense:
         return True
     if all(g.is_cuda and g.numel() for g in dense):  # one launch for many; on CPUs it takes ten times as long
-        return bool(torch.stack(torch._foreach_norm([g.detach() for g in dense], float("inf"))).isfinite().all())
+        return bool(_stack(torch._foreach_norm([g.detach() for g in dense], float("inf"))).isfinite().all())
     # A sum costs a fiftieth of a test of each element, which follows where one is not finite: it may have overflowed.
-    sums = torch.stack([g.detach().sum(dtype=torch.float32) for g in dense])
+    sums = _stack([g.detach().sum(dtype=torch.float32) for g in dense])
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in dense)
+
+
+def _stack(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return them as one tensor; those of a spread model are on several devices."""
+    return torch.stack([each.to(numbers[0].device) for each in numbers])
 
 
 def first_non_finite(gradients: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> nn.Parameter | None:

@@ -1,0 +1,59 @@
+"""Where a model and its inputs go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hvdtrain
+from hvdtrain.distributed import world
+from hvdtrain.torch.training_state import move_optimizer, place
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+class Spread:
+    """A model over two devices, as far as `place` looks at it: this machine may have one alone."""
+
+    def __init__(self, *devices):
+        self._devices = devices
+        self.moved_to = None
+
+    def named_parameters(self):
+        return [(f"{i}.weight", type("P", (), {"device": each})()) for i, each in enumerate(self._devices)]
+
+    def to(self, device):
+        self.moved_to = device
+
+
+def test_a_model_on_several_devices_stays_and_its_first_layer_has_the_inputs():
+    model = Spread(GPU, GPU, torch.device("cuda", 0))
+    assert place(model, torch.device("cuda", 0)) == GPU
+    assert model.moved_to is None
+
+
+def test_a_model_on_another_device_is_moved():
+    model = Spread(CPU, CPU)
+    assert place(model, GPU) == GPU
+    assert model.moved_to == GPU
+
+
+def test_a_model_without_values_is_refused():
+    world.use(world.SoloWorld())
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3, device="meta"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r'parameter 1\.bias on the device "meta"\. Load the weights first'):
+            hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss())
+    finally:
+        world.use(None)
+
+
+def test_an_optimizers_state_goes_where_its_parameters_are():
+    here, there = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.Adam([here, there])
+    for each in (here, there):
+        optimizer.state[each] = {"step": torch.zeros(()), "exp_avg": torch.zeros(2)}
+    move_optimizer(optimizer)
+    assert [optimizer.state[each]["exp_avg"].device.type for each in (here, there)] == ["cpu", "meta"]
+    assert all(state["step"].device.type == "cpu" for state in optimizer.state.values())
