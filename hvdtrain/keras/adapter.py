@@ -99,7 +99,8 @@ class KerasAdapter:
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
         self._warned = False
-        self._checked = world.size == 1  # whether ranks' metrics can be added up
+        # Whether ranks' metrics can be added up.
+        self._checked = world.size == 1 and not launch_environment.is_elastic()
         # Those that reduce. Beside others, compile()'s is often but Keras's default: it comes last.
         self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
         if self._weighted:
