@@ -233,7 +233,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("plane", ["--mpi", "--gloo"])
+@pytest.mark.parametrize("plane", ["--mpi", pytest.param("--gloo", marks=pytest.mark.long)])
 def test_ctrl_c_lets_ranks_stop_in_order(plane: str, tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text(STOPS)
     command = [HOROVODRUN, "-np", "2", plane, sys.executable, tmp_path / "stops.py"]
