@@ -32,6 +32,7 @@ class _StepState:
     number: int | None = None  # of this optimizer; None until ranks have agreed on it
     weight: Any = None  # a BatchWeight; None before `set_batch_weight`
     variables: list[Any] = field(default_factory=list)  # those of the current or last step; none before the first
+    has_gradients: bool = False  # whether any have come; those of a step that loss scaling skips come no further
     reached: int = 0  # how far the current step has come: 1 at accumulation, 2 at clipping
     report: Callable[..., None] | None = None  # of skipped updates; None if gradients are not checked
     finite: Any = None  # with `report`: whether the current step may change weights
@@ -67,8 +68,8 @@ class DistributedMixin(keras.optimizers.Optimizer):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether gradients of a step, or of a traced step, have come here."""
-        return bool(self._hvd_state.variables)
+        """Whether gradients of a step, or of a traced step, have come here; the step may have been skipped."""
+        return self._hvd_state.has_gradients
 
     @_backend.untraced
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
@@ -89,7 +90,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         state = self._hvd_state
         if state.number is None and self._hvd_how.active():
             self.agree_on_model()
-        state.reached = 1
+        state.reached, state.has_gradients = 1, True
         state.variables = list(trainable_variables)
         if state.weight is not None:
             grads = state.weight.multiply(grads)
@@ -189,6 +190,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
     def finite_everywhere(self, finite: Any, grads: Sequence[Any]) -> Any:
         """Return whether gradients are finite on all ranks, for loss scaling; report if not. At weight 0 they are."""
         state, how = self._hvd_state, self._hvd_how
+        state.has_gradients = True
         if state.weight is not None:
             finite = keras.ops.logical_or(finite, state.weight.read() == 0.0)
         if how.active():
