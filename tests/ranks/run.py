@@ -50,7 +50,9 @@ class Group:
     marks: dict[int, str] = field(default_factory=lambda: dict.fromkeys(SIZES, EVERY_TEST))
     sizes: tuple[int, ...] = SIZES
     packages: tuple[str, ...] = ()  # needed beside the framework; such a group runs where --only names it
-    also: str = ""  # a further folder whose tests the same ranks run: TensorFlow takes 5 s of each to start
+    also: tuple[str, ...] = ()  # further folders whose tests the same ranks run
+    # Without --all the ranks of this other group run its tests, so that its framework starts once, not twice.
+    runs_in: str = ""
 
     def environment(self) -> dict[str, str]:
         """Return what this group adds to the ranks' environment."""
@@ -69,15 +71,27 @@ GROUPS = (
     Group("torch-gloo", "torch", "torch", None, ("--gloo",), marks={2: "over_gloo"}, sizes=(2,)),
     # Of Keras's backends torch starts in the least time and compiles nothing; TensorFlow traces for a second a test.
     Group(
-        "keras-tensorflow", "keras", "keras", "tensorflow", marks={2: "every_backend or in_graphs"}, also="tensorflow"
+        "keras-tensorflow",
+        "keras",
+        "keras",
+        "tensorflow",
+        marks={2: "every_backend or in_graphs"},
+        also=("tensorflow",),
     ),
     Group("keras-torch", "keras", "keras", "torch", marks={2: "every_backend or not in_graphs", 3: "three_ranks"}),
     Group("keras-jax", "keras", "keras", "jax", marks={2: "every_backend"}),
     Group("trainer-torch", "training", "torch"),
-    Group("trainer-keras-tensorflow", "training", "keras", "tensorflow", marks={2: "every_backend"}),
+    Group(
+        "trainer-keras-tensorflow",
+        "training",
+        "keras",
+        "tensorflow",
+        marks={2: "every_backend"},
+        runs_in="keras-tensorflow",
+    ),
     Group("trainer-keras-torch", "training", "keras", "torch", marks={2: "every_backend or on_keras"}),
     # JAX compiles for minutes here. keras-jax has three ranks of its collectives, the groups above of the Trainer.
-    Group("trainer-keras-jax", "training", "keras", "jax", marks={2: "every_backend"}, sizes=(2,)),
+    Group("trainer-keras-jax", "training", "keras", "jax", marks={2: "every_backend"}, sizes=(2,), runs_in="keras-jax"),
     # `make models` installs these packages.
     Group("models", "models", "torch", packages=("transformers", "peft")),
 )
@@ -145,7 +159,8 @@ def run_group(group: Group, size: int, options: argparse.Namespace, base: Path, 
     whole = options.all or options.core or options.path
     expression = EVERY_TEST if whole else group.marks.get(size, EVERY_TEST)
     folder = HERE / group.folder
-    whole_folders = [folder, HERE / group.also] if group.also else [folder]
+    guests = [] if whole or options.only else [each for each in GROUPS if each.runs_in == group.name]
+    whole_folders = [HERE / name for name in (group.folder, *group.also, *(each.folder for each in guests))]
     targets = [folder / name for name in CORE[group.folder]] if options.core else whole_folders
     targets = targets if options.path is None else [options.path.resolve()]
     for target in targets:
@@ -237,6 +252,8 @@ def select(options: argparse.Namespace) -> list[tuple[Group, int]]:
     if options.core or not mpi_is_built():
         # Without MPI every group runs over Gloo already.
         groups = [group for group in groups if "--gloo" not in group.launcher_options]
+    if not (options.only or options.all or options.core or options.path):
+        groups = [group for group in groups if not group.runs_in]
     rows = []
     for group in groups:
         if lacking := missing(group):
