@@ -53,19 +53,31 @@ def allreduce(
     Returns:
         A tensor of Keras's backend, of the shape and dtype of `value`.
     """
-    if average is not None and op is not None:
-        raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")
-    if op is None:
-        op = basics.Sum if average is False else basics.Average
-    tensor = keras.ops.convert_to_tensor(value)
-    wire, back = resolve(compression).compress(tensor)
-    if keras.backend.standardize_dtype(wire.dtype) == "bfloat16":  # which Horovod cannot add up
-        wire = keras.ops.cast(wire, "float32")
+    op = operation(op, average)
+    wire, back = compressed(keras.ops.convert_to_tensor(value), compression)
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     result = _run("allreduce", wire, name=name, op=op, process_set=process_set, **scales)
     if basics.running() is None and prescale_factor * postscale_factor != 1.0:
         result = result * (prescale_factor * postscale_factor)
     return result if back is None else keras.ops.cast(result, back)
+
+
+def operation(op: int | None, average: bool | None) -> int:
+    """Return the reduction that is meant by `op`, or by Horovod's older `average`; the default is Average."""
+    if average is not None and op is not None:
+        raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")
+    if op is None:
+        op = basics.Sum if average is False else basics.Average
+    return op
+
+
+def compressed(tensor: Any, compression: Any) -> tuple[Any, str | None]:
+    """Return `tensor` as it is sent, and the dtype to cast the result to; None for its own."""
+    wire, back = resolve(compression).compress(tensor)
+    # Horovod cannot add bfloat16 up: rounded to it, but sent as float32.
+    if keras.backend.standardize_dtype(wire.dtype) == "bfloat16":
+        wire = keras.ops.cast(wire, "float32")
+    return wire, back
 
 
 def allgather(value: Any, name: str | None = None, process_set: Any | None = None) -> Any:

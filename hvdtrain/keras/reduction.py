@@ -128,6 +128,7 @@ def reduction_of(
     compression: Any,
     gradient_predivide_factor: float,
     groups: int | list[list[Any]] | None,
+    num_groups: int,
     device_dense: str,
     device_sparse: str,
     **settings: Any,
@@ -138,6 +139,7 @@ def reduction_of(
     if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1.0 and op != basics.Average):
         received = f"gradient_predivide_factor={gradient_predivide_factor}, op={op}"
         raise ValueError(f"gradient_predivide_factor must be positive and needs op=Average. Received: {received}")
+    groups = groups if groups is not None else (num_groups or None)
     in_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if not (groups is None or in_lists or (isinstance(groups, int) and groups > 0)):
         raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")

@@ -9,6 +9,7 @@ from hvdtrain.distributed.elastic import ObjectState, State
 from hvdtrain.keras import basics, ops
 from hvdtrain.keras.elastic import KerasState, run
 from hvdtrain.keras.training_state import assign, copies
+from hvdtrain.tensorflow.ops import refuse_session
 from hvdtrain.tensorflow.variables import broadcast_variables
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
@@ -40,8 +41,7 @@ class TensorFlowState(ObjectState):
     """
 
     def __init__(self, variables: Iterable[Any] | None = None, session: Any = None, **attributes: Any) -> None:
-        if session is not None:
-            raise ValueError(f"Sessions are TensorFlow 1's. Received: session={session!r}")
+        refuse_session(session)
         if variables is None:
             raise ValueError("TensorFlow 2 has no global variables. Pass those to save: TensorFlowState(variables=...)")
         self.variables = list(variables)

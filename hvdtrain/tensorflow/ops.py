@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.keras import basics, ops
 from hvdtrain.keras.backends import tensorflow as backend
 from hvdtrain.keras.ops import barrier
-from hvdtrain.keras.reduction import Compression, by_dtype, resolve
+from hvdtrain.keras.reduction import Compression, by_dtype
 
 Tensor = Any
 
@@ -53,7 +53,7 @@ def allreduce(
         process_set: ranks that take part; None means all.
         ignore_name_scope: leave TensorFlow's name scopes out of the name.
     """
-    op = _operation(op, average)
+    op = ops.operation(op, average)
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     options = {"op": op, "name": name, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set), **scales}
     value = _tensor(tensor)
@@ -78,7 +78,7 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Tensor]:
     """Return the reduction of each tensor over ranks, all in one operation; see `allreduce`."""
-    op = _operation(op, average)
+    op = ops.operation(op, average)
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     options = {"op": op, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set), **scales}
     values = [_tensor(t) for t in tensors]
@@ -196,7 +196,7 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any | None = None
 ) -> Any:
     """Return the root's `obj`, anything that can be pickled, on every rank; `session` must be None."""
-    _refuse_session(session)
+    refuse_session(session)
     return ops.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -211,11 +211,12 @@ def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: Any | None = None
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order; `session` must be None."""
-    _refuse_session(session)
+    refuse_session(session)
     return ops.allgather_object(obj, name, process_set)
 
 
-def _refuse_session(session: Any) -> None:
+def refuse_session(session: Any) -> None:
+    """Raise ValueError for a session, which Horovod's functions take too."""
     if session is not None:
         raise ValueError(f"Sessions are TensorFlow 1's. Received: session={session!r}")
 
@@ -239,19 +240,10 @@ def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
-def _operation(op: int | None, average: bool | None) -> int:
-    if op is not None and average is not None:
-        raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")
-    if op is None:
-        op = basics.Sum if average is False else basics.Average
-    return op
-
-
 def _compressed(values: list[Tensor], compression: Any) -> tuple[list[Tensor], list[str | None]]:
     """Return `values` as they are sent, and the dtypes to cast the results to; None for their own."""
-    pairs = [resolve(compression).compress(value) for value in values]
-    # Horovod cannot add bfloat16 up: rounded to it, but sent as float32.
-    return [tf.cast(w, tf.float32) if w.dtype == tf.bfloat16 else w for w, _ in pairs], [back for _, back in pairs]
+    pairs = [ops.compressed(value, compression) for value in values]
+    return [wire for wire, _ in pairs], [back for _, back in pairs]
 
 
 def _restored(values: list[Tensor], dtypes: list[str | None]) -> list[Tensor]:
