@@ -56,9 +56,8 @@ class Names:
             for rank, each in enumerate(yields)
             if each is not None
         )
-        known = ", ".join(repr(choice) for choice in self._choices[:-1])
         if is_unknown:
-            raise ValueError(f"step must yield the name of an optimizer: {known}. Received: {received}")
+            raise ValueError(f"{self._wanted()} Received: {received}")
         raise DesyncError(
             f"step must yield the same names in the same order on every rank, and for every batch. Received: {received}"
         )
