@@ -16,6 +16,7 @@ from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.callbacks.stragglers import Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck
 from hvdtrain.system import scratch
+from hvdtrain.training import learning_rate
 from hvdtrain.training.progress import Budget
 
 
@@ -34,6 +35,37 @@ def with_defaults(
     if checkpoint_dir:
         hooks.append(Checkpoint(checkpoint_dir))
     return CallbackList(hooks)
+
+
+def as_config(
+    *,
+    lr_scaling: str,
+    warmup_epochs: float,
+    accumulate: int,
+    clip_norm: float | None,
+    precision: str,
+    compression: str,
+    nan_policy: str | None,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the Trainer's options as JSON, which all ranks compare and checkpoints keep; ValueError for a bad one."""
+    check_choice("precision", precision, ("fp32", "bf16", "fp16"))
+    check_choice("compression", compression, ("none", "fp16", "bf16"))
+    if nan_policy is not None:
+        check_choice("nan_policy", nan_policy, ("raise", "skip", "stop"))
+    check_positive("accumulate", accumulate, int)
+    if clip_norm is not None:
+        check_positive("clip_norm", clip_norm, float)
+    check_choice("lr_scaling", lr_scaling, tuple(learning_rate.FACTORS))
+    if warmup_epochs < 0:
+        raise ValueError(f"warmup_epochs must be >= 0. Received: warmup_epochs={warmup_epochs}")
+    if seed < 0:
+        raise ValueError(f"seed must be >= 0. Received: seed={seed}")
+    return {
+        "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
+        "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
+        "compression": compression, "nan_policy": nan_policy, "seed": int(seed),
+    }  # fmt: skip
 
 
 def as_budget(epochs: int | None, steps: int | None, seconds: float | None) -> Budget:

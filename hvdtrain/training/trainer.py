@@ -18,7 +18,7 @@ from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import SoloWorld, World, init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.training import checkpointing, learning_rate, preemption
-from hvdtrain.training.arguments import as_budget, check_choice, check_end, check_positive, with_defaults
+from hvdtrain.training.arguments import as_budget, as_config, check_choice, check_end, check_positive, with_defaults
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.progress import History as History
 from hvdtrain.training.progress import agree_on_run
@@ -89,30 +89,17 @@ class Trainer:
         nan_policy: str | None = None,
         seed: int | None = None,
     ) -> None:
-        check_choice("precision", precision, ("fp32", "bf16", "fp16"))
-        check_choice("compression", compression, ("none", "fp16", "bf16"))
-        if nan_policy is not None:
-            check_choice("nan_policy", nan_policy, ("raise", "skip", "stop"))
-        check_positive("accumulate", accumulate, int)
-        if clip_norm is not None:
-            check_positive("clip_norm", clip_norm, float)
-        check_choice("lr_scaling", lr_scaling, tuple(learning_rate.FACTORS))
-        if warmup_epochs < 0:
-            raise ValueError(f"warmup_epochs must be >= 0. Received: warmup_epochs={warmup_epochs}")
         self.model = model
         self.world: World = init(framework_of(model))
         self.epochs: int | None = 0
         self.hosts: list[str] = []
         self.decisions: list[str] = []
         self.steps_per_epoch: int | None = None
-        seed = int((self.world.seed or 0) if seed is None else seed)
-        if seed < 0:
-            raise ValueError(f"seed must be >= 0. Received: seed={seed}")
-        self._config: dict[str, Any] = {
-            "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
-            "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
-            "compression": compression, "nan_policy": nan_policy, "seed": seed,
-        }  # fmt: skip
+        self._config = as_config(
+            lr_scaling=lr_scaling, warmup_epochs=warmup_epochs, accumulate=accumulate, clip_norm=clip_norm,
+            precision=precision, compression=compression, nan_policy=nan_policy,
+            seed=(self.world.seed or 0) if seed is None else seed,
+        )  # fmt: skip
         # In an elastic job a new rank makes its Trainer alone; its first collective call is in `fit`.
         self._elastic = launch_environment.is_elastic()
         if not self._elastic:
