@@ -54,8 +54,8 @@ class AveragedWeights:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Restore what `arrays` returned; a ValueError names the first parameter that does not fit."""
-        shapes = ({name: tuple(each.shape) for name, each in both.items()} for both in (arrays, self._averages))
-        saved, here = shapes
+        saved = {name: tuple(array.shape) for name, array in arrays.items()}
+        here = {name: tuple(average.shape) for name, average in self._averages.items()}
         for name in [*here, *saved]:
             if saved.get(name) != here.get(name):
                 found, wanted = saved.get(name, "missing"), here.get(name, "missing")
