@@ -92,6 +92,7 @@ class KerasAdapter:
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = _losses_are_sums(model, split=self._weighted)
         self.fault: Fault | None = None
+        self.class_weight: dict[int, float] | None = None
         self._snapshot = None if options.nan_policy is None else StepSnapshot(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read
@@ -284,8 +285,14 @@ class KerasAdapter:
             self._set_batch_weight(weight)
         restored = [] if weight else [*metric_variables(self._model), *self._model.non_trainable_variables]
         before = copies(restored)
+        if self.class_weight is not None and not hasattr(batch.targets, "shape"):
+            raise ValueError(
+                "class_weight needs targets that are one array. Give each sample its weight, as a third item: "
+                f"(x, y, sample_weight). Received: targets of type {type(batch.targets).__name__}"
+            )
         with self._running_metrics():
-            self._logs = self._model.train_on_batch(*_data(batch, self._world), return_dict=True)
+            data, weights = _data(batch, self._world), self.class_weight
+            self._logs = self._model.train_on_batch(*data, class_weight=weights, return_dict=True)
         assign(restored, before)
 
     @contextmanager

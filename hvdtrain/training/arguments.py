@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +79,22 @@ def as_budget(epochs: int | None, steps: int | None, seconds: float | None) -> B
     if epochs is steps is seconds is None:
         epochs = 1
     return Budget(epochs and int(epochs), steps and int(steps), seconds and float(seconds))
+
+
+def as_class_weight(given: Any) -> dict[int, float] | None:
+    """Return the weights by class; ValueError if they are not numbers >= 0 by the classes' numbers."""
+    if given is None:
+        return None
+    try:
+        weights = {operator.index(number): float(weight) for number, weight in given.items()}
+        if all(0 <= weight < math.inf for weight in weights.values()):
+            return weights
+    except (AttributeError, TypeError, ValueError):
+        pass
+    raise ValueError(
+        "class_weight must have a finite number >= 0 for each class's number, such as {0: 1.0, 1: 5.0}. "
+        f"Received: class_weight={given!r}"
+    )
 
 
 def check_end(facts: dict[str, Any], budget: Budget) -> None:

@@ -18,7 +18,15 @@ from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import SoloWorld, World, init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.training import checkpointing, learning_rate, preemption
-from hvdtrain.training.arguments import as_budget, as_config, check_choice, check_end, check_positive, with_defaults
+from hvdtrain.training.arguments import (
+    as_budget,
+    as_class_weight,
+    as_config,
+    check_choice,
+    check_end,
+    check_positive,
+    with_defaults,
+)
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.progress import History as History
 from hvdtrain.training.progress import agree_on_run
@@ -127,6 +135,7 @@ class Trainer:
         seconds: float | None = None,
         validate_every: int | None = None,
         batch_size: int = 32,
+        class_weight: dict[int, float] | None = None,
         callbacks: Sequence[Any] = (),
         checkpoint_dir: str | None = None,
         resume: str = "auto",
@@ -150,6 +159,8 @@ class Trainer:
             validate_every: optimizer steps, counted over all epochs, after which validation runs within an epoch too.
                 It does not change training: metrics, statistics and random states of the epoch stay as they are.
             batch_size: samples per rank and batch; an optimizer step takes batch_size * size * accumulate.
+            class_weight: for Keras: how much training samples weigh, by class, as in Keras's fit; a class that is left
+                out weighs 1. A torch loss has weights of its own.
             callbacks: `hvdtrain.callbacks` and, for a Keras model, Keras's own.
             checkpoint_dir: where a checkpoint is written after each epoch.
             resume: "auto" resumes from the newest complete checkpoint in checkpoint_dir; "never" starts from the
@@ -186,6 +197,7 @@ class Trainer:
             if validation is None:
                 raise ValueError(f"validate_every needs validation. Received: validate_every={validate_every!r}")
         check_choice("resume", resume, ("auto", "never"))
+        self._adapter.class_weight = as_class_weight(class_weight)
 
         run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)
 
@@ -220,6 +232,7 @@ class Trainer:
         checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
         schedules = [each.schedule for each in checkpoints]
         limits = {**asdict(loop.budget), "validate_every": loop.validation.every}
+        limits["class_weight"] = self._adapter.class_weight
         facts = {**limits, "validation": list(named_sets(validation)), "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)

@@ -240,21 +240,46 @@ def test_optimizers_are_found_by_all_their_names():
         hvdtrain.Trainer(net)
 
 
-def test_weights_of_samples_are_kerass_class_weights():
+def test_class_weights_are_kerass_in_training_alone():
     class_weight = {0: 1.0, 1: 5.0, 2: 0.2}
-    plain, net = make_model(), make_model()
-    for model in (plain, net):
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, weighted_metrics=["accuracy"], jit_compile=False)
-    expected = plain.fit(
-        X, CLASSES, batch_size=8, epochs=3, shuffle=False, class_weight=class_weight, verbose=0
-    ).history
-    weight = np.array([class_weight[each] for each in range(3)], np.float32)
-    history = fit(hvdtrain.Trainer(net), (X, CLASSES, weight[CLASSES]), batch_size=8, epochs=3)
+    plain, net = classifier(), classifier()
+    options = {"batch_size": 8, "epochs": 2, "class_weight": class_weight}
+    validation = (X, CLASSES)
+    expected = plain.fit(X, CLASSES, validation_data=validation, shuffle=False, verbose=0, **options).history
+    trainer = hvdtrain.Trainer(net)
+    history = fit(trainer, (X, CLASSES), validation=validation, **options)
     for name in expected:
         assert history[name] == pytest.approx(expected[name], rel=1e-5)
     for ours, theirs in zip(weights(net), weights(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert trainer.config["class_weight"] == class_weight
+    again = fit(trainer, (X, CLASSES), batch_size=8)  # they are those of one fit
+    assert again["accuracy"][0] == pytest.approx(plain.evaluate(X, CLASSES, batch_size=8, verbose=0)[1])
+
+
+@pytest.mark.parametrize(
+    ("data", "class_weight", "message"),
+    [
+        ((X, CLASSES), [1.0, 5.0], r"{0: 1.0, 1: 5.0}. Received: class_weight=\[1.0, 5.0\]"),
+        ((X, CLASSES), {"cat": 5.0}, "Received: class_weight={'cat': 5.0}"),
+        ((X, CLASSES), {0: -1.0}, "Received: class_weight={0: -1.0}"),
+        ((X, CLASSES), {0: float("nan")}, "Received: class_weight={0: nan}"),
+        ((X, CLASSES, np.ones(8)), {0: 2.0}, "cannot be specified at the same time"),
+        ((X, (CLASSES, CLASSES)), {0: 2.0}, r"targets that are one array.*Received: targets of type tuple"),
+    ],
+)
+def test_class_weights_that_nothing_can_take_are_refused(data, class_weight, message):
+    net = two_outputs() if isinstance(data[1], tuple) else make_model()
+    trainer = hvdtrain.Trainer(net, optimizer="sgd", loss="sparse_categorical_crossentropy")
+    with pytest.raises(ValueError, match=message):
+        fit(trainer, data, class_weight=class_weight)
+
+
+def classifier():
+    net = make_model()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    net.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, weighted_metrics=["accuracy"], jit_compile=False)
+    return net
 
 
 def _dense():

@@ -67,6 +67,11 @@ def test_a_batch_size_that_is_no_count_is_shown(make, batch_size):
         make().fit((X, Y), batch_size=batch_size)
 
 
+def test_class_weights_are_the_torch_losss_own(make):
+    with pytest.raises(ValueError, match=r"CrossEntropyLoss\(weight=tensor\).*Received: class_weight={0: 2.0}"):
+        make().fit((X, Y), class_weight={0: 2.0}, progress=False)
+
+
 def test_no_data_is_refused(make):
     with pytest.raises(ValueError, match="no samples"):
         make().fit((X[:0], Y[:0]))
