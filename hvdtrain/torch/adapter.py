@@ -25,7 +25,7 @@ from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.torch.named_steps import END, Names, check_optimizers
-from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, without_gradient
+from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of, without_gradient
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -151,7 +151,7 @@ class TorchAdapter:
         weights = update.begin(batches, everyone=self._syncs_in_forward, first=first)
         for index, batch in enumerate(batches):
             loss = None
-            if weights.counted[index].weight:
+            if batch.local_count:  # also if no label counts: metrics and running statistics take all samples
                 loss, weights.counted[index] = self._forward(batch, weights.counted[index])
             weights.expect(index)
             if loss is not None and weights.counted[index].weight:
@@ -183,8 +183,9 @@ class TorchAdapter:
                     continue
                 weights.counted[index] = counted = Counted(weight, weight, batch.local_count, False)
                 weights.expect(index, total)
-                if found and weight:
+                if found and batch.local_count:
                     self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_name(chosen))
+                if found and weight:
                     update.backward(found.mean, weights.factor(index))
                 elif found and self._syncs_in_forward:
                     update.backward(without_gradient(found.mean))
@@ -204,9 +205,9 @@ class TorchAdapter:
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""
-        counted = self._update.weights.count(batch)
-        if not counted.weight:
+        if not batch.local_count:
             return
+        counted = self._update.weights.count(batch)
         self._model.eval()
         with torch.inference_mode():
             if not isinstance(self._step, YieldingStep):
@@ -216,8 +217,7 @@ class TorchAdapter:
                 for name, found in self._step.run(batch):
                     counted = Counted(found.count, found.count, batch.local_count, False)
                     self._names.check(name)
-                    if counted.weight:
-                        self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_name(name))
+                    self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_name(name))
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
@@ -279,8 +279,10 @@ class TorchAdapter:
             found = self._step(batch)
         if found.count is not None:
             counted = Counted(found.count, found.count, batch.local_count, False)
-        if counted.weight and not again:
+        if not again:
             self._totals.add(found.outputs, found.targets, found.mean, counted)
+        if not counted.weight and found.count is None:  # the mean of no labels is NaN, and its gradient is zero
+            return sum_of(found.outputs) * 0.0, counted
         return found.mean, counted
 
     @contextmanager
@@ -305,7 +307,7 @@ class TorchAdapter:
             with self._computing(batch):
                 _, found = next(itertools.islice(self._step.run(batch), number, None))
             return found.mean  # type: ignore[no-any-return]
-        return self._forward(batch, counted, again=True)[0] if counted.weight else self._run_empty(batch)
+        return self._forward(batch, counted, again=True)[0] if batch.local_count else self._run_empty(batch)
 
     def _run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through a model whose layers synchronize in forward and backward; return a loss of zero."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Reduce
-from hvdtrain.data.sources import tree_map
+from hvdtrain.data.sources import num_rows, tree_map
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.losses import Counted
 from hvdtrain.torch.stateful_metrics import StatefulMetrics, is_stateful
@@ -107,9 +107,10 @@ class Totals:
     def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted, loss_name: str = "loss") -> None:
         """Add a batch: its loss, a scalar, and each metric's values; without outputs, the loss alone."""
         row = self._losses.index(loss_name)
-        self._cells[row].add_(loss.detach().to(self.sums.device), alpha=counted.factor)
-        self.counts[row] += counted.weight
-        if not self._has_metrics or outputs is None:
+        if counted.weight:
+            self._cells[row].add_(loss.detach().to(self.sums.device), alpha=counted.factor)
+            self.counts[row] += counted.weight
+        if not self._has_metrics or outputs is None or not (counted.weight or num_rows(outputs)):
             return
         with torch.no_grad():
             outputs = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)

@@ -72,7 +72,7 @@ class LossStep:
     def run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through the model; return a loss of zero."""
         nothing = move(_no_rows, self._to_device(batch.inputs))
-        return torch.stack([output.sum() for output in leaves(self._model(nothing))]).sum()
+        return sum_of(self._model(nothing))
 
 
 class OwnStep:
@@ -191,6 +191,11 @@ class YieldingStep(OwnStep):
             f"predict needs one model. Received: a Trainer of {', '.join(self._model)}. Make a Trainer of that one "
             "model, or call it."
         )
+
+
+def sum_of(outputs: Any) -> torch.Tensor:
+    """Return the sum of all outputs."""
+    return torch.stack([output.sum() for output in leaves(outputs)]).sum()
 
 
 def without_gradient(loss: torch.Tensor) -> torch.Tensor:

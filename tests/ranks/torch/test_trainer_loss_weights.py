@@ -77,3 +77,51 @@ def test_the_sum_of_labels_costs_no_exchange_of_its_own(monkeypatch, share_ignor
     trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss())
     trainer.fit((x, y), epochs=2, batch_size=BATCH, progress=False)
     assert len(asked) == 1  # in the first step, when nothing is known yet
+
+
+def first(outputs, _):
+    return outputs[:, 0]
+
+
+def ignored_on_rank_1():
+    """Return samples of two steps, the first of which has no label that counts on rank 1."""
+    x, y = labelled(3, share_ignored=0.0)
+    order = hvdtrain.sampling.epoch_order(rows := 2 * hvd.size() * BATCH)
+    y[order[1 : hvd.size() * BATCH : hvd.size()]] = -100
+    return x[:rows], y[:rows]
+
+
+@pytest.mark.world_size(2)
+def test_samples_without_labels_count_in_metrics_and_statistics():
+    x, y = ignored_on_rank_1()
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4, affine=False), net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(), metrics=[first])
+    history = trainer.fit((x, y), batch_size=BATCH, progress=False)
+    assert int(model[0].num_batches_tracked) == 2
+    order = hvdtrain.sampling.epoch_order(len(x))
+    shares = [order[rank + begin : begin + 2 * BATCH : 2] for begin in (0, 2 * BATCH) for rank in range(2)]
+    with torch.no_grad():
+        seen = torch.cat(
+            [torch.nn.functional.batch_norm(torch.from_numpy(x[s]), None, None, training=True) for s in shares]
+        )
+        assert history["first"][0] == pytest.approx(float(model[1](seen)[:, 0].mean()), abs=1e-6)
+        found = trainer.evaluate((x, y), batch_size=2)["first"]
+        assert found == pytest.approx(float(model.eval()(torch.from_numpy(x))[:, 0].mean()), abs=1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_samples_without_labels_count_in_synchronized_statistics():
+    x, y = ignored_on_rank_1()
+    ours, alone = (torch.nn.Sequential(net(), norm(3)) for norm in (hvd.SyncBatchNorm, torch.nn.BatchNorm1d))
+    optimizer = torch.optim.SGD(ours.parameters(), **OPTIONS)
+    hvdtrain.Trainer(ours, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss()).fit(
+        (x, y), batch_size=BATCH, progress=False
+    )
+    plain, order = torch.optim.SGD(alone.parameters(), **OPTIONS), hvdtrain.sampling.epoch_order(len(x))
+    for chosen in np.split(order, 2):
+        plain.zero_grad()
+        torch.nn.CrossEntropyLoss()(alone(torch.from_numpy(x[chosen])), torch.from_numpy(y[chosen])).backward()
+        plain.step()
+    for (name, one), other in zip(ours.state_dict().items(), alone.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")

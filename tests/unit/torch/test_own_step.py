@@ -132,6 +132,25 @@ def test_counts_weigh_the_batches_of_a_step(own):
     assert history["loss"][0] == pytest.approx(float((start @ expected).detach()))
 
 
+def test_metrics_take_the_samples_of_batches_with_count_0(own):
+    parts = X.split([4, 4, 2])
+    counts = {len(part): 0 for part in parts[:2]} | {2: 2}
+
+    def step(model, batch):
+        count = counts[len(batch)]
+        mean = model(batch).mean() * (1.0 if count else float("nan"))
+        return hvdtrain.Loss(mean, count, outputs=batch, targets=batch)
+
+    def last(outputs, _):
+        return outputs[:, 3]
+
+    trainer = own(step, accumulate=3, metrics=[last])
+    history = trainer.fit(loader(*parts), validation=loader(*parts), **QUIET)
+    for name in ("last", "val_last"):
+        assert history[name][0] == pytest.approx(float(X[:, 3].mean()))
+    assert np.isfinite([history["loss"][0], history["val_loss"][0]]).all()
+
+
 def test_predict_calls_the_model_by_name(own):
     class Named(torch.nn.Module):
         def __init__(self):
