@@ -144,6 +144,23 @@ class World:
         """Return once every rank has called it."""
         self.allreduce(np.zeros(1, np.float32), name="barrier")
 
+    def start_timeline(self, path: os.PathLike[str]) -> Callable[[], None] | None:
+        """Write Horovod's timeline of all ranks to a file, on rank 0, if HOROVOD_TIMELINE is DYNAMIC.
+
+        Returns:
+            A function that ends it, or None where nothing is written.
+        """
+        # One rank has no communication, and an empty file is no JSON.
+        if not self.is_root or self.size == 1 or os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
+            return None
+        try:
+            self._horovod.start_timeline(os.fspath(path))
+        except ValueError:  # on this rank alone: an error would leave the others waiting
+            log.warning("%s is not written: HOROVOD_TIMELINE=DYNAMIC must be set before init", path)
+            return None
+        stop: Callable[[], None] = self._horovod.stop_timeline
+        return stop
+
 
 class SoloWorld(World):
     """One process: every collective returns a copy of its argument."""

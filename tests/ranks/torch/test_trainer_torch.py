@@ -95,14 +95,3 @@ def test_targets_that_do_not_count_weigh_nothing_on_any_rank():
         plain.step()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
-
-
-@pytest.mark.world_size(2)
-def test_each_rank_writes_a_trace_of_its_own(shared_tmp_path):
-    model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss())
-    profiler = hvdtrain.callbacks.Profiler(shared_tmp_path, first=1, steps=1)
-    trainer.fit((X, Y), epochs=1, batch_size=2, callbacks=[profiler], progress=False)
-    hvd.barrier()
-    assert sorted(path.name for path in shared_tmp_path.iterdir()) == ["rank-0.json", "rank-1.json"]
