@@ -25,7 +25,7 @@ from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.torch.named_steps import END, Names, check_optimizers
-from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of, without_gradient
+from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -282,7 +282,7 @@ class TorchAdapter:
         if not again:
             self._totals.add(found.outputs, found.targets, found.mean, counted)
         if not counted.weight and found.count is None:  # the mean of no labels is NaN, and its gradient is zero
-            return sum_of(found.outputs) * 0.0, counted
+            return sum_of_nothing(found.outputs), counted
         return found.mean, counted
 
     @contextmanager

@@ -71,8 +71,7 @@ class LossStep:
 
     def run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through the model; return a loss of zero."""
-        nothing = move(_no_rows, self._to_device(batch.inputs))
-        return sum_of(self._model(nothing))
+        return sum_of_nothing(self._model(move(_no_rows, self._to_device(batch.inputs))))
 
 
 class OwnStep:
@@ -193,9 +192,9 @@ class YieldingStep(OwnStep):
         )
 
 
-def sum_of(outputs: Any) -> torch.Tensor:
-    """Return the sum of all outputs."""
-    return torch.stack([output.sum() for output in leaves(outputs)]).sum()
+def sum_of_nothing(outputs: Any) -> torch.Tensor:
+    """Return a loss of zero, whose gradient with respect to the outputs is zero, even if they are not finite."""
+    return torch.stack([output.sum() for output in leaves(move(_no_rows, outputs))]).sum()
 
 
 def without_gradient(loss: torch.Tensor) -> torch.Tensor:
