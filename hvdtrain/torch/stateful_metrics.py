@@ -132,7 +132,7 @@ class _Metric:
         by_rank = classes.isdisjoint(_NOT_BY_RANK)
         if several and not (known and by_rank):
             raise ValueError(_refusal(name, metric, known=known, size=world.size))
-        self._key, self._name = key, name
+        self._key, self._name, self._device = key, name, device
         self._metric = copy.deepcopy(metric)  # the user's own stays as it is, on its device
         self._modules: list[Any] = []
         self._updates = 0
@@ -175,8 +175,13 @@ class _Metric:
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._keeps_batches:
                 outputs, targets = tree_map(_copied, (outputs, targets))
+            if self._modules:  # a spread model's outputs are on another device than its inputs
+                outputs, targets = tree_map(self._here, (outputs, targets))
             self._metric.update(outputs, targets)
         self._updates += 1
+
+    def _here(self, value: Any) -> Any:
+        return value.to(self._device) if isinstance(value, torch.Tensor) else value
 
     def states(self, *, sums: bool = True, others: bool = True) -> Part:
         """Return the states on the host: those that are sums, and the others."""

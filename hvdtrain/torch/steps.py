@@ -50,6 +50,7 @@ class LossStep:
         try:
             inputs, targets = self._to_device(batch.inputs), self._to_device(batch.targets)
             outputs = self._model(inputs)
+            targets = self._beside(outputs, targets)
             if not self._checked:
                 check_shapes(self._loss, outputs, targets, rank=self._rank)
             loss: torch.Tensor = self._loss(outputs, targets)
@@ -64,6 +65,16 @@ class LossStep:
             ) from error
         self._checked = True
         return Loss(loss.mean() if loss.dim() else loss, outputs=outputs, targets=targets)
+
+    def _beside(self, outputs: Any, targets: Any) -> Any:
+        """Return the targets on the outputs' device, where a spread model has its last layer; move the loss there."""
+        if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+            return targets
+        if outputs.device == targets.device:
+            return targets
+        if isinstance(self._loss, nn.Module):
+            self._loss.to(outputs.device)
+        return targets.to(outputs.device, non_blocking=True)
 
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs."""

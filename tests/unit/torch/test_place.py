@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torchmetrics
 
 import hvdtrain
+from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import world
+from hvdtrain.torch.stateful_metrics import StatefulMetrics
+from hvdtrain.torch.steps import LossStep
 from hvdtrain.torch.training_state import move_optimizer, place
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -30,6 +34,29 @@ def test_a_model_on_several_devices_stays_and_its_first_layer_has_the_inputs():
     model = Spread(GPU, GPU, torch.device("cuda", 0))
     assert place(model, torch.device("cuda", 0)) == GPU
     assert model.moved_to is None
+
+
+def test_targets_and_the_loss_go_to_the_outputs_of_a_spread_model():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3, device="meta"), torch.nn.Flatten())
+    model.register_forward_pre_hook(lambda _, args: args[0].to("meta"))  # as a model does between its layers
+    loss = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+    step = LossStep(model, loss, lambda tree: tree, rank=0)
+    step._checked = True  # class indices on "meta" have no values to check
+    found = step(Batch(torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64), local_count=5, global_count=5))
+    assert [each.device.type for each in (found.mean, found.targets, loss.weight)] == ["meta"] * 3
+
+
+def test_outputs_of_a_spread_model_go_to_the_metrics():
+    class Seen(torchmetrics.Metric):
+        def update(self, outputs, targets):
+            self.seen = [outputs.device.type, targets["y"].device.type]
+
+        def compute(self):
+            return torch.zeros(())
+
+    metrics = StatefulMetrics({"seen": Seen()}, torch.device("meta"), world.SoloWorld())
+    metrics.update(torch.zeros(3), {"y": torch.zeros(3)})
+    assert metrics._metrics[0]._metric.seen == ["meta", "meta"]
 
 
 def test_a_model_on_another_device_is_moved():
