@@ -96,6 +96,10 @@ class RunContext(Protocol):
         """False in `on_step_end` of a step that nan_policy="skip" left out."""
 
     @property
+    def learning_rate(self) -> float:
+        """The first parameter group's present learning rate; it may make a GPU wait."""
+
+    @property
     def history(self) -> Mapping[str, list[float]]:
         """The metrics of each epoch so far."""
 

@@ -44,8 +44,14 @@ _OF_THE_LAUNCH = re.compile(
 _runs_here = itertools.count(1)  # of a job with a name
 
 
+_ROWS_A_DOUBLING = 64  # learning rates recorded between two powers of two of steps
+
+
 class RecordingCallback(Callback):
-    """Calls `record` for intervals, validations and epochs; see `RunFolder` for its arguments and for records."""
+    """Calls `record` for steps that change the learning rate, for intervals, validations and epochs, in their order.
+
+    See `RunFolder` for its arguments and for records.
+    """
 
     def __init__(self, every_s: float, options: Json | None) -> None:
         if not every_s >= 0:
@@ -55,41 +61,60 @@ class RecordingCallback(Callback):
         self._every_s = every_s
         self._recorded_at = -math.inf
         self._newest: Interval | None = None  # not recorded yet
+        self._rate: float | None = None  # the learning rate that was seen last
+        self._rates: list[Json] = []  # not recorded yet
 
     def record(self, facts: Json) -> None:
-        """Record an interval, a validation or an epoch."""
+        """Record a step, an interval, a validation or an epoch."""
         raise NotImplementedError
+
+    def on_step_end(self, trainer: RunContext, step: int) -> None:
+        """Note another learning rate: of each step at first, later of fewer, the same ones in each run."""
+        done = trainer.global_step
+        if done % max(1, (1 << done.bit_length()) // (2 * _ROWS_A_DOUBLING)) or not trainer.world.is_root:
+            return
+        before, self._rate = self._rate, trainer.learning_rate
+        if before not in (None, self._rate):
+            place = {"epoch": trainer.epoch, "step": trainer.step, "global_step": done}
+            self._rates.append({"time": time.time(), "kind": "step", **place, "learning_rate": self._rate})
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Record an interval, if it is time."""
         self._newest = interval
         if time.monotonic() - self._recorded_at >= self._every_s:
-            self._record_newest()
+            self._record_waiting()
 
     def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:
         """Record a validation within an epoch; the epoch's record has the one at its end."""
         if trainer.in_epoch:
+            self._record_waiting()
             place = {"epoch": trainer.epoch, "step": trainer.step, "global_step": trainer.global_step}
             self.record({"time": time.time(), "kind": "validation", **place, "metrics": logs})
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
         """Record the epoch's last interval, then its metrics."""
-        self._record_newest()
+        self._record_waiting()
         facts = {"time": time.time(), "kind": "epoch", "epoch": epoch, "global_step": trainer.global_step}
         self.record({**facts, "metrics": logs})
 
-    def _record_newest(self) -> None:
-        interval, self._newest = self._newest, None
-        if interval is None:
-            return
-        self._recorded_at = time.monotonic()
-        parts = {part: getattr(interval.times, part) for part in ("step", *PARTS)}
-        self.record({
-            "time": time.time(), "kind": "interval", "epoch": interval.epoch, "step": interval.step,
-            "global_step": interval.global_step, "samples_per_s": interval.samples_per_s,
-            "learning_rate": interval.learning_rate, "metrics": interval.metrics,
-            "rank_s": {name: [float(f"{value:.6g}") for value in part] for name, part in parts.items()},
-        })  # fmt: skip
+    def _record_waiting(self) -> None:
+        """Record the newest interval and the learning rates, in the order of their steps."""
+        waiting, self._rates = self._rates, []
+        if self._newest is not None:
+            waiting.append(_describe_interval(self._newest))
+            self._newest, self._recorded_at = None, time.monotonic()
+        for facts in sorted(waiting, key=lambda each: each["global_step"]):
+            self.record(facts)
+
+
+def _describe_interval(interval: Interval) -> Json:
+    parts = {part: getattr(interval.times, part) for part in ("step", *PARTS)}
+    return {
+        "time": time.time(), "kind": "interval", "epoch": interval.epoch, "step": interval.step,
+        "global_step": interval.global_step, "samples_per_s": interval.samples_per_s,
+        "learning_rate": interval.learning_rate, "metrics": interval.metrics,
+        "rank_s": {name: [float(f"{value:.6g}") for value in part] for name, part in parts.items()},
+    }  # fmt: skip
 
 
 class RunFolder(RecordingCallback):
@@ -98,8 +123,10 @@ class RunFolder(RecordingCallback):
     metrics.jsonl has one JSON object per line. `"kind": "interval"` has "epoch", "step", "global_step", "samples_per_s"
     over all ranks, "learning_rate", "metrics" of the epoch so far, and "rank_s", each rank's mean seconds of a step:
     {"step": [...], "data": [...], "compute": [...], "reduction": [...], "other": [...]}, as in `RankTimes`. `"kind":
-    "validation"` has the metrics of a validation set within an epoch. `"kind": "epoch"` has the metrics of History,
-    also for a part of an epoch after which steps or seconds ended the run. Epochs count from 0, as in callbacks and in
+    "step"` has the "learning_rate" after a step that changed it: of each of the first 127 steps, later of 64 in the
+    time in which the number of steps doubles. `"kind": "validation"` has the metrics of a validation set within an
+    epoch. `"kind": "epoch"` has the metrics of History, also for a part of an epoch after which steps or seconds ended
+    the run. Epochs count from 0, as in callbacks and in
     all loggers; on the screen they count from 1. NaN and infinity are null, because JSON has no such numbers. A resumed
     run appends. Rank 0 writes; if a write fails, it logs a warning and training continues. What looks like a secret is
     left out, in the options too. Only the owner can read the files, unless HVDTRAIN_SHARE_FILES=1.

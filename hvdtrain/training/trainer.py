@@ -360,6 +360,11 @@ class Trainer:
         return self._loop.progress.global_step
 
     @property
+    def learning_rate(self) -> float:
+        """The first parameter group's present learning rate; it may make a GPU wait."""
+        return self._adapter.learning_rates[0]
+
+    @property
     def epoch(self) -> int:
         """Number of the current epoch, from 0."""
         return self._loop.progress.epoch

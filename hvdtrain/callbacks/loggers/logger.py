@@ -57,13 +57,14 @@ class Record:
     """A line of metrics.jsonl as named numbers.
 
     Attributes:
-        kind: "interval", "validation" (of one set, within an epoch) or "epoch".
+        kind: "step", "interval", "validation" (of one set, within an epoch) or "epoch".
         time: in seconds since 1970.
         epoch: from 0.
         step: optimizer steps of the epoch so far; None for an epoch.
         global_step: optimizer steps of the run.
-        values: the metrics, and of an interval "samples_per_s", "learning_rate" and "rank_s_max/step", ".../data",
-            ".../compute", ".../reduction", ".../other": mean seconds of a step, of the rank that takes longest.
+        values: of a step "learning_rate", else the metrics; of an interval also "samples_per_s", "learning_rate" and
+            "rank_s_max/step", ".../data", ".../compute", ".../reduction", ".../other": mean seconds of a step, of the
+            rank that takes longest.
     """
 
     kind: str
@@ -206,7 +207,7 @@ def _record(facts: Json) -> Record:
     # What callbacks put into logs may be of NumPy's types, or no number at all.
     values = {
         name: float(value)
-        for name, value in facts["metrics"].items()
+        for name, value in facts.get("metrics", {}).items()
         if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     }
     values |= {name: facts[name] for name in ("samples_per_s", "learning_rate") if name in facts}

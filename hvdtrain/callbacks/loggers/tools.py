@@ -37,6 +37,8 @@ _WANDB = Package("wandb", "wandb", {"WANDB_ERROR_REPORTING": "false"})  # which 
 class CSVLogger(Logger):
     """Log to a CSV file: one row per interval (`kind` is "interval") and per epoch ("epoch"), one column per metric.
 
+    There are also rows for steps that change the learning rate ("step"), and for validations within epochs.
+
     A run that resumes from a checkpoint continues the file after the checkpoint's step; rows of later steps, which are
     repeated, are removed. Any other run begins a new file and renames an older one to log-old-1.csv.
 

@@ -66,7 +66,14 @@ def draw(runs: Runs, *, floor_s: float | None = None) -> list[Plot]:
         note = _thinned(timed)
         plots = [
             *(_metric(runs, name) for name in names),
-            _curves("Learning rate", "", runs, lambda run: run.intervals.learning_rate, dashed=True),
+            _curves(
+                "Learning rate",
+                "",
+                runs,
+                lambda run: run.rates.metrics["learning_rate"],
+                steps=lambda run: run.rates.step,
+                dashed=True,
+            ),
             _curves(
                 "Throughput, all ranks",
                 "samples/s",
@@ -102,13 +109,21 @@ def _metric(runs: Runs, name: str) -> Plot | None:
 
 
 def _curves(
-    title: str, unit: str, runs: Runs, values: Values, *, epochs: str = "", dashed: bool = False, note: str = ""
+    title: str,
+    unit: str,
+    runs: Runs,
+    values: Values,
+    *,
+    steps: Values = lambda run: run.intervals.step,
+    epochs: str = "",
+    dashed: bool = False,
+    note: str = "",
 ) -> Plot | None:
     """Draw a line for each run, and circles for its epochs: the entry `epochs` of History."""
     figure, axis = _axes(unit)
     drawn = circles = False
     for index, (run, color) in enumerate(zip(runs, RUN_COLOURS, strict=False)):
-        drawn |= _line(axis, run.intervals.step, values(run), color=color, linestyle="--" if dashed and index else "-")
+        drawn |= _line(axis, steps(run), values(run), color=color, linestyle="--" if dashed and index else "-")
         each = run.epochs.metrics.get(epochs)
         circles |= _line(axis, run.epochs.step, each, color=color, marker="o", markersize=4, linestyle=":")
     _from_zero(axis)

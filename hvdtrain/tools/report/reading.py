@@ -21,7 +21,7 @@ from hvdtrain.telemetry.interval import PARTS
 
 RECORDED = ("step", *PARTS)
 Floats = NDArray[np.float64]
-_MOST_OF_A_STEP = 20  # lines: an interval, an epoch, and a line of each validation set
+_MOST_OF_A_STEP = 20  # lines: a learning rate, an interval, an epoch, and a line of each validation set
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Intervals(Series):
     """About a second of training each."""
 
     samples_per_s: Floats
-    learning_rate: Floats
     start: NDArray[np.int64]  # which start of the run it belongs to, from 0
     rank_s: dict[str, Floats]  # seconds per step by part of `RECORDED`, shape (n, ranks); NaN if a rank was not there
 
@@ -48,7 +47,7 @@ class Intervals(Series):
 
     def only(self, which: NDArray[np.bool_]) -> Intervals:
         """Return those that `which`, shape (n,), marks."""
-        arrays = {name: getattr(self, name)[which] for name in ("step", "samples_per_s", "learning_rate", "start")}
+        arrays = {name: getattr(self, name)[which] for name in ("step", "samples_per_s", "start")}
         metrics, rank_s = ({name: rows[which] for name, rows in each.items()} for each in (self.metrics, self.rank_s))
         return Intervals(metrics=metrics, rank_s=rank_s, **arrays)
 
@@ -61,6 +60,7 @@ class RecordedRun:
     config: dict[str, Any]
     environment: dict[str, Any]
     intervals: Intervals
+    rates: Series  # the learning rate, of intervals and of steps that changed it
     epochs: Series  # one entry per epoch, metrics as History has them
     validations: Series  # also those within epochs
     starts: int  # how often it began, as far as the files show: by steps that were taken again
@@ -89,6 +89,7 @@ def read_run(folder: Path) -> RecordedRun:
         what = "1 line" if unreadable == 1 else f"{unreadable:,} lines"
         notes.append(f"{what} of {METRICS} could not be read (cut off by a kill, or not a run's) and left out.")
     epochs = [line for _, line in counted if line["kind"] == "epoch"]
+    rates = [line for _, line in counted if "learning_rate" in line]
     validated = [line for _, line in counted if line["kind"] in ("epoch", "validation")]
     config, environment = (_document(folder / name, notes) for name in (CONFIG, ENVIRONMENT))
     return RecordedRun(
@@ -96,6 +97,7 @@ def read_run(folder: Path) -> RecordedRun:
         config=config,
         environment=environment,
         intervals=_intervals([(start, line) for start, line in counted if line["kind"] == "interval"]),
+        rates=Series(_column(rates, "global_step"), {"learning_rate": _column(rates, "learning_rate")}),
         epochs=Series(_column(epochs, "global_step"), _metrics(epochs)),
         validations=_together(validated),
         starts=starts,
@@ -166,7 +168,7 @@ def _line(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict) or line.get("kind") not in ("interval", "validation", "epoch"):
+    if not isinstance(line, dict) or line.get("kind") not in ("step", "interval", "validation", "epoch"):
         return None
     line["global_step"] = number(line.get("global_step"))
     if math.isnan(line["global_step"]):
@@ -238,7 +240,6 @@ def _intervals(numbered: Sequence[tuple[int, dict[str, Any]]]) -> Intervals:
         step=_column(lines, "global_step"),
         metrics=_metrics(lines),
         samples_per_s=_column(lines, "samples_per_s"),
-        learning_rate=_column(lines, "learning_rate"),
         start=np.array([start for start, _ in numbered], np.int64),
         rank_s=dict(zip(RECORDED, times, strict=True)),
     )

@@ -11,10 +11,11 @@ import string
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.callbacks import Callback, RunFolder, run_folder
+from hvdtrain.callbacks import Callback, RunFolder, Schedule, run_folder
 from hvdtrain.system.settings import RUN_NAME
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
@@ -53,6 +54,49 @@ def test_an_epochs_last_interval_is_kept_however_short_the_epoch(make, tmp_path,
     make().fit((X, Y), epochs=2, batch_size=4, callbacks=[RunFolder(tmp_path, every_s=1000)], progress=False)
     told = [(line["kind"], line["global_step"]) for line in lines(tmp_path)]
     assert told == [("interval", 1), ("interval", 3), ("epoch", 3), ("interval", 6), ("epoch", 6)]
+
+
+def rates_by_step(make, net, folder, epochs, **options):
+    """Train 3 steps an epoch with a rate of its own for each step; return the rows of the rate."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    callbacks = [Schedule(scheduler, every="step"), RunFolder(folder)]
+    make(model, optimizer=optimizer).fit(
+        (X, Y), epochs=epochs, batch_size=4, callbacks=callbacks, progress=False, **options
+    )
+    return [(line["global_step"], line["learning_rate"]) for line in lines(folder) if line["kind"] == "step"]
+
+
+def test_a_schedule_by_steps_gives_the_same_rows_in_each_run(make, net, tmp_path):
+    one, other = (rates_by_step(make, net, tmp_path / name, 50) for name in ("one", "other"))
+    assert [step for step, _ in one] == [*range(2, 128), *range(128, 151, 2)]
+    assert one == other
+    assert [rate for _, rate in one] == pytest.approx([0.1 / (1 + step) for step, _ in one])
+    steps = [line["global_step"] for line in lines(tmp_path / "one")]
+    assert steps == sorted(steps)
+
+
+def test_a_resumed_run_has_the_rows_that_are_left(make, net, tmp_path):
+    straight = rates_by_step(make, net, tmp_path / "straight", 6)
+    rates_by_step(make, net, tmp_path / "resumed", 2, checkpoint_dir=str(tmp_path / "c"))
+    resumed = rates_by_step(make, net, tmp_path / "resumed", 6, checkpoint_dir=str(tmp_path / "c"))
+    # An interval has the rate of the first step after the resume.
+    assert resumed == [row for row in straight if row[0] != 7]
+
+
+def test_rows_are_in_the_order_of_steps_with_validations_within_an_epoch(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.telemetry.interval.INTERVAL_S", 0)
+
+    class EndIntervals(Callback):
+        def on_step_end(self, trainer, step):
+            if step == 2:
+                monkeypatch.setattr("hvdtrain.telemetry.interval.INTERVAL_S", 1000)
+
+    callbacks = [EndIntervals(), RunFolder(tmp_path, every_s=1000)]
+    make().fit((X, Y), validation=(X, Y), validate_every=4, batch_size=2, callbacks=callbacks, progress=False)
+    told = [(line["kind"], line["global_step"]) for line in lines(tmp_path)]
+    assert told == [("interval", 1), ("interval", 3), ("validation", 4), ("epoch", 6)]
 
 
 def test_run_dir_is_short_for_it_and_a_second_fit_appends(make, tmp_path):

@@ -66,7 +66,7 @@ def test_nulls_missing_metrics_and_ranks_that_come_later_are_nan(made, interval)
     np.testing.assert_allclose(
         run.intervals.rank_s["data"], [[0.001, np.nan], [0.1, 0.2], [np.nan] * 2, [0.001, np.nan]]
     )
-    assert np.isnan(run.intervals.learning_rate[1])
+    assert np.isnan(run.rates.metrics["learning_rate"][1])
 
 
 def test_config_that_is_damaged_costs_a_note_and_not_the_report(made, interval):
@@ -114,3 +114,12 @@ def test_what_lies_between_two_starts_is_not_training(made, interval):
     run = read_run(made(lines))
     assert (run.starts, run.seconds) == (2, 3.0 + 4.0)
     assert read_run(made([interval(1, time=None)], name="untold")).seconds is None
+
+
+def test_learning_rates_of_steps_and_intervals_are_one_curve(made, interval):
+    step = {"time": 1e9, "kind": "step", "epoch": 0, "step": 2, "global_step": 2, "learning_rate": 0.05}
+    run = read_run(made([interval(1), step, interval(3)]))
+    assert run.rates.step.tolist() == [1, 2, 3]
+    assert run.rates.metrics["learning_rate"].tolist() == [0.1, 0.05, 0.1]
+    assert run.intervals.step.tolist() == [1, 3]
+    assert run.notes == []
