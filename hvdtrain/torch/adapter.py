@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,10 +20,11 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import Op, World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import names, training_state
+from hvdtrain.torch.arguments import check
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
-from hvdtrain.torch.named_steps import END, Names, check_optimizers
+from hvdtrain.torch.named_steps import END, Names
 from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
@@ -50,7 +50,7 @@ class TorchAdapter:
         if isinstance(model, dict):
             model = nn.ModuleDict(model)
         optimizers: dict[str, Any] = optimizer if several else {"": optimizer}
-        _check(model, optimizers, loss, step)
+        check(model, optimizers, loss, step, options)
         self._options, self._world, self._device = options, world, torch.device(world.device)
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
@@ -145,20 +145,27 @@ class TorchAdapter:
         if isinstance(self._step, YieldingStep):
             self.fault = self._take_named_steps(self._step, batches, first=first)
             return
+        if self._update.needs_closure:
+            self._update.search(lambda again: self._evaluate(batches, first=first and not again, again=again))
+            return
         if self._before is not None:
             self._before.take()
+        self._evaluate(batches, first=first)
+        self.fault = self._fault(self._update, batches) if self._update.is_refused() else None
+
+    def _evaluate(self, batches: Sequence[Batch], *, first: bool, again: bool = False) -> None:
+        """Forward and backward over each batch of a step; `again` if the metrics have counted them."""
         update = self._update
         weights = update.begin(batches, everyone=self._syncs_in_forward, first=first)
         for index, batch in enumerate(batches):
             loss = None
             if batch.local_count:  # also if no label counts: metrics and running statistics take all samples
-                loss, weights.counted[index] = self._forward(batch, weights.counted[index])
+                loss, weights.counted[index] = self._forward(batch, weights.counted[index], again=again)
             weights.expect(index)
             if loss is not None and weights.counted[index].weight:
                 update.backward(loss, weights.factor(index))
             elif self._syncs_in_forward:
                 update.backward(self._run_empty(batch) if loss is None else without_gradient(loss))
-        self.fault = self._fault(update, batches) if update.is_refused() else None
 
     def _take_named_steps(self, step: YieldingStep, batches: Sequence[Batch], *, first: bool) -> Fault | None:
         """Take one reduced step for each name that the user's step yields for the batches, which advance together."""
@@ -356,50 +363,6 @@ class TorchAdapter:
 
 def _loss_name(optimizer: str) -> str:
     return f"{optimizer}_loss" if optimizer else "loss"
-
-
-def _check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any) -> None:
-    if loss is not None and step is not None:
-        raise ValueError(f"Give loss= or step=, not both: step computes the loss. Received: {loss=}, {step=}")
-    if step is None and not callable(loss):
-        wanted = "loss must be a torch loss, or a callable (outputs, targets) -> mean; or give step="
-        raise TypeError(f"{wanted}, a callable (model, batch) -> hvdtrain.Loss. Received: loss={loss!r}")
-    if step is not None and not callable(step):
-        raise TypeError(f"step must be a callable (model, batch) -> hvdtrain.Loss. Received: step={step!r}")
-    if step is None and list(optimizers) != [""]:
-        raise ValueError(f"Several optimizers need step=, which yields their names. Received: {', '.join(optimizers)}")
-    check_optimizers(optimizers)
-    for optimizer in optimizers.values():
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(
-                "The Trainer computes the gradients of a step once, and this optimizer needs a closure that computes "
-                "them again. Write a custom loop with hvdtrain.torch.DistributedOptimizer: its step(closure) reduces "
-                f"gradients and loss each time. Received: {type(optimizer).__name__}"
-            )
-        check_parameters(model, optimizer)
-        if hasattr(optimizer, "skip_synchronize"):
-            raise ValueError(
-                "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
-                f"DistributedOptimizer of {type(optimizer).__name__}"
-            )
-
-
-def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless the optimizer is over parameters of this model that can be trained."""
-    own = set(model.parameters())
-    if not any(parameter.requires_grad for parameter in own):
-        raise ValueError(
-            f"model has no trainable parameters. Received: {type(model).__name__} with {len(own)} parameters, "
-            "none with requires_grad"
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        foreign = [tuple(p.shape) for p in group["params"] if p not in own]
-        if foreign:
-            raise ValueError(
-                f"optimizer must be made from this model's own parameters(). Received: parameter group {index} with "
-                f"{len(foreign)} others, the first of shape {foreign[0]}"
-            )
 
 
 make_adapter = TorchAdapter

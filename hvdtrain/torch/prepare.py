@@ -12,9 +12,10 @@ import hvdtrain.torch as hvd
 from hvdtrain.data.sources import as_source, tree_map
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import training_state
-from hvdtrain.torch.adapter import check_parameters
+from hvdtrain.torch.arguments import check_parameters
 from hvdtrain.torch.losses import as_tensor
 from hvdtrain.torch.sources import LoaderSource
+from hvdtrain.torch.update import needs_closure
 
 
 def prepare(
@@ -22,6 +23,11 @@ def prepare(
 ) -> tuple[Any, ...]:
     """See `hvdtrain.prepare`."""
     check_parameters(model, optimizer)
+    if needs_closure(optimizer):
+        raise ValueError(
+            "prepare weighs the gradients of short batches, but not the loss that a closure returns. Use "
+            f"hvdtrain.Trainer, which weighs both. Received: {type(optimizer).__name__}"
+        )
     device = torch.device(world.device)
     training_state.place(model, device)
     training_state.move_optimizer(optimizer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
-from hvdtrain.data.sources import as_array
+from hvdtrain.data.sources import as_array, tree_map
 from hvdtrain.torch import names
 
 Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by name; a single one has the name ""
@@ -46,8 +48,12 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Move the state that an optimizer already has to where its parameters are; step counters stay put."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and name != "step" and isinstance(parameter, torch.Tensor):
-                state[name] = value.to(parameter.device)
+            if name != "step" and isinstance(parameter, torch.Tensor):
+                state[name] = tree_map(partial(_beside, parameter), value)
+
+
+def _beside(parameter: torch.Tensor, value: Any) -> Any:
+    return value.to(parameter.device) if isinstance(value, torch.Tensor) else value
 
 
 def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
@@ -68,9 +74,16 @@ def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[A
     arrays: dict[str, NDArray[Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
-        tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-        arrays |= {f"{index}.{name}": as_array(value) for name, value in tensors.items()}
-        scalars[str(index)] = {name: value for name, value in entries.items() if name not in tensors}
+        scalars[str(index)] = {}
+        for name, value in entries.items():
+            # LBFGS has lists of tensors: one array each, and None in its place.
+            parts = {f".{i}": each for i, each in enumerate(value)} if isinstance(value, list) else {"": value}
+            tensors = {part: each for part, each in parts.items() if isinstance(each, torch.Tensor)}
+            arrays |= {f"{index}.{name}{part}": as_array(each) for part, each in tensors.items()}
+            if isinstance(value, list):
+                scalars[str(index)][name] = [None if part in tensors else each for part, each in parts.items()]
+            elif not tensors:
+                scalars[str(index)][name] = value
     groups = [
         {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in saved["param_groups"]
@@ -109,10 +122,15 @@ def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> Non
 
 
 def _restore_optimizer(arrays: dict[str, NDArray[Any]], meta: dict[str, Any], optimizer: Any, scaler: Any) -> None:
-    entries: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in meta["optimizer"].items()}
+    entries: dict[int, dict[str, Any]] = {int(index): deepcopy(values) for index, values in meta["optimizer"].items()}
     for name, array in arrays.items():
         index, key = name.split(".", 1)
-        entries[int(index)][key] = torch.from_numpy(array.copy())  # the caller's stays as it is
+        value = torch.from_numpy(array.copy())  # the caller's stays as it is
+        owner, _, place = key.rpartition(".")
+        if owner:
+            entries[int(index)][owner][int(place)] = value
+        else:
+            entries[int(index)][key] = value
     groups = [
         {**_as_before(group, old), "params": group["params"]}
         for group, old in zip(optimizer.state_dict()["param_groups"], meta["groups"], strict=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +18,7 @@ from hvdtrain.adapter import Options
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
+from hvdtrain.errors import DesyncError
 from hvdtrain.torch import clipping, fused_update, names
 from hvdtrain.torch.losses import LossWeights
 from hvdtrain.torch.metrics import Totals
@@ -35,6 +38,8 @@ class Update:
         self._options, self._world, self._device = options, world, torch.device(world.device)
         self.weights = LossWeights(loss, world)
         self.optimizer = optimizer
+        self.needs_closure = needs_closure(optimizer)
+        self._losses: list[torch.Tensor] = []  # of this evaluation, scaled as their gradients are
         self._fuses = fused_update.applies_to(type(optimizer))
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
         if self._reduced:
@@ -81,21 +86,21 @@ class Update:
         if self._reduced and passes and (first or passes != self.optimizer.backward_passes_per_step):
             self.optimizer.set_backward_passes_per_step(passes)
         self.optimizer.zero_grad()
+        self._losses = []
         return self.weights
 
     def backward(self, loss: torch.Tensor, factor: float = 1.0) -> None:
         """Add the gradient of a loss times `factor`; one of several optimizers, to its own parameters only."""
         inputs = [p for p in self.parameters if p.requires_grad] if self.name else None
-        self.scaler.scale(loss if factor == 1.0 else loss * factor).backward(inputs=inputs)
+        loss = loss if factor == 1.0 else loss * factor
+        if self.needs_closure:
+            self._losses.append(loss.detach())
+        self.scaler.scale(loss).backward(inputs=inputs)
 
     def is_refused(self) -> bool:
         """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite."""
         optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
-        if not self._reduced:
-            self.weights.correct(parameters)
-        else:
-            # Before unscale_ tests for infinity: ranks must agree to skip a step.
-            self.weights.learn(optimizer.synchronize(weight=self.weights.weight, expected=self.weights.expected))
+        self._reduce()  # before unscale_ tests for infinity: ranks must agree to skip a step
         if all(p.grad is None for p in parameters):
             return False  # no sample counted on any rank, and a scaler refuses to step without gradients
         # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
@@ -110,6 +115,55 @@ class Update:
             self.scaler.step(optimizer)
         self.scaler.update()
         return False
+
+    def _reduce(self) -> float:
+        """Average the gradients over ranks; return the factor that corrects their scale, which holds for losses too."""
+        weights = self.weights
+        if self._reduced:
+            total = self.optimizer.synchronize(weight=weights.weight, expected=weights.expected)
+            weights.learn(total)
+        else:
+            weights.correct(self.parameters)
+            total = weights.weight
+        return weights.expected / total if total else 1.0
+
+    def search(self, evaluate: Callable[[bool], None]) -> None:
+        """Take the step of an optimizer that needs a closure, such as LBFGS.
+
+        It calls `evaluate(again)`, which goes forward and backward over the step's batches, as often as it likes. Ranks
+        call it equally often, because each call gives all of them the same gradient and loss, bit for bit.
+        """
+        numbers = itertools.count()
+
+        @torch.enable_grad()
+        def closure() -> torch.Tensor:
+            again = next(numbers) > 0
+            if again:
+                self._agree(again=True)
+            evaluate(again)
+            loss = np.array([sum(map(float, self._losses)) * self._reduce()])
+            if self._world.size > 1:
+                loss = self._world.allreduce(loss, "mean", name="closure.loss")
+            return torch.from_numpy(loss)[0]
+
+        with self.optimizer.skip_synchronize() if self._reduced else nullcontext():
+            self.optimizer.step(closure)
+        self._agree(again=False)
+
+    def _agree(self, *, again: bool) -> None:
+        """Raise DesyncError on every rank, unless all of them evaluate again, or none."""
+        if self._world.size > 1 and self._world.allreduce(np.array([again]) * 1.0, "mean", name="closure")[0] != again:
+            raise DesyncError(
+                "Ranks evaluate a step's loss a different number of times: their weights differ, or the arithmetic of "
+                f"their devices. Received: {'one more' if again else 'no more'} on rank {self._world.rank}. Use equal "
+                "hosts, or an optimizer that needs no closure."
+            )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step` of a plain optimizer needs a closure that computes loss and gradient, as LBFGS's does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -27,3 +27,10 @@ def test_a_loop_that_clips_between_synchronize_and_step_runs_alone_as_on_many_ra
             optimizer.step()
     moved = sum(float((value - before[name]).norm() ** 2) for name, value in model.state_dict().items()) ** 0.5
     assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_with_the_way_that_works(hvd, monkeypatch):
+    monkeypatch.setattr(world, "_world", None)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"Use hvdtrain\.Trainer.*Received: LBFGS"):
+        hvdtrain.prepare(model, torch.optim.LBFGS(model.parameters()), DataLoader(TensorDataset(torch.ones(4, 2))))

@@ -55,12 +55,6 @@ def test_an_optimizer_or_loss_that_is_not_torchs_is_shown(make, wrong):
         make(**wrong)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused_with_the_way_that_works(make, net):
-    model = net()
-    with pytest.raises(ValueError, match=r"DistributedOptimizer: its step\(closure\).*Received: LBFGS"):
-        make(model, optimizer=torch.optim.LBFGS(model.parameters()))
-
-
 @pytest.mark.parametrize("batch_size", [0, -3, 2.5])
 def test_a_batch_size_that_is_no_count_is_shown(make, batch_size):
     with pytest.raises(ValueError, match=f"batch_size={batch_size}"):

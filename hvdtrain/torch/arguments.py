@@ -1,0 +1,69 @@
+"""What the Trainer refuses of a torch model, its optimizers, loss and step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdtrain.adapter import Options
+from hvdtrain.torch.named_steps import check_optimizers
+from hvdtrain.torch.update import needs_closure
+
+
+def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, options: Options) -> None:
+    """Raise ValueError or TypeError for what the Trainer cannot train, or cannot combine."""
+    if loss is not None and step is not None:
+        raise ValueError(f"Give loss= or step=, not both: step computes the loss. Received: {loss=}, {step=}")
+    if step is None and not callable(loss):
+        wanted = "loss must be a torch loss, or a callable (outputs, targets) -> mean; or give step="
+        raise TypeError(f"{wanted}, a callable (model, batch) -> hvdtrain.Loss. Received: loss={loss!r}")
+    if step is not None and not callable(step):
+        raise TypeError(f"step must be a callable (model, batch) -> hvdtrain.Loss. Received: step={step!r}")
+    if step is None and list(optimizers) != [""]:
+        raise ValueError(f"Several optimizers need step=, which yields their names. Received: {', '.join(optimizers)}")
+    check_optimizers(optimizers)
+    for optimizer in optimizers.values():
+        if needs_closure(optimizer):
+            _check_closure(optimizer, options, several=list(optimizers) != [""])
+        check_parameters(model, optimizer)
+        if hasattr(optimizer, "skip_synchronize"):
+            raise ValueError(
+                "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
+                f"DistributedOptimizer of {type(optimizer).__name__}"
+            )
+
+
+def _check_closure(optimizer: torch.optim.Optimizer, options: Options, *, several: bool) -> None:
+    """Raise ValueError for what cannot be combined with an optimizer that evaluates a step several times."""
+    reasons = {
+        "several optimizers": several and "step yields each loss once",
+        f"clip_norm={options.clip_norm}": options.clip_norm
+        and "a clipped gradient is not the loss's, which it searches",
+        f"nan_policy={options.nan_policy!r}": options.nan_policy and "weights move between the gradients of one step",
+        "precision='fp16'": options.precision == "fp16" and "torch's loss scaling takes no closure",
+    }
+    for received, reason in reasons.items():
+        if reason:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes loss and gradient several times in one step: {reason}. Use "
+                f"another optimizer, or leave the option out. Received: {received}"
+            )
+
+
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless the optimizer is over parameters of this model that can be trained."""
+    own = set(model.parameters())
+    if not any(parameter.requires_grad for parameter in own):
+        raise ValueError(
+            f"model has no trainable parameters. Received: {type(model).__name__} with {len(own)} parameters, "
+            "none with requires_grad"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [tuple(p.shape) for p in group["params"] if p not in own]
+        if foreign:
+            raise ValueError(
+                f"optimizer must be made from this model's own parameters(). Received: parameter group {index} with "
+                f"{len(foreign)} others, the first of shape {foreign[0]}"
+            )
