@@ -19,8 +19,8 @@ Tensor = Any
 
 __all__ = [
     "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object",
-    "broadcast_object_fn", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "join", "local_rank_op",
-    "local_size_op", "process_set_included_op", "rank_op", "reducescatter", "size_op",
+    "broadcast_object_fn", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "is_homogeneous", "join",
+    "local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "reducescatter", "size_op",
 ]  # fmt: skip
 
 
@@ -234,6 +234,12 @@ def _fact(function: str, alone: int) -> Callable[..., Tensor]:
 size_op, local_size_op = _fact("size_op", 1), _fact("local_size_op", 1)
 rank_op, local_rank_op = _fact("rank_op", 0), _fact("local_rank_op", 0)
 process_set_included_op = _fact("process_set_included_op", 1)
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts have the same number of ranks."""
+    engine = basics.running()
+    return engine is None or bool(engine.is_homogeneous())
 
 
 def _tensor(value: Any) -> Tensor:

@@ -15,10 +15,10 @@ from hvdtrain.torch.engine import (
     Min,
     Product,
     Sum,
+    after_init,
     init,
-    native,
+    module,
     poll,
-    rank_function,
     shutdown,
     synchronize,
 )
@@ -62,7 +62,10 @@ _ENGINE_NAMES = (
     "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_lib_v2", "mpi_threads_supported",
     "nccl_built", "rank", "remove_process_set", "rocm_built", "size", "start_timeline", "stop_timeline",
 )  # fmt: skip
-_RANK_NAMES = ("cross_rank", "cross_size", "local_rank", "local_size", "rank", "size")
+_AFTER_INIT = (
+    "add_process_set", "cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size",
+    "mpi_threads_supported", "rank", "remove_process_set", "size", "start_timeline", "stop_timeline",
+)  # fmt: skip
 _SUBMODULES = ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
 sys.modules[f"{__name__}.mpi_ops"] = sys.modules[__name__]  # for scripts that import from horovod.torch.mpi_ops
 
@@ -81,12 +84,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"hvdtrain.torch.{name}")
-    if name in _RANK_NAMES:
-        return rank_function(name)
     if name in _ENGINE_NAMES:
-        for home in (native(), sys.modules.get(f"{native().__name__}.mpi_ops")):
+        for home in (module(), sys.modules.get(f"{module().__name__}.mpi_ops")):
             if hasattr(home, name):
-                return getattr(home, name)
+                return after_init(getattr(home, name)) if name in _AFTER_INIT else getattr(home, name)
         raise AttributeError(f"hvdtrain.torch.{name} is part of Horovod's build, which is not installed.")
     raise AttributeError(f"module 'hvdtrain.torch' has no attribute {name!r}")
 

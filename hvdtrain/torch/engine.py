@@ -22,23 +22,28 @@ _module: ModuleType | None = None
 _counters: defaultdict[Any, itertools.count[int]] = defaultdict(itertools.count)
 
 
-def native() -> Any:
+def module() -> Any:
     """Return horovod.torch, or `hvdtrain.torch.solo` in one process without Horovod; raises what `init` does."""
     global _module
     _module = _module or world.load_engine("torch") or importlib.import_module("hvdtrain.torch.solo")
     return _module
 
 
-def rank_function(name: str) -> Callable[[], int]:
-    """Return Horovod's function `name`, such as "rank"; before `init` it says what to do."""
-    function = getattr(native(), name)
+def native() -> Any:
+    """Return `module()` for what needs `init`: before it, NotInitializedError says what to do."""
+    found = module()
+    if not found.is_initialized():
+        raise NotInitializedError
+    return found
+
+
+def after_init(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of Horovod's, such as `rank`, that asks for `init`."""
 
     @functools.wraps(function)
-    def ask() -> int:
-        try:
-            return int(function())
-        except ValueError:
-            raise NotInitializedError from None
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        native()
+        return function(*args, **kwargs)
 
     return ask
 
@@ -55,18 +60,18 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         HorovodMismatchError: it is installed, but built for other versions.
         LaunchError: the launcher announced more ranks than Horovod found.
     """
-    fresh = not native().is_initialized()
+    fresh = not module().is_initialized()
     # world.init calls init() without arguments: pass on only what was given, so that both forms agree.
     given = {k: v for k, v in (("comm", comm), ("process_sets", process_sets)) if v is not None}
     if world.init_engine("torch", **given) is None:
-        native().init(**given)
+        module().init(**given)
     if fresh:
         start_over()
 
 
 def shutdown() -> None:
     """Leave the run; collectives raise until the next `init`."""
-    native().shutdown()
+    module().shutdown()
     start_over()
 
 
@@ -122,7 +127,7 @@ class Handle:
         if not self._done:
             if self.is_stale:
                 self._done = True
-                raise native().HorovodInternalError("This operation was submitted before hvd.shutdown().")
+                raise module().HorovodInternalError("This operation was submitted before hvd.shutdown().")
             outputs, errors = [], []
             for part in self._parts:
                 try:

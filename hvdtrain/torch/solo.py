@@ -1,4 +1,7 @@
-"""horovod.torch's primitives for one process. A handle is a function that returns the result."""
+"""horovod.torch's primitives for one process. A handle is a function that returns the result.
+
+Horovod's need `init`; for these, `hvdtrain.torch.engine.native` asks for it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from hvdtrain.distributed.solo_process_sets import (  # noqa: F401 - Horovod's n
     global_process_set,
     remove_process_set,
 )
-from hvdtrain.errors import HvdTrainError, NotInitializedError
+from hvdtrain.errors import HvdTrainError
 
 
 class HorovodInternalError(RuntimeError):
@@ -52,22 +55,13 @@ def is_initialized() -> bool:
     return True
 
 
-def _answering(answer: Any) -> Callable[..., Any]:
-    def ask(*_: Any, **__: Any) -> Any:
-        if not is_initialized():
-            raise NotInitializedError
-        return answer
-
-    return ask
-
-
 def _always(answer: Any) -> Callable[..., Any]:
     return lambda *_, **__: answer
 
 
-size = local_size = cross_size = _answering(1)
-rank = local_rank = cross_rank = join = _answering(0)  # the last rank to join is the only one
-barrier = _answering(None)
+size = local_size = cross_size = _always(1)
+rank = local_rank = cross_rank = join = _always(0)  # the last rank to join is the only one
+barrier = _always(None)
 is_homogeneous = poll = _always(True)
 mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = _always(False)
 nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _always(False)
@@ -82,7 +76,6 @@ def synchronize(handle: Callable[[], Any]) -> Any:
 
 
 def _handle_on(result: Any) -> Callable[[], Any]:
-    rank()
     return lambda: result
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import hvdtrain.torch as drop_in
 from hvdtrain.errors import NotInitializedError
@@ -57,13 +58,31 @@ def test_a_rank_before_init_says_what_to_do(hvd):
         hvd.local_size()
 
 
+NEEDS_INIT = {
+    "rank": lambda hvd: hvd.rank(),
+    "is_homogeneous": lambda hvd: hvd.is_homogeneous(),  # Horovod's own ends the process
+    "start_timeline": lambda hvd: hvd.start_timeline("x.json"),
+    "add_process_set": lambda hvd: hvd.add_process_set([0]),
+    "allreduce": lambda hvd: hvd.allreduce(torch.ones(2)),
+    "allreduce_async_": lambda hvd: hvd.allreduce_async_(torch.ones(2)),
+    "grouped_allgather": lambda hvd: hvd.grouped_allgather([torch.ones(2)]),
+    "alltoall": lambda hvd: hvd.alltoall(torch.ones(2)),
+    "broadcast_object": lambda hvd: hvd.broadcast_object(1),
+    "broadcast_parameters": lambda hvd: hvd.broadcast_parameters(torch.nn.Linear(2, 2).state_dict()),
+    "barrier": lambda hvd: hvd.barrier(),
+    "join": lambda hvd: hvd.join(),
+    "DistributedOptimizer": lambda hvd: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=0.1)),
+}
+
+
 @needs_horovod
-def test_a_rank_before_init_says_the_same_with_horovod(monkeypatch):
+@pytest.mark.parametrize("call", NEEDS_INIT.values(), ids=NEEDS_INIT)
+def test_what_needs_init_says_the_same_with_horovod(monkeypatch, call):
     horovod = pytest.importorskip("horovod.torch", exc_type=ImportError)
     monkeypatch.setattr(engine, "_module", horovod)
     assert not horovod.is_initialized()
     with pytest.raises(NotInitializedError):
-        drop_in.rank()
+        call(drop_in)
 
 
 @needs_horovod
