@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.system import log_filter, old_names
+from hvdtrain.system import log_filter, old_names, whole_lines
 
 if TYPE_CHECKING:
     from hvdtrain.adapter import Loss as Loss
@@ -46,6 +46,7 @@ __all__ = [
 
 log_filter.begin()
 old_names.install()
+whole_lines.begin()
 
 
 def __getattr__(name: str) -> Any:
