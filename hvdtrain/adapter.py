@@ -27,6 +27,7 @@ class Options:
     precision: str = "fp32"
     compression: str = "none"
     nan_policy: str | None = None
+    micro_batch: int | str | None = None
 
 
 @dataclass(frozen=True)

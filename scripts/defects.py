@@ -118,6 +118,13 @@ DEFECTS = (
         "if found.count is None:",
         ranks("torch", "own_step"),
     ),
+    Defect(
+        "micro-batches: a repeated step counts what the failed attempt has counted",
+        "hvdtrain/torch/micro_batches.py",
+        "before.restore()",
+        "pass",
+        unit("torch/test_micro_batches.py"),
+    ),
     # How gradients are reduced on PyTorch
     Defect(
         "reducer: ranks that have joined count in the mean",

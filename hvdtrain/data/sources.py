@@ -39,6 +39,7 @@ class Batch:
     indices: NDArray[np.int64] | None = None  # which samples of the dataset, if known
     done: int | None = None  # `Consumed.batches` after this step, if steps may be skipped
     item: Any = None  # all of it, as the data yields it
+    largest: int | None = None  # samples on the rank that has most; None where ranks differ by at most one
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,10 @@ class IteratedSource:
             item = next(batches, None)
             # An empty batch counts: only None says that there are no more.
             batch = as_batch(item) if item is not None else replace(batch, local_count=0)
-            counts = np.array([batch.local_count, item is not None], np.int64)
-            samples, going_on = self._world.allreduce(counts, name="samples_in_step")
+            counts = np.zeros(self._world.size + 1, np.int64)  # samples of each rank; whether any rank has more
+            counts[self._world.rank], counts[-1] = batch.local_count, item is not None
+            *of_ranks, going_on = self._world.allreduce(counts, name="samples_in_step").tolist()
+            samples = sum(of_ranks)
             if not going_on:
                 return
             done += self._world.size
@@ -199,7 +202,7 @@ class IteratedSource:
                     rows = max(1, after.samples // max(1, after.batches))
                     batch = replace(as_batch(self._filler(rows)), local_count=0)
                 # Indices of a shard are not those of the whole dataset.
-                yield replace(batch, global_count=int(samples), indices=None, done=done)
+                yield replace(batch, global_count=samples, largest=max(of_ranks), indices=None, done=done)
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Source:

@@ -36,6 +36,11 @@ def make_adapter(
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
     if step is not None:
         raise TypeError(f"step= is for torch. Override train_step of your keras.Model instead. Received: step={step!r}")
+    if options.micro_batch is not None:
+        raise ValueError(
+            "micro_batch is for torch: Keras's train_step computes a batch at once, and cannot be repeated. Use a "
+            f"smaller batch_size, and accumulate. Received: micro_batch={options.micro_batch!r}"
+        )
     plain = _plain_optimizer(model, optimizer, loss, metrics)
     layers = model._flatten_layers(include_self=True)
     if options.precision != "fp32":  # variables stay float32

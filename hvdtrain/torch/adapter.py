@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from hvdtrain.torch.arguments import check
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
+from hvdtrain.torch.micro_batches import MicroBatches
 from hvdtrain.torch.named_steps import END, Names
 from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
@@ -76,7 +78,9 @@ class TorchAdapter:
         self._update = next(iter(self._updates.values()))
         self._names = Names(list(optimizers), world)
         self.fault: Fault | None = None
-        self._before = BufferSnapshot(model, self._totals) if options.nan_policy in ("skip", "stop") else None
+        self._micro_batches = MicroBatches(options.micro_batch, model, world)
+        undoes = options.nan_policy in ("skip", "stop") or options.micro_batch == "auto"
+        self._before = BufferSnapshot(model, self._totals) if undoes else None
 
     @property
     def learning_rates(self) -> list[float]:
@@ -109,7 +113,7 @@ class TorchAdapter:
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
         """Random states, buffers, the epoch's totals, and which gradients travel together."""
-        held = training_state.rank_state(self._model)
+        held = training_state.rank_state(self._model) | self._micro_batches.rank_state
         for update in self._updates.values():
             held |= update.rank_state
         if self._training:
@@ -120,6 +124,7 @@ class TorchAdapter:
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         training_state.set_rank_state(held, self._model)
+        self._micro_batches.rank_state = held
         for update in self._updates.values():
             update.rank_state = held
         if "sum.totals" in held:
@@ -142,16 +147,20 @@ class TorchAdapter:
             self._training = True
         if first or not self._model.training:
             self._model.train()
+        step = partial(self._take_step, first=first)
+        self.fault = self._micro_batches.run(step, batches, self._update, self._before)
+
+    def _take_step(self, batches: Sequence[Batch], *, first: bool) -> Fault | None:
+        """Take a step over batches or micro-batches."""
         if isinstance(self._step, YieldingStep):
-            self.fault = self._take_named_steps(self._step, batches, first=first)
-            return
+            return self._take_named_steps(self._step, batches, first=first)
         if self._update.needs_closure:
             self._update.search(lambda again: self._evaluate(batches, first=first and not again, again=again))
-            return
+            return None
         if self._before is not None:
             self._before.take()
         self._evaluate(batches, first=first)
-        self.fault = self._fault(self._update, batches) if self._update.is_refused() else None
+        return self._fault(self._update, batches) if self._update.is_refused() else None
 
     def _evaluate(self, batches: Sequence[Batch], *, first: bool, again: bool = False) -> None:
         """Forward and backward over each batch of a step; `again` if the metrics have counted them."""
@@ -295,7 +304,7 @@ class TorchAdapter:
     @contextmanager
     def _computing(self, batch: Batch) -> Iterator[None]:
         """Compute in the chosen precision."""
-        alone = batch.local_count == 1 and batch.global_count > 1 and self._model.training
+        alone = batch.local_count == 1 and self._model.training and (batch.global_count > 1 or self._micro_batches.size)
         with self._autocast(), self._normalize_by_running_statistics() if alone else _PLAIN:
             yield
 

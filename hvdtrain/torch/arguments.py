@@ -9,6 +9,7 @@ from torch import nn
 
 from hvdtrain.adapter import Options
 from hvdtrain.torch.named_steps import check_optimizers
+from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
 from hvdtrain.torch.update import needs_closure
 
 
@@ -24,6 +25,8 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
     if step is None and list(optimizers) != [""]:
         raise ValueError(f"Several optimizers need step=, which yields their names. Received: {', '.join(optimizers)}")
     check_optimizers(optimizers)
+    if options.micro_batch == "auto":
+        _check_repeatable(model, several=list(optimizers) != [""])
     for optimizer in optimizers.values():
         if needs_closure(optimizer):
             _check_closure(optimizer, options, several=list(optimizers) != [""])
@@ -35,6 +38,17 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
             )
 
 
+def _check_repeatable(model: nn.Module, *, several: bool) -> None:
+    """Raise ValueError if a step cannot be undone and repeated on all ranks when one runs out of memory."""
+    reason = None
+    if several:
+        reason = "With several optimizers a step cannot be repeated: those of earlier yields have taken their steps"
+    elif any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        reason = "With SyncBatchNorm a step cannot be repeated: other ranks wait in its layers for the rank that fails"
+    if reason:
+        raise ValueError(f"{reason}. Use micro_batch=N, the samples that fit. Received: micro_batch='auto'")
+
+
 def _check_closure(optimizer: torch.optim.Optimizer, options: Options, *, several: bool) -> None:
     """Raise ValueError for what cannot be combined with an optimizer that evaluates a step several times."""
     reasons = {
@@ -42,6 +56,7 @@ def _check_closure(optimizer: torch.optim.Optimizer, options: Options, *, severa
         f"clip_norm={options.clip_norm}": options.clip_norm
         and "a clipped gradient is not the loss's, which it searches",
         f"nan_policy={options.nan_policy!r}": options.nan_policy and "weights move between the gradients of one step",
+        "micro_batch='auto'": options.micro_batch == "auto" and "it has changed weights when memory runs out",
         "precision='fp16'": options.precision == "fp16" and "torch's loss scaling takes no closure",
     }
     for received, reason in reasons.items():

@@ -85,6 +85,7 @@ class LossWeights:
         self._exchanged = loss is None or needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
         self._samples = 0  # of the step, over all ranks
+        self._done = 0  # of the step's batches, those before backward
 
     def count(self, batch: Batch) -> Counted:
         """Return what counts of a batch."""
@@ -94,6 +95,7 @@ class LossWeights:
     def begin(self, batches: Sequence[Batch]) -> None:
         """Count a step's batches; every rank calls it, whether it holds samples or not."""
         self.counted = [self.count(batch) for batch in batches]
+        self._done = 0
         self._samples = sum(batch.global_count for batch in batches)
         self._counts = [batch.global_count for batch in batches]
         self.expected = float(self._samples)
@@ -112,6 +114,7 @@ class LossWeights:
 
         `total` is the sum over all ranks so far, if it is known.
         """
+        self._done = index + 1
         if self._loss is not None or self.weight is None:
             return
         self.weight += self.counted[index].weight
@@ -121,6 +124,12 @@ class LossWeights:
             if total is None:
                 total = self._exchange(self.weight) if self._world.size > 1 else self.weight
             self.expected = total * self._samples / sum(self._counts[: index + 1])
+
+    def give_up(self) -> None:
+        """Count no more batches of this step, and take part in what other ranks exchange over them."""
+        for index in range(self._done, len(self.counted)):
+            self.counted[index] = self.counted[index]._replace(weight=0.0)
+            self.expect(index)
 
     def _exchange(self, weight: float) -> float:
         return float(self._world.allreduce(np.array([weight]), name="loss_denominator")[0])

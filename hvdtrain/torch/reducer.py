@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from itertools import islice
@@ -21,6 +22,8 @@ from hvdtrain.torch.compression import BF16Compressor
 from hvdtrain.torch.engine import Adasum, Average, Handle
 from hvdtrain.torch.reduce_ops import active_ranks_async
 from hvdtrain.torch.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
+
+FAILED = -math.inf  # the weight of a rank that could not compute its gradients; then the sum over ranks is this, too
 
 _Counts = list[list[tuple[int, int]]]  # for each unit and parameter: on how many ranks it is dense, and sparse
 
@@ -223,7 +226,8 @@ class Reducer:
         """Reduce all gradients of this step and wait for them; return the sum of the ranks' weights, None without.
 
         Either all ranks give a weight or none. Gradients come scaled for weights whose sum is `expected`; if the sum is
-        another, they are multiplied by expected / sum.
+        another, they are multiplied by expected / sum. A rank may give FAILED where others give none: then all ranks
+        get FAILED, and the gradients mean nothing.
         """
         if not self.is_distributed:
             self.scale_gradients()
@@ -270,7 +274,7 @@ class Reducer:
                 present = None if counts is None else [any(ranks) for ranks in counts[index]]
                 unit.finish(present, correction)
         # Only if all ranks took part, so that all of them pack in the same step.
-        if self._packs and self._dense is None and active == size:
+        if self._packs and self._dense is None and active == size and total != FAILED:
             counts = counts or [[(size * unit.flags()[0], 0)] for unit in self._units]
             alone = [unit for unit, ranks in zip(self._units, counts, strict=True) if ranks[0][0] == size]
             self._pack([unit.params[0] for unit in alone if len(unit.params) == 1])
@@ -308,7 +312,7 @@ class Reducer:
         size = how.process_set.size()
         factor = how.prescale_factor * how.postscale_factor
         one = factor / size if how.op == Average else factor  # what a rank adds to a received number
-        total = None if weight is None else received[1] / one
+        total = None if weight is None and received[1] != FAILED else received[1] / one
         # In nearly all steps, all ranks have the same flags, so that their mean equals this rank's.
         if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
             return size, total, None

@@ -55,7 +55,8 @@ class LossStep:
                 check_shapes(self._loss, outputs, targets, rank=self._rank)
             loss: torch.Tensor = self._loss(outputs, targets)
         except Exception as error:
-            if self._checked or (batch.targets is not None and hasattr(batch.inputs, "shape")):
+            is_pair = batch.targets is not None and hasattr(batch.inputs, "shape")
+            if self._checked or is_pair or is_out_of_memory(error):
                 raise
             raise TypeError(
                 "Without step=, a batch is (inputs, targets): the model is called on the inputs, and the loss on its "
@@ -216,6 +217,13 @@ def without_gradient(loss: torch.Tensor) -> torch.Tensor:
             f"loss.sum() / max(count, 1). Received: {float(loss)}"
         )
     return loss * 0.0
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory was too small, on a GPU or on the host."""
+    texts = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
+    is_torchs = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_torchs
 
 
 def _no_rows(value: Any) -> Any:

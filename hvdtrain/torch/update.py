@@ -22,6 +22,7 @@ from hvdtrain.errors import DesyncError
 from hvdtrain.torch import clipping, fused_update, names
 from hvdtrain.torch.losses import LossWeights
 from hvdtrain.torch.metrics import Totals
+from hvdtrain.torch.reducer import FAILED
 
 
 class Update:
@@ -46,6 +47,7 @@ class Update:
             compression = getattr(hvd.Compression, options.compression)
             named = names.parameters(model)
             self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
+        self.is_reducing = False  # from where this rank's gradients are complete to the step's end
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
 
     @property
@@ -80,6 +82,7 @@ class Update:
 
     def begin(self, batches: Sequence[Batch], *, everyone: bool, first: bool) -> LossWeights:
         """Begin a step; with `everyone`, a rank goes backward also over batches of which it has no samples."""
+        self.is_reducing = False
         self.weights.begin(batches)
         # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
         passes = len(batches) if everyone else sum(1 for each in self.weights.counted if each.weight)
@@ -98,7 +101,11 @@ class Update:
         self.scaler.scale(loss).backward(inputs=inputs)
 
     def is_refused(self) -> bool:
-        """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite."""
+        """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite.
+
+        Raises OutOfMemoryOnRank where a rank has called `give_up`.
+        """
+        self.is_reducing = True
         optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
         self._reduce()  # before unscale_ tests for infinity: ranks must agree to skip a step
         if all(p.grad is None for p in parameters):
@@ -121,11 +128,19 @@ class Update:
         weights = self.weights
         if self._reduced:
             total = self.optimizer.synchronize(weight=weights.weight, expected=weights.expected)
+            if total == FAILED:
+                raise OutOfMemoryOnRank
             weights.learn(total)
         else:
             weights.correct(self.parameters)
             total = weights.weight
         return weights.expected / total if total else 1.0
+
+    def give_up(self) -> None:
+        """Take part in the step's collectives without this rank's gradients; no rank takes the step."""
+        self.weights.give_up()
+        if self._reduced:
+            self.optimizer.synchronize(weight=FAILED)
 
     def search(self, evaluate: Callable[[bool], None]) -> None:
         """Take the step of an optimizer that needs a closure, such as LBFGS.
@@ -164,6 +179,10 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `step` of a plain optimizer needs a closure that computes loss and gradient, as LBFGS's does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class OutOfMemoryOnRank(Exception):  # noqa: N818 - caught by whoever repeats the step
+    """Another rank has given up this step."""
 
 
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -48,6 +48,7 @@ def as_config(
     precision: str,
     compression: str,
     nan_policy: str | None,
+    micro_batch: int | str | None,
     seed: int,
 ) -> dict[str, Any]:
     """Return the Trainer's options as JSON, which all ranks compare and checkpoints keep; ValueError for a bad one."""
@@ -56,6 +57,10 @@ def as_config(
     if nan_policy is not None:
         check_choice("nan_policy", nan_policy, ("raise", "skip", "stop"))
     check_positive("accumulate", accumulate, int)
+    if isinstance(micro_batch, str):
+        check_choice("micro_batch", micro_batch, ("auto",))
+    elif micro_batch is not None:
+        check_positive("micro_batch", micro_batch, int)
     if clip_norm is not None:
         check_positive("clip_norm", clip_norm, float)
     check_choice("lr_scaling", lr_scaling, tuple(learning_rate.FACTORS))
@@ -67,6 +72,7 @@ def as_config(
         "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
         "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
         "compression": compression, "nan_policy": nan_policy, "seed": int(seed),
+        "micro_batch": int(micro_batch) if isinstance(micro_batch, np.integer) else micro_batch,
     }  # fmt: skip
 
 

@@ -56,6 +56,9 @@ class Trainer:
         lr_scaling: how to scale the learning rate with the number of ranks: "none", "linear" or "sqrt".
         warmup_epochs: epochs over which the learning rate ramps up, step by step.
         accumulate: batches whose gradients make one optimizer step.
+        micro_batch: for torch, the largest number of samples that a rank computes at once; larger batches are computed
+            in parts, and the step is the same. "auto" begins with whole batches. When a rank runs out of memory in
+            forward or backward, all ranks undo the step, halve their micro-batches, and repeat it.
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: "none", "fp16" or "bf16": the type in which gradients are sent.
@@ -92,6 +95,7 @@ class Trainer:
         lr_scaling: str = "none",
         warmup_epochs: float = 0,
         accumulate: int = 1,
+        micro_batch: int | str | None = None,
         clip_norm: float | None = None,
         precision: str = "fp32",
         compression: str = "none",
@@ -106,14 +110,14 @@ class Trainer:
         self.steps_per_epoch: int | None = None
         self._config = as_config(
             lr_scaling=lr_scaling, warmup_epochs=warmup_epochs, accumulate=accumulate, clip_norm=clip_norm,
-            precision=precision, compression=compression, nan_policy=nan_policy,
+            precision=precision, compression=compression, nan_policy=nan_policy, micro_batch=micro_batch,
             seed=(self.world.seed or 0) if seed is None else seed,
         )  # fmt: skip
         # In an elastic job a new rank makes its Trainer alone; its first collective call is in `fit`.
         self._elastic = launch_environment.is_elastic()
         if not self._elastic:
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
-        options = Options(accumulate, clip_norm, precision, compression, nan_policy)
+        options = Options(accumulate, clip_norm, precision, compression, nan_policy, micro_batch)
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
             model, optimizer=optimizer, loss=loss, step=step, metrics=metrics, options=options, world=self.world
         )

@@ -78,6 +78,11 @@ def test_an_optimizer_that_is_distributed_is_refused(compiled):
         hvdtrain.Trainer(net, **({} if compiled else {"optimizer": optimizer, "loss": "mse"}))
 
 
+def test_micro_batches_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"micro_batch is for torch.*Use a smaller batch_size, and accumulate"):
+        hvdtrain.Trainer(make_model(), optimizer="sgd", loss="mse", micro_batch="auto")
+
+
 def test_clip_norm_leaves_the_users_optimizer_as_it_was():
     optimizer = keras.optimizers.SGD(0.1)
     for _ in range(2):
