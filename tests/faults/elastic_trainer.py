@@ -1,4 +1,7 @@
-"""`Trainer.fit` in an elastic job, and alone with the same global batches: FOLDER SCENARIO FRAMEWORK."""
+"""`Trainer.fit` in an elastic job, and alone with the same global batches: FOLDER SCENARIO FRAMEWORK [SECONDS].
+
+With SECONDS, these end the run and no number of epochs does.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint, Logger
 
 FRAMEWORK = sys.argv[3]
+SECONDS = float(sys.argv[4]) if len(sys.argv) > 4 else None
 SAMPLES, BATCH, EPOCHS, COMMIT_EVERY, FAULT_STEP = 96, 4, 3, 3, 7
 # Global batches before and after what happens, and the step from which the run goes on.
 BEFORE, AFTER, GOES_ON_AT = (BATCH, 2 * BATCH, 7) if SCENARIO == "grow" else (2 * BATCH, BATCH, 6)
@@ -54,7 +58,7 @@ class Script(Callback):
     """Says where each round begins, and brings the scenario about."""
 
     def on_fit_begin(self, trainer: hvdtrain.Trainer) -> None:
-        say("begin", **place(trainer))
+        say("begin", spent_s=trainer._loop.progress.seconds, **place(trainer))
         if HOST != "alone" and world.is_root:
             say("holds", own=json.loads((FOLDER / "checkpoints" / ".lock").read_text())["pid"] == os.getpid())
 
@@ -63,6 +67,8 @@ class Script(Callback):
             dies(rank=world.rank, size=world.size)
 
     def on_step_end(self, trainer: hvdtrain.Trainer, step: int) -> None:
+        if SECONDS:
+            time.sleep(0.05)
         if trainer.global_step == FAULT_STEP and adds_host():
             while not trainer._loop.commits.hosts_have_changed:
                 time.sleep(0.05)
@@ -95,9 +101,9 @@ class Part(Callback):
 
 def fit(*callbacks: Callback, batch_size: int = BATCH) -> hvdtrain.Trainer:
     trainer = make()
-    trainer.fit(
-        (x, y), validation=(x[:30], y[:30]), epochs=EPOCHS, batch_size=batch_size, callbacks=callbacks, progress=False
-    )
+    limits = {"seconds": SECONDS} if SECONDS else {"epochs": EPOCHS}
+    data = {"train": (x, y), "validation": (x[:30], y[:30]), "batch_size": batch_size}
+    trainer.fit(**data, **limits, callbacks=callbacks, progress=False)
     return trainer
 
 
@@ -115,4 +121,4 @@ else:
     trainer = fit(Script(), Logger(Log()), Checkpoint(FOLDER / "checkpoints", every_steps=COMMIT_EVERY))
 history = {name: values for name, values in trainer.history.items() if name not in ("seconds", "samples_per_s")}
 weights = {name: array.ravel().tolist() for name, array in trainer.state().arrays.items() if "model." in name}
-say("end", **place(trainer), history=history, weights=weights)
+say("end", **place(trainer), seconds=sum(trainer.history["seconds"]), history=history, weights=weights)

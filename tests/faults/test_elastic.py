@@ -209,3 +209,15 @@ def test_the_trainer_goes_on_as_one_process_with_the_same_global_batches(
         np.testing.assert_allclose(end["history"][name], values, atol=1e-4, err_msg=name)
     for name, values in straight["weights"].items():
         np.testing.assert_allclose(end["weights"][name], values, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_seconds_end_an_elastic_run_on_all_ranks_after_the_same_step_and_count_earlier_rounds(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_trainer.py", "grow", "torch", "20")
+    begin, end = job.together("begin"), job.together("end")
+    assert begin["step"] == 7
+    assert {each["spent_s"] for each in job.of("begin", size=2)} == {begin["spent_s"]}
+    assert begin["spent_s"] >= 6 * 0.05  # of the round before
+    assert end["step"] > 7
+    assert 20 <= end["seconds"] < 25
