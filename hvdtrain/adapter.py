@@ -57,6 +57,7 @@ class State:
     meta: dict[str, Any] = field(default_factory=dict)  # settings of the optimizer, state of the precision scaler
     unsettled: frozenset[str] = frozenset()  # arrays that each rank changes by itself until `Adapter.settle`
     trained: frozenset[str] = frozenset()  # arrays that gradients change
+    frozen: frozenset[str] = frozenset()  # weights that are not trained; statistics and other buffers are not weights
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,8 @@ class CheckpointOptions:
     every_steps: int | None
     best: str | None
     background: bool
+    frozen: bool = True
+    built: dict[str, str] = field(default_factory=dict)  # digests of frozen weights as the script has built them
 
     @property
     def schedule(self) -> dict[str, Any]:

@@ -25,6 +25,9 @@ class Checkpoint(Callback):
             have the metric, a checkpoint is written after each of them.
         mode: "min" or "max" is better; "auto" is "min" for a loss or an error, else "max".
         background: False writes each checkpoint before training continues.
+        frozen: False leaves frozen weights out: those with requires_grad=False, or of Keras layers with
+            trainable=False. A checkpoint then holds a hash of each. Who loads it builds the model with the same ones;
+            others are a CheckpointError that names the weight.
 
     Raises:
         ValueError: an option outside its range.
@@ -43,6 +46,7 @@ class Checkpoint(Callback):
         best: str | None = None,
         mode: Mode = "auto",
         background: bool = True,
+        frozen: bool = True,
     ) -> None:
         if every_epochs < 0 or (every_steps is not None and every_steps < 1) or not (every_epochs or every_steps):
             raise ValueError(
@@ -50,7 +54,9 @@ class Checkpoint(Callback):
                 f"every_epochs={every_epochs}, every_steps={every_steps}"
             )
         store = Store(scratch.place(directory), keep_last=keep_last, best=best, mode=mode)
-        self.checkpoint: CheckpointOptions = CheckpointOptions(store, every_epochs, every_steps, best, background)
+        self.checkpoint: CheckpointOptions = CheckpointOptions(
+            store, every_epochs, every_steps, best, background, frozen
+        )
 
     def save(self, trainer: RunContext) -> None:
         """Save the current state, also if no checkpoint is due. A collective."""

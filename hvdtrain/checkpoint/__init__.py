@@ -5,7 +5,7 @@ Knows nothing of frameworks or ranks: arrays by name plus JSON, never pickle.
 
 from __future__ import annotations
 
-from hvdtrain.checkpoint.files import Arrays, Contents, read, read_meta, write
+from hvdtrain.checkpoint.files import Arrays, Contents, digest, read, read_meta, write
 from hvdtrain.checkpoint.store import Store, Writer
 
-__all__ = ["Arrays", "Contents", "Store", "Writer", "read", "read_meta", "write"]
+__all__ = ["Arrays", "Contents", "Store", "Writer", "digest", "read", "read_meta", "write"]

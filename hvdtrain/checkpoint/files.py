@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,6 +49,8 @@ class Contents:
     arrays: dict[str, Arrays]  # groups of arrays by the stem of their file: "model" is model.safetensors
     meta: dict[str, Any]  # anything that JSON can say
     trained: frozenset[str] = frozenset()  # names in the group "model" of weights, where infinity counts
+    # Arrays of "model" that are left out if they have this `digest`; it is then in meta["hashed"].
+    left_out: dict[str, tuple[NDArray[Any], str]] = field(default_factory=dict)
     finite: bool = True  # of one that was read, whether training can resume from its numbers
 
 
@@ -72,9 +74,12 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
     If it cannot be written, a CheckpointError says why, and an older checkpoint at this path stays.
     """
     target = Path(os.path.realpath(directory))
-    files = {_file_of(stem): _writable(stem, arrays) for stem, arrays in contents.arrays.items()}
+    same = {name: known for name, (array, known) in contents.left_out.items() if digest(array) == known}
+    changed = {name: array for name, (array, _) in contents.left_out.items() if name not in same}
+    groups = contents.arrays | ({"model": contents.arrays["model"] | changed} if changed else {})
+    files = {_file_of(stem): _writable(stem, arrays) for stem, arrays in groups.items()}
     try:
-        meta = json.dumps(contents.meta).encode()
+        meta = json.dumps(contents.meta | ({"hashed": same} if same else {})).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"Checkpoint {target} was not written: its meta data is no JSON: {error}") from error
     from safetensors import SafetensorError  # not at the top: needed only to read or write
@@ -86,7 +91,7 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
             entries = {_META: _write_bytes(temporary / _META, meta)}
             for name, arrays in files.items():
                 entries[name] = _write_arrays(temporary / name, arrays, like=temporary / _META)
-            found = Manifest(entries, has_finite_numbers(contents.arrays, contents.trained))
+            found = Manifest(entries, has_finite_numbers(groups, contents.trained))
             _write_bytes(temporary / _MANIFEST, render(found))
             folders.put(temporary, target)
     except (OSError, SafetensorError) as error:
@@ -94,6 +99,13 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
             f"Checkpoint {target} was not written: {error}. Older checkpoints are as they were."
         ) from error
     folders.clear_leftovers(target.parent, lambda name: name == target.name)
+
+
+def digest(array: NDArray[Any]) -> str:
+    """Return the sha256 of an array's type, shape and content."""
+    found = hashlib.sha256(f"{array.dtype.name} {array.shape} ".encode())
+    found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
 
 
 def read(directory: str | os.PathLike[str]) -> Contents:

@@ -37,14 +37,15 @@ def capture(model: keras.Model) -> State:
     """Return the model's weights and its optimizer's variables, as arrays that the next step may change."""
     # Variables made not to be trained, such as running statistics. A frozen layer's weights are not among them: nothing
     # changes them, and a difference between ranks must be found before `settle` averages it away.
-    frozen = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
-    own = {id(v) for v in model.non_trainable_weights} - frozen
+    weights = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
+    own = {id(v) for v in model.non_trainable_weights} - weights
     trained = {id(v) for v in model.trainable_weights}
     variables = _variables(model)
     return State(
         {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in variables.items()},
         unsettled=frozenset(name for name, v in variables.items() if id(v) in own),
         trained=frozenset(name for name, v in variables.items() if id(v) in trained),
+        frozen=frozenset(name for name, v in variables.items() if id(v) in weights - trained),
     )
 
 

@@ -65,8 +65,10 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
         arrays |= {f"{_prefix(name)}{key}": value for key, value in tensors.items()}
     unsettled = frozenset(f"model.{name}" for name, _ in names.buffers(model))
     trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
+    every = model.named_parameters(remove_duplicate=False)  # a tied weight has several names in a state_dict
+    frozen = frozenset(f"model.{names.plain(name)}" for name, each in every if not each.requires_grad)
     meta = metas.get("", {"optimizers": metas})
-    return State(arrays, meta, unsettled=unsettled, trained=trained)
+    return State(arrays, meta, unsettled=unsettled, trained=trained, frozen=frozen)
 
 
 def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

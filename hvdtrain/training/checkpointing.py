@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain import checkpoint
 from hvdtrain.adapter import Adapter, State
@@ -80,20 +81,23 @@ class RunCheckpoints:
             # State that the first step creates is not counted: a disk that is large enough is never refused.
             num_bytes = 0
             with suppress(ValueError):  # from a lazy module
-                num_bytes = sum(array.nbytes for array in adapter.state().arrays.values())
+                state = adapter.state()
+                left_out = state.frozen & self.options.built.keys()
+                num_bytes = sum(array.nbytes for name, array in state.arrays.items() if name not in left_out)
             self._store.check_writable(num_bytes)
 
         self._on_root(check, "checkpoint folder")
 
     def save(self, adapter: Adapter, snapshot: Snapshot) -> None:
         """Save the current state. Training waits while it is copied, and until the previous one is written."""
-        progress, background = snapshot.meta["position"], self.options.background
+        progress, background, built = snapshot.meta["position"], self.options.background, self.options.built
         self.saved_at = progress["global_step"]
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
 
         def submit() -> None:
             self._writer.wait()
-            contents = pack(adapter.state(), everyones, snapshot.meta, world=self._world, copy=background)
+            state = adapter.state()
+            contents = pack(state, everyones, snapshot.meta, world=self._world, copy=background, built=built)
             place = self._store.place(progress["epoch"], progress["step"])
             self._writer.submit(place, contents, then=self._store.prune)
             if not background:
@@ -143,9 +147,13 @@ class RunCheckpoints:
 
 @contextmanager
 def held(
-    options: Sequence[CheckpointOptions], run: RunId, *, before: RunId | None, world: World
+    options: Sequence[CheckpointOptions], adapter: Adapter, run: RunId, *, before: RunId | None, world: World
 ) -> Iterator[list[RunCheckpoints]]:
     """Lock the folders of checkpoints. However the block ends, finish writing; see `RunCheckpoints.hold`."""
+    for option in options:
+        if not option.frozen and not option.built:  # once, before a run resumes: what the script has built
+            with suppress(ValueError):  # from a lazy module
+                option.built.update(_digests(adapter.state()))
     checkpoints = [RunCheckpoints(each, world) for each in options]
     try:
         for each in checkpoints:
@@ -154,6 +162,11 @@ def held(
     finally:
         for each in checkpoints:
             each.release()
+
+
+def _digests(state: State) -> dict[str, str]:
+    """Return a digest of each frozen weight; those that are trained now, and perhaps frozen later, have none."""
+    return {n: checkpoint.digest(np.asarray(a)) if n in state.frozen else "" for n, a in state.arrays.items()}
 
 
 def save(directory: Any, adapter: Adapter, snapshot: Snapshot, *, world: World) -> None:
@@ -189,6 +202,7 @@ def load_weights(directory: Any, adapter: Adapter, *, world: World) -> None:
         place, contents = _read(directory)
         now = adapter.state()
         kept = {name: np.array(array) for name, array in now.arrays.items() if not name.startswith("model.")}
+        _add_frozen(place, contents, adapter)
         weights = {f"model.{name}": array for name, array in contents.arrays["model"].items()}
         try:
             adapter.load_state(State(kept | weights, now.meta))
@@ -224,6 +238,7 @@ def restore(
             return None
         directory, contents = found
         meta = contents.meta
+        _add_frozen(directory, contents, adapter)
         try:
             adapter.load_state(unpack(contents))
         except ValueError as error:
@@ -248,18 +263,43 @@ def restore(
     return Snapshot(mine, {**meta, "callbacks": with_arrays(meta["callbacks"], theirs)})
 
 
+def _add_frozen(place: Path, contents: Contents, adapter: Adapter) -> None:
+    """Take the frozen weights that a checkpoint leaves out from the model; CheckpointError if they are others."""
+    hashes = contents.meta.pop("hashed", {})
+    now = adapter.state().arrays if hashes else {}
+    for name, expected in hashes.items():
+        array = now.get(f"model.{name}")
+        if array is None or checkpoint.digest(array) != expected:
+            what = "missing" if array is None else "another one"
+            raise CheckpointError(
+                f"Checkpoint {place} holds no frozen weights, and needs those that it was trained with. Received: a "
+                f"model whose {name} is {what}. Build the model with the same pretrained weights, then load it."
+            )
+        contents.arrays["model"][name] = array
+
+
 def unpack(contents: Contents) -> State:
     """Return the state that `pack` was given."""
     arrays = {f"{name}.{key}": a for name in _FILES for key, a in contents.arrays.get(name, {}).items()}
     return State(arrays, contents.meta["adapter"])
 
 
-def pack(state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, copy: bool) -> Contents:
-    """Return what a checkpoint holds; `ranks` as `rank_state.gather` returns it, copied if training continues."""
+def pack(
+    state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, copy: bool, built: dict[str, str] | None = None
+) -> Contents:
+    """Return what a checkpoint holds; `ranks` as `rank_state.gather` returns it, copied if training continues.
+
+    Frozen weights are left out as long as they are what the script has `built`.
+    """
     files: dict[str, Arrays] = {name: {} for name in _FILES}
+    left_out: dict[str, tuple[NDArray[Any], str]] = {}
     for name, array in state.arrays.items():
         file, _, key = name.partition(".")
-        files[file][key] = np.array(array) if copy else np.asarray(array)
+        value = np.array(array) if copy else np.asarray(array)
+        if name in state.frozen and built and name in built:
+            left_out[key] = value, built[name]
+        else:
+            files[file][key] = value
     callbacks, arrays = without_arrays(meta["callbacks"])
     meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": world.size}
     # A deep copy, because it contains the History, which grows.
@@ -267,4 +307,5 @@ def pack(state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, cop
         {**files, "ranks": ranks} | ({_CALLBACKS: arrays} if arrays else {}),
         deepcopy(meta) if copy else meta,
         trained=frozenset(name.removeprefix("model.") for name in state.trained),
+        left_out=left_out,
     )

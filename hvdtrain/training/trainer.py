@@ -252,7 +252,7 @@ class Trainer:
                 "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
                 "Use warmup_epochs=0, or data with a length."
             )
-        with checkpointing.held(checkpoints, new_run, before=self.run, world=self.world) as folders:
+        with checkpointing.held(checkpoints, self._adapter, new_run, before=self.run, world=self.world) as folders:
             loop.begin(source.facts, hooks, new_run, folders, resume)
             # A DataLoader has its own batch size; an iterable dataset need not have one.
             scale = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)

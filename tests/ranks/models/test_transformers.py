@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
@@ -92,11 +93,10 @@ def train_alone(model, collate, *, size, accumulate=1, epochs=2):
             optimizer.step()
 
 
-def fit(model, collate, step, *, accumulate=1, epochs=2, **options):
+def fit(model, collate, step, *, accumulate=1, epochs=2, callbacks=(), **options):
     trainer = hvdtrain.Trainer(model, optimizer=optimizer_of(model), step=step, accumulate=accumulate, **options)
-    history = trainer.fit(
-        DataLoader(texts(), batch_size=BATCH, collate_fn=collate), epochs=epochs, run_dir=None, progress=False
-    )
+    data = DataLoader(texts(), batch_size=BATCH, collate_fn=collate)
+    history = trainer.fit(data, epochs=epochs, callbacks=callbacks, run_dir=None, progress=False)
     return trainer, history
 
 
@@ -129,7 +129,7 @@ def test_each_token_has_the_same_weight_in_gpt2(world, accumulate):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers so
-def test_a_lora_adapter_of_peft_is_trained_and_the_frozen_weights_stay(world):
+def test_a_lora_adapter_of_peft_is_trained_and_the_frozen_weights_stay(world, shared_tmp_path):
     from peft import LoraConfig, get_peft_model
 
     def adapted(seed=0):
@@ -138,9 +138,16 @@ def test_a_lora_adapter_of_peft_is_trained_and_the_frozen_weights_stay(world):
         return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
 
     before, ours, alone = gpt2(), adapted(seed=world.rank), adapted()
-    fit(ours, for_language, predict_words)
+    saved = hvdtrain.callbacks.Checkpoint(shared_tmp_path, frozen=False)
+    fit(ours, for_language, predict_words, callbacks=[saved])
     train_alone(alone, for_language, size=world.size)
     assert_equal(ours, alone)
+    held = load_file(shared_tmp_path / "epoch-000002" / "model.safetensors")
+    assert held
+    assert all("lora_" in name for name in held)
+    optimizer = optimizer_of(again := adapted())
+    hvdtrain.Trainer.load(str(shared_tmp_path / "epoch-000002"), again, optimizer=optimizer, step=predict_words)
+    assert_equal(again, ours)
     frozen = dict(before.named_parameters())
     same = [name for name, each in ours.unload().named_parameters() if torch.equal(each, frozen[name])]
     assert same == list(frozen)

@@ -9,6 +9,7 @@ import pytest
 keras = pytest.importorskip("keras")
 
 import numpy as np  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
 
 import hvdtrain  # noqa: E402
 import hvdtrain.keras as hvd  # noqa: E402
@@ -307,3 +308,26 @@ def test_nan_policy_refuses_what_a_step_could_not_leave_out():
         hvdtrain.Trainer(make_model(), optimizer=keras.optimizers.SGD(use_ema=True), loss="mse", nan_policy="skip")
     with pytest.raises(ValueError, match="loss scaling and accumulate do not go together"):
         hvdtrain.Trainer(make_model(), optimizer="sgd", loss="mse", nan_policy="skip", precision="fp16", accumulate=2)
+
+
+def test_checkpoints_may_leave_frozen_weights_out_but_no_statistics(tmp_path):
+    def model(seed=0):
+        keras.utils.set_random_seed(seed)
+        base = keras.layers.Dense(4, trainable=False)
+        return keras.Sequential([keras.Input((4,)), base, keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+
+    def fit(net, epochs, folder):
+        run = hvdtrain.Trainer(net, optimizer=keras.optimizers.Adam(0.05), loss="mse")
+        x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+        saved = hvdtrain.callbacks.Checkpoint(folder, frozen=False)
+        run.fit((x, x[:, :1]), epochs=epochs, batch_size=4, callbacks=[saved], progress=False, run_dir=None)
+
+    straight, resumed = model(), model()
+    fit(straight, 2, tmp_path / "straight")
+    fit(model(), 1, tmp_path / "resumed")
+    fit(resumed, 2, tmp_path / "resumed")
+    assert all(map(np.array_equal, straight.get_weights(), resumed.get_weights()))
+    held = load_file(tmp_path / "resumed" / "epoch-000002" / "model.safetensors")
+    assert [name.partition(".")[0] for name in sorted(held)] == [f"{index:05d}" for index in range(2, 8)]
+    with pytest.raises(hvdtrain.errors.CheckpointError, match="holds no frozen weights"):
+        fit(model(seed=1), 3, tmp_path / "resumed")
