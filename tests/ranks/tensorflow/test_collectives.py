@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.tensorflow as hvd
-from hvdtrain.errors import DesyncError
+from hvdtrain.errors import DesyncError, NotInitializedError
+from hvdtrain.keras import basics
 
 pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.in_graphs]
 
@@ -176,3 +177,10 @@ def test_a_session_of_tensorflow_1_trains_the_weights_of_one_process():
     mine = rows[2 * hvd.rank() : 2 * hvd.rank() + 2]
     ours = train(mine, lambda optimizer: hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.none))
     np.testing.assert_allclose(ours, alone, rtol=1e-6)
+
+
+def test_is_homogeneous_needs_init(monkeypatch):
+    assert hvd.is_homogeneous()
+    monkeypatch.setattr(basics.engine(), "is_initialized", lambda: False)
+    with pytest.raises(NotInitializedError):  # Horovod's own ends the process
+        hvd.is_homogeneous()
