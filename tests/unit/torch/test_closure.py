@@ -50,10 +50,11 @@ def plain(net, rows, epochs, **options):
 
 
 @pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_as_in_plain_torch(line_search_fn, accumulate):
+@pytest.mark.parametrize(("accumulate", "micro_batch"), [(1, None), (2, 3)])
+def test_it_trains_as_in_plain_torch(line_search_fn, accumulate, micro_batch):
     ours, alone = model(), model()
-    run = trainer(ours, line_search_fn=line_search_fn, accumulate=accumulate, metrics=["accuracy"])
+    options = {"accumulate": accumulate, "micro_batch": micro_batch, "metrics": ["accuracy"]}
+    run = trainer(ours, line_search_fn=line_search_fn, **options)
     history = run.fit((X, Y), epochs=3, batch_size=4, **QUIET)
     losses = plain(alone, 4 * accumulate, 3, line_search_fn=line_search_fn)
     for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
@@ -109,6 +110,7 @@ def test_any_optimizer_whose_step_needs_a_closure_gets_one():
         ({"clip_norm": 1.0}, r"clip_norm=1\.0"),
         ({"nan_policy": "skip"}, "nan_policy='skip'"),
         ({"precision": "fp16"}, "precision='fp16'"),
+        ({"micro_batch": "auto"}, "micro_batch='auto'"),
     ],
 )
 def test_what_it_cannot_be_combined_with_is_refused_with_the_reason(option, received):
