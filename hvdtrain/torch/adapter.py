@@ -117,8 +117,7 @@ class TorchAdapter:
         for update in self._updates.values():
             held |= update.rank_state
         if self._training:
-            held["sum.totals"] = self._totals.numbers
-            held |= self._totals.stateful.arrays()
+            held |= self._totals.arrays()
         return held
 
     @rank_state.setter
@@ -127,10 +126,7 @@ class TorchAdapter:
         self._micro_batches.rank_state = held
         for update in self._updates.values():
             update.rank_state = held
-        if "sum.totals" in held:
-            self._totals.numbers = held["sum.totals"]
-            self._totals.stateful.load(held)
-            self._training = True
+        self._training = self._totals.load(held) or self._training
 
     def start(self) -> None:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""

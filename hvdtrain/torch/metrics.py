@@ -15,6 +15,8 @@ from hvdtrain.distributed.world import World
 from hvdtrain.torch.losses import Counted
 from hvdtrain.torch.stateful_metrics import StatefulMetrics, is_stateful
 
+_TOTALS = "sum.totals"
+
 Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -94,7 +96,7 @@ class Totals:
     def __init__(
         self, metrics: Mapping[str, Any], device: torch.device, world: World, losses: Sequence[str] = ("loss",)
     ) -> None:
-        self._losses = list(losses)
+        self._losses, self._names = list(losses), ", ".join([*losses, *metrics])
         self.stateful = StatefulMetrics({n: each for n, each in metrics.items() if is_stateful(each)}, device, world)
         self._metrics: dict[str, Metric] = {n: each for n, each in metrics.items() if not is_stateful(each)}
         self._has_metrics, self._rank = bool(metrics), world.rank
@@ -149,6 +151,25 @@ class Totals:
         sums, counts = numbers.reshape(2, -1)
         self.sums.zero_()[0].copy_(torch.from_numpy(sums))
         self.counts = counts.tolist()
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return what this rank has counted, for its part of a checkpoint."""
+        return {f"{_TOTALS}.{self._names}": self.numbers} | self.stateful.arrays()
+
+    def load(self, held: Mapping[str, NDArray[Any]]) -> bool:
+        """Restore what `arrays` returned; return whether it is there. ValueError if it is of other metrics."""
+        for name, numbers in held.items():
+            if name.startswith(_TOTALS):
+                names = name.removeprefix(_TOTALS)[1:]  # an older checkpoint's are not known
+                if (names or self._names) != self._names or len(numbers) != 2 * len(self.counts):
+                    raise ValueError(
+                        f"The checkpoint was saved within an epoch that counted {names or 'other metrics'}. Received: "
+                        f"{self._names}. Resume with the same metrics, or from a checkpoint of an epoch's end."
+                    )
+                self.numbers = numbers
+                self.stateful.load(held)
+                return True
+        return False
 
     def clear(self) -> None:
         """Reset the metrics."""

@@ -176,24 +176,32 @@ def test_counts_of_a_resumed_epoch_go_on_at_any_number_of_ranks(before, after):
     def first(world):
         totals = make(metrics(), world)
         add(totals, outputs[world.rank : 10 : before], targets[world.rank : 10 : before])
-        return {"sum.totals": totals.numbers} | totals.stateful.arrays()
+        return totals.arrays()
 
     held = on_ranks(before, first)
 
     def second(world):
         totals = make(metrics(), world)
         mine = rank_state.combine(held, rank=world.rank, size=after)
-        totals.numbers = mine["sum.totals"]
-        totals.stateful.load(mine)
+        assert totals.load(mine)
         add(totals, outputs[10 + world.rank :: after], targets[10 + world.rank :: after])
         again = make(metrics(), world)  # what was resumed can be saved again
-        again.stateful.load(totals.stateful.arrays())
-        again.numbers = totals.numbers
+        assert again.load(totals.arrays())
         results = finish(totals, world)
         assert finish(again, world) == results
         return results
 
     assert_close(on_ranks(after, second)[0], one_process(metrics(), outputs, targets))
+
+
+@pytest.mark.parametrize("others", [["mae"], ["mse", "mae"], [], {"other": torchmetrics.MeanSquaredError()}])
+def test_an_epoch_does_not_resume_with_other_metrics(others):
+    saved, resumed = (Totals(named_metrics(each, torch.nn.MSELoss()), CPU, SoloWorld()) for each in (["mse"], others))
+    with pytest.raises(ValueError, match=r"within an epoch that counted loss, mse\. Received: loss.*epoch's end"):
+        resumed.load(saved.arrays())
+    assert not resumed.load({})
+    assert saved.load({"sum.totals": np.ones(4)})  # an older checkpoint's
+    assert saved.results(lambda vector: vector) == {"loss": 1.0, "mse": 1.0}
 
 
 def test_a_metric_that_takes_a_mean_over_processes_is_refused_on_every_rank():
