@@ -19,9 +19,9 @@ STEPS = 3 * 16  # of the script
 LIMIT_S = 150
 
 
-def command(folder, framework, *, ranks=2, restarts=0, step_s=0.0, fixed=False):
+def command(folder, framework, *words, ranks=2, restarts=0, step_s=0.0):
     base = [sys.executable, "-m", "hvdtrain.cli", "run", "-np", str(ranks), "--max-restarts", str(restarts)]
-    return [*base, sys.executable, str(SCRIPT), framework, str(folder), str(step_s), *["fixed"] * fixed]
+    return [*base, sys.executable, str(SCRIPT), framework, str(folder), str(step_s), *words]
 
 
 def environment(backend=None):
@@ -29,11 +29,10 @@ def environment(backend=None):
     return os.environ | given
 
 
-def run(folder, framework, backend=None, **options):
+def run(folder, framework, *words, backend=None, **options):
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
-        command(folder, framework, **options), env=environment(backend), capture_output=True, text=True, timeout=LIMIT_S
-    )
+    start = command(folder, framework, *words, **options)
+    done = subprocess.run(start, env=environment(backend), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return json.loads((folder / "end.json").read_text())
 
@@ -96,7 +95,7 @@ def moments(rng, kills):
     ],
 )
 def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, backend, times, tmp_path, rng, row, scale):
-    straight = run(tmp_path / "straight", framework, backend)
+    straight = run(tmp_path / "straight", framework, backend=backend)
     again = []
     for number in range(1 if scale == 1 else 4):
         folder = tmp_path / f"killed-{number}"
@@ -128,14 +127,47 @@ def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, bac
     row(f"kill -9 of a rank, {name}", len(again), f"same bits; training again after at most {max(again):.1f} s")
 
 
+# tests/ranks/training/test_budgets.py proves it with an exception for the kill.
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_during_validation_within_an_epoch_ends_bit_for_bit_as_none(rank, tmp_path, row):
+    straight = run(tmp_path / "straight", "torch", "validating")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / "hold-validation").touch()
+    process = subprocess.Popen(
+        command(folder, "torch", "validating", restarts=1),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        validating = folder / f"validating-{rank}"
+        wait_for(validating.exists, process, limit_s=LIMIT_S, what=f"rank {rank} never came to the validation")
+        os.kill(pids_of(folder)[rank], signal.SIGKILL)
+        (folder / "hold-validation").unlink()
+        output, _ = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-4000:]
+    assert "restart 1 of 1" in output
+    assert [each["global_step"] for each in straight["validations"]] == list(range(5, STEPS, 5))
+    end = json.loads((folder / "end.json").read_text())
+    for what in ("sha256", "history", "validations"):
+        assert end[what] == straight[what]
+    row(f"kill -9 of rank {rank} during a validation within an epoch", 1, "same bits")
+
+
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_on_fewer_ranks_with_the_same_global_batch(tmp_path, rng, row):
-    straight = run(tmp_path / "straight", "torch", fixed=True)
+    straight = run(tmp_path / "straight", "torch", "fixed")
     folder = tmp_path / "killed"
     folder.mkdir()
     (folder / "hold").touch()
     process = subprocess.Popen(
-        command(folder, "torch", step_s=0.03, fixed=True),
+        command(folder, "torch", "fixed", step_s=0.03),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -145,7 +177,7 @@ def test_a_run_goes_on_on_fewer_ranks_with_the_same_global_batch(tmp_path, rng, 
     process.communicate(timeout=LIMIT_S)
     (folder / "hold").unlink()
     assert process.returncode != 0
-    end = run(folder, "torch", ranks=1, fixed=True)
+    end = run(folder, "torch", "fixed", ranks=1)
     for name, weights in straight["weights"].items():
         np.testing.assert_allclose(end["weights"][name], weights, atol=1e-5, err_msg=name)
     for name, values in straight["history"].items():

@@ -1,4 +1,7 @@
-"""What tests/faults kills while it trains: training.py FRAMEWORK FOLDER [STEP_S], three epochs with a checkpoint often.
+"""What tests/faults kills while it trains: training.py FRAMEWORK FOLDER STEP_S [WORD ...].
+
+It trains three epochs with a checkpoint often.
+With the word "fixed" it draws nothing at random, with "validating" it validates within epochs.
 
 It says which process each rank is, and in the end what everything comes to, bit for bit.
 """
@@ -20,6 +23,8 @@ from hvdtrain.callbacks import Callback, Checkpoint
 FRAMEWORK, FOLDER, STEP_S = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 GLOBAL_BATCH, EPOCHS, SAMPLES, SEED = 16, 3, 250, 11
 HELD_STEP = 45  # from here on, near the end, it waits while there is a file "hold": for whoever has yet to kill it
+HELD_VALIDATION = 20  # in the validation after this step it waits while there is a file "hold-validation"
+VALIDATE_EVERY = 5 if "validating" in sys.argv else None
 TIMES = {"samples_per_s", "seconds"}
 
 world = hvdtrain.init("torch" if FRAMEWORK == "torch" else "keras")
@@ -61,15 +66,23 @@ class Pace(Callback):
         while trainer.global_step >= HELD_STEP and (FOLDER / "hold").exists():
             time.sleep(0.01)
 
+    def on_validation_step_end(self, trainer, step):
+        held = FOLDER / "hold-validation"
+        if trainer.global_step == HELD_VALIDATION and step == 1 and held.exists():
+            (FOLDER / f"validating-{trainer.world.rank}").touch()
+            while held.exists():
+                time.sleep(0.01)
+
 
 # What is drawn differs with the number of ranks: a run that changes it draws nothing.
-DROPOUT = 0.0 if len(sys.argv) > 4 else 0.3
+DROPOUT = 0.0 if "fixed" in sys.argv else 0.3
 trainer = torch_trainer() if FRAMEWORK == "torch" else keras_trainer()
 history = trainer.fit(
     (x, y),
     validation=(x[:50], y[:50]),
     epochs=EPOCHS,
     batch_size=GLOBAL_BATCH // world.size,
+    validate_every=VALIDATE_EVERY,
     callbacks=[Pace(), Checkpoint(FOLDER / "checkpoints", every_steps=2)],
     progress=False,
 )
@@ -81,6 +94,7 @@ if world.is_root:
     end = {
         "sha256": digest.hexdigest(),
         "history": {name: values for name, values in history.items() if name not in TIMES},
+        "validations": history.validations,
         "weights": {name: state.arrays[name].ravel().tolist() for name in sorted(state.arrays) if "model." in name},
     }
     (FOLDER / "end.json").write_text(json.dumps(end))
