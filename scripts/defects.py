@@ -112,6 +112,27 @@ DEFECTS = (
         unit("keras/test_metrics.py"),
     ),
     Defect(
+        "metrics: samples without labels are left out",
+        "hvdtrain/torch/adapter.py",
+        "if batch.local_count:  # also",
+        "if weights.counted[index].weight:  # also",
+        ranks("torch", "samples_without_labels"),
+    ),
+    Defect(
+        "LBFGS: each rank searches by its own loss",
+        "hvdtrain/torch/update.py",
+        'loss = self._world.allreduce(loss, "mean", name="closure.loss")',
+        'self._world.allreduce(loss, "mean", name="closure.loss")',
+        ranks("torch", "lbfgs_equals"),
+    ),
+    Defect(
+        "checkpoints: frozen weights that have changed are left out",
+        "hvdtrain/checkpoint/files.py",
+        "contents.left_out.items() if digest(array) == known}",
+        "contents.left_out.items()}",
+        unit("torch/test_frozen.py"),
+    ),
+    Defect(
         "own step: a loss weighs the samples of its batch, not its count",
         "hvdtrain/torch/adapter.py",
         "if found.count is not None:",
