@@ -35,12 +35,12 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit unit-all ranks ranks-all jobs e2e e2e-all tooling engines models attack faults mutants: export CUDA_VISIBLE_DEVICES :=
+check test unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling engines models attack faults mutants: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all ranks ranks-all jobs e2e e2e-all tooling mutants test-packages engines models gpu-build-test attack faults gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling mutants test-packages engines models gpu-build-test attack faults gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,10 @@ unit: $(STAMP) ## Tests of one process, but for those that start others with a f
 
 unit-all: $(STAMP)
 	$(UNIT) -m "not tooling"
+
+keras-unit: $(STAMP) ## Keras's tests of one process on its other backends: `make unit` has them on torch
+	KERAS_BACKEND=tensorflow python -m pytest -m "not slow" tests/unit/keras
+	KERAS_BACKEND=jax python -m pytest -m "not slow" tests/unit/keras
 
 ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to prove
 	python tests/ranks/run.py

@@ -88,7 +88,7 @@ def moments(rng, kills):
 @pytest.mark.parametrize(
     ("framework", "backend", "times"),
     [
-        ("torch", None, 3),
+        ("torch", None, 2),
         # What Keras resumes from, tests/ranks/training/test_resume.py proves on each backend; a kill is the same.
         pytest.param("keras", "tensorflow", 1, marks=pytest.mark.long),
         pytest.param("keras", "torch", 1, marks=pytest.mark.long),

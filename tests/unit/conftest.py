@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 
 import hypothesis
 import pytest
@@ -13,6 +14,9 @@ from hvdtrain.distributed import world
 # A busy machine is no failure of an example.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
+
+# Of Keras's backends torch starts in half of TensorFlow's time and traces nothing; `make keras-unit` has the others.
+os.environ.setdefault("KERAS_BACKEND", "torch")
 
 # Triton, of torch's builds for GPUs, crashes where TensorFlow was loaded before it: both bring LLVM.
 with contextlib.suppress(ImportError):

@@ -86,10 +86,9 @@ def last_line(lines: list[str], *, ranks: int, saved: str) -> float:
 
 
 def require_equal_to_one_process(row: dict[str, str], folder: Path) -> None:
-    """Compare two ranks with 32 images each with one process, without Horovod, that takes 64."""
-    command = f"python {EXAMPLES}/train.py --batch-size 64"
-    one = table(run_well(command, folder, HVDTRAIN_SOLO="1"))
-    assert one["ranks"] == "1"
+    """Compare two ranks with 32 images each with one process under plain python that takes 64."""
+    one = table(run_well(f"python {EXAMPLES}/train.py --batch-size 64", folder))
+    assert (one["framework"], one["ranks"]) == ("torch", "1")
     # Sums in another order round differently, and 276 steps of Adam amplify that a little.
     assert float(row["loss"]) == pytest.approx(float(one["loss"]), abs=2e-3)
     assert float(row["accuracy"]) == pytest.approx(float(one["accuracy"]), abs=0.003)  # one image in 360
@@ -142,7 +141,8 @@ def test_trainer_runs_on_each_other_keras_backend(tmp_path: Path, backend: str) 
     assert float(row["accuracy"]) >= 0.6
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("keras", marks=pytest.mark.long)])
+@pytest.mark.long  # as on the digits
+@pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_trainer_passes_97_percent_on_mnist(tmp_path: Path, framework: str) -> None:
     folder = mnist_directory()
     if folder is None:
@@ -176,12 +176,6 @@ def test_unknown_framework_is_refused_with_the_known_ones(tmp_path: Path) -> Non
     status, output = run(f"python {EXAMPLES}/train.py --framework mxnet", tmp_path)
     assert status == 2
     assert re.search(r"--framework: invalid choice: 'mxnet' \(choose from '?keras'?, '?torch'?\)", output)
-
-
-def test_trainer_is_one_process_under_plain_python(tmp_path: Path) -> None:
-    row = table(run_well(f"python {EXAMPLES}/train.py --epochs 3", tmp_path))
-    assert (row["framework"], row["ranks"]) == ("torch", "1")
-    assert float(row["accuracy"]) >= 0.8
 
 
 def test_pytorch_script_trains_and_saves_plain_weights(tmp_path: Path) -> None:

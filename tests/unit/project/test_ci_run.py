@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 
-STEPS = 7
+STEPS = 8
 
 
 def run(tree: Path, *, blocks: str = "true", minutes: int = 1, install: str = "0", **recipes: str) -> tuple[int, str]:
@@ -22,6 +22,7 @@ def run(tree: Path, *, blocks: str = "true", minutes: int = 1, install: str = "0
     lines = {
         "test": "echo '== 7 passed, 1 skipped in 2.00s =='; ",
         "tooling": "",
+        "keras-unit": "",
         "engines": "",
         "models": "",
         "docs": "",
@@ -51,7 +52,9 @@ def test_all_green_ends_with_the_closing_lines(tmp_path: Path) -> None:
     assert summary[-1] == "all steps passed"
 
 
-@pytest.mark.parametrize("step", ["test", "tooling", "blocks", "engines", "models", "docs", "docker-test"])
+@pytest.mark.parametrize(
+    "step", ["test", "tooling", "keras-unit", "blocks", "engines", "models", "docs", "docker-test"]
+)
 def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step: str) -> None:
     status, output = run(tmp_path, **{step: "false"})
     assert status == 1

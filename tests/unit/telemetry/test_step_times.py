@@ -198,30 +198,28 @@ KERAS_FIT = """
 import keras, numpy as np
 from hvdtrain.telemetry import step_times
 from hvdtrain.keras import step_marks
-times = step_times.StepTimes()
-step_marks.attach(times)
-model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps={passes}), loss="mse",
-              steps_per_execution={together})
-model.fit(np.ones((24 * 4, 3)), np.ones((24 * 4, 1)), batch_size=4, verbose=0)
-print(times.steps_taken, times.facts["samples_per_step"], times.facts["gradient_bytes"] // 16)
+for passes, together in CASES:
+    times = step_times.StepTimes()
+    detach = step_marks.attach(times)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=passes)
+    model.compile(optimizer=optimizer, loss="mse", steps_per_execution=together)
+    model.fit(np.ones((24 * 4, 3)), np.ones((24 * 4, 1)), batch_size=4, verbose=0)
+    print(times.steps_taken, times.facts["samples_per_step"], times.facts["gradient_bytes"] // 16)
+    detach()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "passes", "together", "told"),
+    ("backend", "cases", "told"),
     [
-        # steps, samples a step, updates a step
-        ("tensorflow", 3, 1, ["8", "12", "1"]),
-        ("torch", 3, 1, ["8", "12", "1"]),
-        ("jax", 3, 1, ["8", "12", "1"]),
-        ("tensorflow", None, 2, ["12", "8", "2"]),
-        ("jax", 2, 4, ["6", "16", "2"]),
+        # (batches an update, batches an execution): steps, samples a step, updates a step
+        ("tensorflow", [(3, 1), (None, 2)], ["8 12 1", "12 8 2"]),
+        ("torch", [(3, 1)], ["8 12 1"]),
+        ("jax", [(3, 1), (2, 4)], ["8 12 1", "6 16 2"]),
     ],
 )
-def test_a_keras_step_is_what_updates_the_weights(
-    backend: str, passes: int | None, together: int, told: list[str]
-) -> None:
-    done = python(KERAS_FIT.format(passes=passes, together=together), KERAS_BACKEND=backend)
-    assert done.stdout.split() == told, done.stderr
+def test_a_keras_step_is_what_updates_the_weights(backend: str, cases: list[Any], told: list[str]) -> None:
+    done = python(f"CASES = {cases}\n{KERAS_FIT}", KERAS_BACKEND=backend)
+    assert done.stdout.splitlines() == told, done.stderr

@@ -52,15 +52,15 @@ def job(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_run_is_refused_the_folder_of_one_that_is_training_and_changes_nothing(make, tmp_path, job, resume):
+def test_a_run_is_refused_the_folder_of_one_that_is_training_and_changes_nothing(make, tmp_path, job):
     before = sorted(os.listdir(tmp_path))
     assert before == [".lock", "epoch-000001", "epoch-000002"]
-    trainer = make()
-    with pytest.raises(CheckpointError, match=rf"process {job.pid} on host .*Give this run a folder of its own"):
-        trainer.fit((X, Y), epochs=9, checkpoint_dir=str(tmp_path), resume=resume, progress=False)
-    assert trainer.global_step == 0
-    assert sorted(os.listdir(tmp_path)) == before
+    for resume in ("auto", "never"):
+        trainer = make()
+        with pytest.raises(CheckpointError, match=rf"process {job.pid} on host .*Give this run a folder of its own"):
+            trainer.fit((X, Y), epochs=9, checkpoint_dir=str(tmp_path), resume=resume, progress=False)
+        assert trainer.global_step == 0
+        assert sorted(os.listdir(tmp_path)) == before
 
 
 @pytest.mark.slow
