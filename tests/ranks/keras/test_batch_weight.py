@@ -46,7 +46,7 @@ def _train_alone(kit, counts, steps=None):
 
 
 # Few different lengths: TensorFlow traces a step for each, and JAX compiles one.
-COUNTS = {2: [[4, 4], [4, 1], [4, 0], [0, 1]], 3: [[4, 4, 4], [4, 1, 1], [1, 1, 0], [0, 0, 1]]}
+COUNTS = {2: [[3, 1], [1, 3], [4, 0], [0, 4]], 3: [[4, 4, 4], [4, 1, 1], [1, 1, 0], [0, 0, 1]]}
 
 
 @pytest.mark.three_ranks

@@ -69,7 +69,7 @@ def test_listening_changes_no_metric(kit, world, monkeypatch):
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param("computing", marks=pytest.mark.every_backend),
+        pytest.param("computing", marks=pytest.mark.on_keras),
         "waiting for data",
         "what it does between steps",
     ],

@@ -142,7 +142,7 @@ def test_a_root_that_is_alone_does_not_spread_what_it_holds(kit, world):
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("samples", [48, pytest.param(50, marks=pytest.mark.every_backend)])
+@pytest.mark.parametrize("samples", [48, pytest.param(50, marks=pytest.mark.on_keras)])
 def test_running_statistics_raise_no_alarm_until_they_are_settled(kit, world, samples, caplog):
     net, _ = kit.batch_norm_model()
     with caplog.at_level(logging.WARNING, logger="hvdtrain"):

@@ -114,7 +114,7 @@ def test_predict_returns_everything_in_input_order_on_every_rank(kit, world, num
     np.testing.assert_allclose(predicted, kit.outputs(net, x), atol=1e-6)
 
 
-@pytest.mark.every_backend
+@pytest.mark.on_keras
 @pytest.mark.world_size(2)
 def test_gradients_really_travel(kit, world, shared_tmp_path):
     x, y = data(32)
@@ -334,7 +334,7 @@ def test_a_damaged_checkpoint_is_skipped_and_an_older_one_taken(kit, world, shar
     assert len(history["loss"]) == 3
 
 
-@pytest.mark.every_backend
+@pytest.mark.on_keras
 @pytest.mark.world_size(2)
 def test_a_checkpoint_of_another_model_names_the_tensor_on_every_rank(kit, world, shared_tmp_path):
     trainer = kit.trainer(kit.model())
