@@ -74,9 +74,7 @@ class Adapter(Protocol):
 
     learning_rates: list[float]  # one per parameter group; assigning changes the optimizer's
     fault: Fault | None  # of the last train_step; needs options.nan_policy; set on all ranks or on none
-    class_weight: (
-        dict[int, float] | None
-    )  # weights of training samples by class, set by each fit; ValueError if refused
+    class_weight: dict[int, float] | None  # weight of training samples by class; ValueError where a loss has its own
     rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it
 
     def start(self) -> None:

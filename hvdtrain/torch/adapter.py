@@ -97,15 +97,13 @@ class TorchAdapter:
 
     @property
     def class_weight(self) -> None:
-        """None: a loss has weights of its own."""
+        """None: a torch loss has its own."""
 
     @class_weight.setter
-    def class_weight(self, weights: dict[int, float] | None) -> None:
-        if weights is not None:
-            raise ValueError(
-                "class_weight is for Keras. Give a torch loss its own: torch.nn.CrossEntropyLoss(weight=tensor), one "
-                f"weight a class. Received: class_weight={weights}"
-            )
+    def class_weight(self, weight: dict[int, float] | None) -> None:
+        if weight is not None:
+            example = "torch.nn.CrossEntropyLoss(weight=tensor)"
+            raise ValueError(f"class_weight is for Keras. For torch, use {example}. Received: class_weight={weight}")
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for update in self._updates.values() for group in update.optimizer.param_groups]
