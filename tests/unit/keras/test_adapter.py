@@ -288,6 +288,33 @@ def classifier():
     return net
 
 
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="other backends compile what a step computes")
+def test_on_torch_a_step_looks_once_at_its_gradients_and_fetches_no_means(monkeypatch):
+    from hvdtrain.keras.backends import torch as backend
+
+    looks, results, within = [], [], []
+    look, result = backend.non_finite_flags, keras.metrics.Mean.result
+    monkeypatch.setattr(backend, "non_finite_flags", lambda gradients: looks.append(0) or look(gradients))
+    monkeypatch.setattr(keras.metrics.Mean, "result", lambda metric: results.append(0) or result(metric))
+    net = make_model()
+    trainer = hvdtrain.Trainer(net, optimizer="sgd", loss="mse", metrics=["mae"], nan_policy="raise")
+    step = net.train_on_batch
+
+    def take(*data, **options):
+        before = len(results)
+        logs = step(*data, **options)
+        within.append(len(results) - before)
+        return logs
+
+    net.train_on_batch = take
+    history = fit(trainer, validation=(X, Y), epochs=2)
+    assert within == [0] * 4
+    assert len(looks) == 4
+    del net.train_on_batch
+    assert history["loss"][-1] > 0 < history["val_mae"][-1]
+    assert set(net.train_on_batch(X, Y, return_dict=True)) == {"loss", "mae"}  # the user's own call has its logs
+
+
 def _dense():
     return keras.layers.Dense(3)
 
