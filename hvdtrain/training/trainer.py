@@ -8,14 +8,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter, Options, State, framework_of
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
 from hvdtrain.callbacks.run_folder import RunFolder
-from hvdtrain.data.sources import IndexedSource, as_source, leaves, tree_map
+from hvdtrain.data.sources import as_source
 from hvdtrain.distributed import agreement, frameworks, launch_environment
-from hvdtrain.distributed.world import SoloWorld, World, init
+from hvdtrain.distributed.world import World, init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.training import checkpointing, learning_rate, preemption
 from hvdtrain.training.arguments import (
@@ -28,6 +27,7 @@ from hvdtrain.training.arguments import (
     with_defaults,
 )
 from hvdtrain.training.loop import Loop
+from hvdtrain.training.predict import predict
 from hvdtrain.training.progress import History as History
 from hvdtrain.training.progress import agree_on_run
 from hvdtrain.training.validation import named_sets
@@ -280,31 +280,7 @@ class Trainer:
 
         What can only be iterated has no order that ranks could share: a TypeError.
         """
-        samples = isinstance(x, list) and any(isinstance(item, tuple | dict) for item in x)  # as in `fit`
-        if isinstance(x, tuple | list) and not samples and all(hasattr(leaf, "shape") for leaf in leaves(x)):
-            x = (x,)  # several inputs, none of them targets
-        source = as_source(x, batch_size=batch_size, world=self.world)
-        if not isinstance(source, IndexedSource):
-            raise TypeError(f"predict needs arrays or a map-style dataset. Received: {type(x).__name__}")
-        indices, shards = [], []
-        for batch in source.epoch(0, shuffle=False):
-            if batch.local_count and batch.indices is not None:
-                indices.append(batch.indices)
-                shards.append(self._adapter.predict_step(batch.inputs))
-        if not shards:  # this rank has no samples: any sample gives the shape of its outputs
-            any_sample = next(as_source(x, batch_size=1, world=SoloWorld()).epoch(0, shuffle=False))
-            indices = [np.zeros(0, np.int64)]
-            shards = [tree_map(lambda y: y[:0], self._adapter.predict_step(any_sample.inputs))]
-        order = self.world.allgather(np.concatenate(indices), name="predict.indices")
-
-        def in_order(local: NDArray[Any]) -> NDArray[Any]:
-            gathered = self.world.allgather(local, name="predict")
-            result = np.empty_like(gathered)
-            result[order] = gathered
-            return result
-
-        outputs = (in_order(np.concatenate(column)) for column in zip(*map(leaves, shards), strict=True))
-        return tree_map(lambda _: next(outputs), shards[0])
+        return predict(self._adapter, self.world, x, batch_size=batch_size)
 
     def save(self, directory: str) -> None:
         """Write weights, optimizer state and options to `directory`. A collective; rank 0 writes.
