@@ -239,7 +239,7 @@ def test_autograph_converts_the_users_code_and_not_ours():
             loss = x * 2.0
         tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
         hvd.broadcast_variables([x], root_rank=0)
-        return tape.gradient(loss, [x]), hvd.allreduce(loss)
+        return tape.gradient(loss, [x]), hvd.allreduce(loss), hvd.keras.allreduce(loss)
 
     handler = logging.Handler()
     handler.emit = warnings.append
