@@ -211,21 +211,33 @@ class BufferSnapshot:
     """What a step changes before its gradient is known: the model's buffers, and what metrics have counted."""
 
     def __init__(self, model: nn.Module, totals: Totals) -> None:
-        self._buffers, self._totals = [*model.buffers(), totals.sums], totals
-        self._saved = [buffer.detach().clone() for buffer in self._buffers]
+        self._model, self._totals = model, totals
+        self._saved: list[torch.Tensor] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Save the state before a step."""
-        for saved, buffer in zip(self._saved, self._buffers, strict=True):
-            saved.copy_(buffer)
+        # By name too: `self.mean = 0.9 * self.mean + ...` in forward puts another tensor in the buffer's place.
+        self._names = [(held, dict(held)) for held in (m._buffers for m in self._model.modules()) if held]
+        buffers = [each for _, named in self._names for each in named.values() if each is not None]
+        self._tensors = [*buffers, self._totals.sums]
+        saved = itertools.zip_longest(self._tensors, self._saved[: len(self._tensors)])
+        self._saved = [_copy(tensor, into=old) for tensor, old in saved]
         self._counts = list(self._totals.counts)
         self._undo = self._totals.stateful.snapshot()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore that state."""
-        for saved, buffer in zip(self._saved, self._buffers, strict=True):
-            buffer.copy_(saved)
+        for held, named in self._names:
+            held.update(named)
+        for saved, tensor in zip(self._saved, self._tensors, strict=True):
+            tensor.copy_(saved)
         self._totals.counts = list(self._counts)
         self._undo()
+
+
+def _copy(tensor: torch.Tensor, *, into: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy of a tensor, in memory that is already there if it fits."""
+    fits = into is not None and (into.shape, into.dtype, into.device) == (tensor.shape, tensor.dtype, tensor.device)
+    return into.copy_(tensor) if into is not None and fits else tensor.detach().clone()

@@ -163,6 +163,33 @@ def test_a_repeated_step_draws_the_same_numbers_and_counts_a_batch_once(backward
     assert caplog.text.count("BatchNorm normalizes each micro-batch of up to") == 2  # once a Trainer
 
 
+class Centered(Net):
+    """Puts a new tensor in a buffer's place in each forward pass, as many scripts do."""
+
+    def __init__(self, memory=None):
+        super().__init__(memory)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return super().forward(x - self.mean)
+
+
+def test_a_repeated_step_begins_with_the_buffers_of_before():
+    fixed, auto = Centered(), Centered(Memory(3))
+    train(fixed, micro_batch=2)
+    train(auto, micro_batch="auto")
+    assert_equal(fixed, auto, atol=0)
+
+
+def test_a_step_that_is_skipped_leaves_a_buffer_as_it_was():
+    x, net = X.clone(), Centered()
+    x[:] = float("nan")
+    train(net, (x, Y), nan_policy="skip")
+    assert torch.equal(net.mean, torch.zeros(4))
+
+
 def test_metrics_with_state_count_a_repeated_batch_once():
     class Rows(nn.Module):
         def __init__(self):
