@@ -163,7 +163,8 @@ class RunFolder(RecordingCallback):
             log.warning("this run is not recorded in %s: %s", self.folder or "a run folder", problem)
 
     def close(self) -> None:
-        """Close the file."""
+        """Record what a run that was stopped had still to record, and close the file."""
+        self._record_waiting()
         if self._file is not None:
             file, self._file = self._file, None
             try:

@@ -193,6 +193,7 @@ class Logger(RecordingCallback):
 
     def close(self) -> None:
         """Have everything written, and close the sink; not for longer than ten seconds."""
+        self._record_waiting()
         if self._background is not None:
             background, self._background = self._background, None
             background.close(well=self._finished, limit_s=CLOSE_LIMIT_S)

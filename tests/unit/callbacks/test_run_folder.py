@@ -56,16 +56,20 @@ def test_an_epochs_last_interval_is_kept_however_short_the_epoch(make, tmp_path,
     assert told == [("interval", 1), ("interval", 3), ("epoch", 3), ("interval", 6), ("epoch", 6)]
 
 
-def rates_by_step(make, net, folder, epochs, **options):
+def rates(folder):
+    return [(line["global_step"], line["learning_rate"]) for line in lines(folder) if line["kind"] == "step"]
+
+
+def rates_by_step(make, net, folder, epochs, stop=None, **options):
     """Train 3 steps an epoch with a rate of its own for each step; return the rows of the rate."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    callbacks = [Schedule(scheduler, every="step"), RunFolder(folder)]
+    callbacks = [Schedule(scheduler, every="step"), RunFolder(folder), *([] if stop is None else [stop])]
     make(model, optimizer=optimizer).fit(
         (X, Y), epochs=epochs, batch_size=4, callbacks=callbacks, progress=False, **options
     )
-    return [(line["global_step"], line["learning_rate"]) for line in lines(folder) if line["kind"] == "step"]
+    return rates(folder)
 
 
 def test_a_schedule_by_steps_gives_the_same_rows_in_each_run(make, net, tmp_path):
@@ -83,6 +87,18 @@ def test_a_resumed_run_has_the_rows_that_are_left(make, net, tmp_path):
     resumed = rates_by_step(make, net, tmp_path / "resumed", 6, checkpoint_dir=str(tmp_path / "c"))
     # An interval has the rate of the first step after the resume.
     assert resumed == [row for row in straight if row[0] != 7]
+
+
+def test_a_run_that_is_stopped_has_the_rows_until_then(make, net, tmp_path):
+    class Stop(Callback):
+        def on_step_end(self, trainer, step):
+            if trainer.global_step == 7:
+                raise KeyboardInterrupt
+
+    straight = rates_by_step(make, net, tmp_path / "straight", 3)
+    with pytest.raises(KeyboardInterrupt):
+        rates_by_step(make, net, tmp_path / "stopped", 3, stop=Stop())
+    assert rates(tmp_path / "stopped") == [row for row in straight if row[0] <= 7]
 
 
 def test_rows_are_in_the_order_of_steps_with_validations_within_an_epoch(make, tmp_path, monkeypatch):
