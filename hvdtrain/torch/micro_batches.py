@@ -45,6 +45,7 @@ class MicroBatches:
         self._world, self._device = world, torch.device(world.device)
         self._checked = False
         self._has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        self._has_norm_1d = any(isinstance(m, nn.BatchNorm1d) for m in model.modules())
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
@@ -105,6 +106,12 @@ class MicroBatches:
             self._warn_of_norm()
 
     def _warn_of_norm(self) -> None:
+        if self._has_norm_1d and self.size == 1 and self._world.is_root:
+            log.warning(
+                "BatchNorm1d cannot normalize a single sample: it takes its running statistics, and does not update "
+                "them. Use LayerNorm or GroupNorm, or micro-batches of 2 samples or more."
+            )
+            self._has_norm_1d = self._has_norm = False
         if self._has_norm and self._world.is_root:
             log.warning(
                 "BatchNorm normalizes each micro-batch of up to %d samples by itself, not the whole batch.", self.size

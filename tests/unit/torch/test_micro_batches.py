@@ -163,6 +163,15 @@ def test_a_repeated_step_draws_the_same_numbers_and_counts_a_batch_once(backward
     assert caplog.text.count("BatchNorm normalizes each micro-batch of up to") == 2  # once a Trainer
 
 
+@pytest.mark.parametrize("micro_batch", [1, "auto"])
+def test_statistics_that_single_samples_do_not_update_are_reported(micro_batch, caplog):
+    net = Net(Memory(1), norm=True)
+    train(net, micro_batch=micro_batch)
+    assert net.norm.num_batches_tracked == 0
+    assert caplog.text.count("BatchNorm1d cannot normalize a single sample") == 1
+    assert "normalizes each micro-batch of up to 1 " not in caplog.text
+
+
 class Centered(Net):
     """Puts a new tensor in a buffer's place in each forward pass, as many scripts do."""
 
