@@ -38,7 +38,7 @@ class Loss:
         mean: the loss to minimize: a mean, as a tensor of one element.
         count: what the mean was divided by, such as the number of tokens; None for the number of samples. A number, or
             a tensor of one element; the host waits for a tensor on a GPU. With 0 the batch adds nothing to gradient and
-            loss, and its mean may be NaN; metrics take its outputs and targets.
+            loss, and its mean may be NaN, except in a model with a SyncBatchNorm; metrics take its outputs and targets.
         outputs: what metrics take as outputs.
         targets: what metrics take as targets.
     """
