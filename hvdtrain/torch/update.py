@@ -211,33 +211,30 @@ class BufferSnapshot:
     """What a step changes before its gradient is known: the model's buffers, and what metrics have counted."""
 
     def __init__(self, model: nn.Module, totals: Totals) -> None:
-        self._model, self._totals = model, totals
+        self._totals = totals
+        self._by_name = [module._buffers for module in model.modules() if module._buffers]
+        self._tensors: list[torch.Tensor] = []
         self._saved: list[torch.Tensor] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Save the state before a step."""
         # By name too: `self.mean = 0.9 * self.mean + ...` in forward puts another tensor in the buffer's place.
-        self._names = [(held, dict(held)) for held in (m._buffers for m in self._model.modules()) if held]
-        buffers = [each for _, named in self._names for each in named.values() if each is not None]
-        self._tensors = [*buffers, self._totals.sums]
-        saved = itertools.zip_longest(self._tensors, self._saved[: len(self._tensors)])
-        self._saved = [_copy(tensor, into=old) for tensor, old in saved]
+        self._names = [dict(held) for held in self._by_name]
+        tensors = [each for named in self._names for each in named.values() if each is not None]
+        tensors.append(self._totals.sums)
+        memory = dict(zip(map(id, self._tensors), self._saved, strict=True))
+        self._saved = [memory[id(t)].copy_(t) if id(t) in memory else t.detach().clone() for t in tensors]
+        self._tensors = tensors
         self._counts = list(self._totals.counts)
         self._undo = self._totals.stateful.snapshot()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore that state."""
-        for held, named in self._names:
+        for held, named in zip(self._by_name, self._names, strict=True):
             held.update(named)
         for saved, tensor in zip(self._saved, self._tensors, strict=True):
             tensor.copy_(saved)
         self._totals.counts = list(self._counts)
         self._undo()
-
-
-def _copy(tensor: torch.Tensor, *, into: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy of a tensor, in memory that is already there if it fits."""
-    fits = into is not None and (into.shape, into.dtype, into.device) == (tensor.shape, tensor.dtype, tensor.device)
-    return into.copy_(tensor) if into is not None and fits else tensor.detach().clone()
