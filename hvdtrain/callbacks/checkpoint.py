@@ -27,7 +27,8 @@ class Checkpoint(Callback):
         background: False writes each checkpoint before training continues.
         frozen: False leaves frozen weights out: those with requires_grad=False, or of Keras layers with
             trainable=False. A checkpoint then holds a hash of each. Who loads it builds the model with the same ones;
-            others are a CheckpointError that names the weight.
+            others are a CheckpointError that names the weight. Frozen weights that an earlier `fit` has trained are
+            left out too: save them before, with `Trainer.save`.
 
     Raises:
         ValueError: an option outside its range.
