@@ -47,6 +47,7 @@ class Update:
             compression = getattr(hvd.Compression, options.compression)
             named = names.parameters(model)
             self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
+        self._counts_nothing = False  # no sample counted on any rank: with SyncBatchNorm, gradients are zeros
         self.is_reducing = False  # from where this rank's gradients are complete to the step's end
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
 
@@ -108,8 +109,8 @@ class Update:
         self.is_reducing = True
         optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
         self._reduce()  # before unscale_ tests for infinity: ranks must agree to skip a step
-        if all(p.grad is None for p in parameters):
-            return False  # no sample counted on any rank, and a scaler refuses to step without gradients
+        if self._counts_nothing or all(p.grad is None for p in parameters):
+            return False  # momentum and weight decay must not move weights; a scaler does not step without gradients
         # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
         checks = self._options.nan_policy and (not self.scaler.is_enabled() or self.scaler.get_scale() <= 1.0)
         if checks and not all_finite([p.grad for p in parameters]):
@@ -134,6 +135,7 @@ class Update:
         else:
             weights.correct(self.parameters)
             total = weights.weight
+        self._counts_nothing = total == 0
         return weights.expected / total if total else 1.0
 
     def give_up(self) -> None:
