@@ -214,7 +214,7 @@ def without_gradient(loss: torch.Tensor) -> torch.Tensor:
     if not loss.isfinite():
         raise ValueError(
             "With a SyncBatchNorm, Loss.mean must be finite also where Loss.count is 0, such as "
-            f"loss.sum() / max(count, 1). Received: {float(loss)}"
+            f"loss.sum() / max(count, 1). Received: {loss.item()}"
         )
     return loss * 0.0
 

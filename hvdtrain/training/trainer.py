@@ -58,7 +58,8 @@ class Trainer:
         accumulate: batches whose gradients make one optimizer step.
         micro_batch: for torch, the largest number of samples that a rank computes at once; larger batches are computed
             in parts, and the step is the same. "auto" begins with whole batches. When a rank runs out of memory in
-            forward or backward, all ranks undo the step, halve their micro-batches, and repeat it.
+            forward or backward, all ranks undo the step, halve their micro-batches, and repeat it; `step` must then
+            call no collective.
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: "none", "fp16" or "bf16": the type in which gradients are sent.
