@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ Arrays = dict[str, NDArray[Any]]
 
 # Optimizer variables carry their model variable's path with "_" for "/": "sgd/sequential_1_dense_2_kernel_momentum".
 _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
+_METRIC = re.compile(r"(sum|mean)\.metric\.\d")
 
 
 def copies(variables: Sequence[Any]) -> list[NDArray[Any]]:
@@ -111,8 +112,19 @@ def set_rank_state(held: Arrays, model: keras.Model) -> None:
 
 
 def set_metrics(held: Arrays, model: keras.Model) -> None:
-    """Load the running metrics from `rank_state`; they exist once the model has seen a batch."""
-    _load(_metrics(model), held)
+    """Load the running metrics from `rank_state`; they exist once the model has seen a batch.
+
+    Raises:
+        ValueError: they are of other metrics.
+    """
+    saved = {name: array for name, array in held.items() if _METRIC.match(name)}
+    now = _metrics(model)
+    if saved and saved.keys() != now.keys():
+        raise ValueError(
+            f"The checkpoint was saved within an epoch that counted {_metrics_of(saved)}. Received: "
+            f"{_metrics_of(now)}. Resume with the same metrics, or from a checkpoint of an epoch's end."
+        )
+    _load(now, saved)
 
 
 def metric_variables(model: keras.Model) -> list[Any]:
@@ -133,7 +145,16 @@ def _seeds_and_statistics(model: keras.Model) -> dict[str, Any]:
 
 def _metrics(model: keras.Model) -> dict[str, Any]:
     variables = enumerate(metric_variables(model))
-    return {f"{'sum' if v.aggregation == 'sum' else 'mean'}.metric.{index}": v for index, v in variables}
+    return {
+        f"{'sum' if v.aggregation == 'sum' else 'mean'}.metric.{index:03d}.{_COUNTER.sub('', path(v))}": v
+        for index, v in variables
+    }
+
+
+def _metrics_of(names: Iterable[str]) -> str:
+    """Return the metrics that `_metrics` names; an older checkpoint has numbers alone."""
+    paths = (name.split(".", 3)[-1] for name in sorted(names, key=lambda name: name.split(".")[2]))
+    return ", ".join(dict.fromkeys(path.rpartition("/")[0] or "metrics of an older version" for path in paths))
 
 
 def _load(variables: dict[str, Any], arrays: Arrays) -> None:

@@ -175,6 +175,25 @@ def test_counts_that_the_user_left_in_metrics_are_not_reported():
     assert fit(trainer)["mae"][0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("others", [["mse"], ["mae", "mse"], []])
+def test_an_epoch_does_not_resume_with_other_metrics(tmp_path, others):
+    class Stop(hvdtrain.callbacks.Callback):
+        def on_step_end(self, trainer, step):
+            if trainer.global_step == 2:  # after a checkpoint
+                raise KeyboardInterrupt
+
+    def run(metrics, *stop):
+        save = hvdtrain.callbacks.Checkpoint(tmp_path, every_steps=1, background=False)
+        trainer = hvdtrain.Trainer(make_model(), optimizer="sgd", loss="mse", metrics=metrics)
+        return trainer.fit((X, Y), batch_size=2, callbacks=[save, *stop], run_dir=None, progress=False)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(["mae"], Stop())
+    with pytest.raises(ValueError, match=r"epoch that counted loss, mean_absolute_error\. Received: loss.*epoch's end"):
+        run(others)
+    assert run([keras.metrics.MeanAbsoluteError(name="mean_absolute_error")])["mean_absolute_error"]
+
+
 def test_a_rank_without_samples_counts_nothing_and_has_every_metric():
     from hvdtrain.adapter import Options
     from hvdtrain.data.sources import Batch
