@@ -159,7 +159,7 @@ def test_mpirun_below_horovodrun_and_a_ranks_shell_may_be_killed_too(start: Call
     assert run.ends() == 75
 
 
-@pytest.mark.parametrize("command", [MPI, GLOO])
+@pytest.mark.parametrize("command", [MPI, pytest.param(GLOO, marks=pytest.mark.long)])
 def test_a_crash_loop_stops_with_its_first_cause(command: str, start: Callable[..., Run]) -> None:
     run = start(f"{command} --max-restarts 9", LIGHT, "400", "raise")
     assert run.ends() == 1

@@ -104,7 +104,7 @@ def test_a_limit_of_open_files_is_named_with_what_to_type(command: str, tmp_path
     assert "nofile=1024" in line
 
 
-@pytest.mark.parametrize("command", [GLOO, MPIRUN, PLAIN])
+@pytest.mark.parametrize("command", [GLOO, *(pytest.param(each, marks=pytest.mark.long) for each in (MPIRUN, PLAIN))])
 def test_a_limit_of_open_files_that_may_be_raised_is_raised(command: str, tmp_path: Path) -> None:
     status, output = run(command, tmp_path, before="ulimit -S -n 20")
     assert status == 0, output
@@ -119,8 +119,14 @@ pathlib.Path("end-" + (os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_W
 """
 
 
-@pytest.mark.parametrize("errors", ["2>err", "2>&1"])
-@pytest.mark.parametrize("command", ALL)
+@pytest.mark.parametrize(
+    ("command", "errors"),
+    [
+        *((command, "2>&1") for command in ALL),
+        (PLAIN, "2>err"),
+        *(pytest.param(command, "2>err", marks=pytest.mark.long) for command in ALL if command != PLAIN),
+    ],
+)
 def test_a_reader_that_has_seen_enough_ends_no_job(command: str, errors: str, tmp_path: Path) -> None:
     if NO_MPI and "gloo" not in command:
         pytest.skip("Horovod was built without MPI")
