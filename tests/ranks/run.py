@@ -80,7 +80,7 @@ GROUPS = (
     ),
     Group("keras-torch", "keras", "keras", "torch", marks={2: "every_backend or not in_graphs", 3: "three_ranks"}),
     Group("keras-jax", "keras", "keras", "jax", marks={2: "every_backend"}),
-    Group("trainer-torch", "training", "torch"),
+    Group("trainer-torch", "training", "torch", runs_in="torch"),
     Group(
         "trainer-keras-tensorflow",
         "training",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 import hvdtrain.torch as hvdtrain_torch
+
+os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # read by init; the Trainer's tests in these ranks start one
 
 
 @pytest.fixture(scope="session")
