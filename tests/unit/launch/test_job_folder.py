@@ -115,7 +115,8 @@ def test_a_signal_before_the_job_starts_leaves_no_folder(number: int, tmp_path: 
         "start_checks.SHARED_MEMORY = sys.argv[1]\n"
         "with job_folder.removed_at_the_end():\n"
         "    print(job_folder.make(0)[0], flush=True)\n"
-        "    time.sleep(60)\n"
+        "    for _ in range(600):\n"  # a signal that comes just before one long sleep would wait for its end
+        "        time.sleep(0.1)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
