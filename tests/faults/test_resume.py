@@ -37,6 +37,24 @@ def run(folder, framework, *words, backend=None, **options):
     return json.loads((folder / "end.json").read_text())
 
 
+@contextlib.contextmanager
+def started(folder, framework, *words, hold="hold", backend=None, **options):
+    """Start a run in a new folder, held up where the script looks for the file `hold`; end it at the latest after."""
+    folder.mkdir()
+    (folder / hold).touch()
+    process = subprocess.Popen(
+        command(folder, framework, *words, **options),
+        env=environment(backend),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
 def steps_of(folder, rank):
     with contextlib.suppress(OSError, ValueError):
         return int((folder / f"step-{rank}").read_text())
@@ -99,16 +117,7 @@ def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, bac
     again = []
     for number in range(1 if scale == 1 else 4):
         folder = tmp_path / f"killed-{number}"
-        folder.mkdir()
-        (folder / "hold").touch()
-        process = subprocess.Popen(
-            command(folder, framework, restarts=times, step_s=0.03),
-            env=environment(backend),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
+        with started(folder, framework, backend=backend, restarts=times, step_s=0.03) as process:
             for step in moments(rng, times).tolist():
                 step = max(step, steps_of(folder, 0) + 2)  # of the start before: this one is to come further
                 if step > STEPS - 3:
@@ -117,8 +126,6 @@ def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, bac
                 again.append(seconds_until_training(folder, killed, process))
             (folder / "hold").unlink()
             output, _ = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
         assert process.returncode == 0, output[-4000:]
         end = json.loads((folder / "end.json").read_text())
         assert end["sha256"] == straight["sha256"]
@@ -134,23 +141,12 @@ def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, bac
 def test_a_kill_during_validation_within_an_epoch_ends_bit_for_bit_as_none(rank, tmp_path, row):
     straight = run(tmp_path / "straight", "torch", "validating")
     folder = tmp_path / "killed"
-    folder.mkdir()
-    (folder / "hold-validation").touch()
-    process = subprocess.Popen(
-        command(folder, "torch", "validating", restarts=1),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
+    with started(folder, "torch", "validating", hold="hold-validation", restarts=1) as process:
         validating = folder / f"validating-{rank}"
         wait_for(validating.exists, process, limit_s=LIMIT_S, what=f"rank {rank} never came to the validation")
         os.kill(pids_of(folder)[rank], signal.SIGKILL)
         (folder / "hold-validation").unlink()
         output, _ = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
     assert process.returncode == 0, output[-4000:]
     assert "restart 1 of 1" in output
     assert [each["global_step"] for each in straight["validations"]] == list(range(5, STEPS, 5))
@@ -164,17 +160,9 @@ def test_a_kill_during_validation_within_an_epoch_ends_bit_for_bit_as_none(rank,
 def test_a_run_goes_on_on_fewer_ranks_with_the_same_global_batch(tmp_path, rng, row):
     straight = run(tmp_path / "straight", "torch", "fixed")
     folder = tmp_path / "killed"
-    folder.mkdir()
-    (folder / "hold").touch()
-    process = subprocess.Popen(
-        command(folder, "torch", "fixed", step_s=0.03),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    kill_at(folder, 1, int(rng.integers(18, 30)), process)
-    process.communicate(timeout=LIMIT_S)
+    with started(folder, "torch", "fixed", step_s=0.03) as process:
+        kill_at(folder, 1, int(rng.integers(18, 30)), process)
+        process.communicate(timeout=LIMIT_S)
     (folder / "hold").unlink()
     assert process.returncode != 0
     end = run(folder, "torch", "fixed", ranks=1)
