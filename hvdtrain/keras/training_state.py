@@ -14,7 +14,7 @@ from hvdtrain.adapter import Fault, Options, State
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.model_optimizers import other_optimizers
 from hvdtrain.keras.optimizer import distributed_part
-from hvdtrain.keras.variables import path
+from hvdtrain.keras.variables import path, without_counters
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -146,7 +146,7 @@ def _seeds_and_statistics(model: keras.Model) -> dict[str, Any]:
 def _metrics(model: keras.Model) -> dict[str, Any]:
     variables = enumerate(metric_variables(model))
     return {
-        f"{'sum' if v.aggregation == 'sum' else 'mean'}.metric.{index:03d}.{_COUNTER.sub('', path(v))}": v
+        f"{'sum' if v.aggregation == 'sum' else 'mean'}.metric.{index:03d}.{without_counters(path(v))}": v
         for index, v in variables
     }
 
