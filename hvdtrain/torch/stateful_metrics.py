@@ -11,7 +11,6 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from safetensors.torch import load, save
 from hvdtrain.data.sources import tree_map
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import World
+from hvdtrain.torch.training_state import on_device
 
 log = logging.getLogger("hvdtrain")
 
@@ -176,12 +176,9 @@ class _Metric:
             if self._keeps_batches:
                 outputs, targets = tree_map(_copied, (outputs, targets))
             if self._modules:  # a spread model's outputs are on another device than its inputs
-                outputs, targets = tree_map(self._here, (outputs, targets))
+                outputs, targets = on_device((outputs, targets), self._device)
             self._metric.update(outputs, targets)
         self._updates += 1
-
-    def _here(self, value: Any) -> Any:
-        return value.to(self._device) if isinstance(value, torch.Tensor) else value
 
     def states(self, *, sums: bool = True, others: bool = True) -> Part:
         """Return the states on the host: those that are sums, and the others."""
@@ -240,7 +237,7 @@ class _Metric:
                 value = _combine([_elements(part, full) for part in parts], owner, state)
             else:
                 value = _combine([part[full] for part in parts], owner, state)
-            yield owner, state, tree_map(partial(torch.Tensor.to, device=owner.device), value)
+            yield owner, state, on_device(value, owner.device)
 
     def load(self, part: Part) -> None:
         """Restore what `states` returned; an empty part is that of a rank without samples."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,11 @@ Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by 
 def to_host(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a copy on the host; bfloat16, which numpy lacks, as float32."""
     return np.array(as_array(tensor))
+
+
+def on_device(tree: Any, device: torch.device) -> Any:
+    """Return `tree` with its tensors on `device`."""
+    return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, tree)
 
 
 def place(model: torch.nn.Module, device: torch.device) -> torch.device:
@@ -49,11 +53,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if name != "step" and isinstance(parameter, torch.Tensor):
-                state[name] = tree_map(partial(_beside, parameter), value)
-
-
-def _beside(parameter: torch.Tensor, value: Any) -> Any:
-    return value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+                state[name] = on_device(value, parameter.device)
 
 
 def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
