@@ -126,10 +126,10 @@ class RunFolder(RecordingCallback):
     "step"` has the "learning_rate" after a step that changed it: of each of the first 127 steps, later of 64 in the
     time in which the number of steps doubles. `"kind": "validation"` has the metrics of a validation set within an
     epoch. `"kind": "epoch"` has the metrics of History, also for a part of an epoch after which steps or seconds ended
-    the run. Epochs count from 0, as in callbacks and in
-    all loggers; on the screen they count from 1. NaN and infinity are null, because JSON has no such numbers. A resumed
-    run appends. Rank 0 writes; if a write fails, it logs a warning and training continues. What looks like a secret is
-    left out, in the options too. Only the owner can read the files, unless HVDTRAIN_SHARE_FILES=1.
+    the run. Epochs count from 0, as in callbacks and in all loggers; on the screen they count from 1. NaN and infinity
+    are null, because JSON has no such numbers. A resumed run appends. Rank 0 writes; if a write fails, it logs a
+    warning and training continues. What looks like a secret is left out, in the options too. Only the owner can read
+    the files, unless HVDTRAIN_SHARE_FILES=1.
 
     Args:
         folder: the run's folder. None for runs/<name>. HVDTRAIN_RUNS replaces runs; if it is empty, nothing is written.
