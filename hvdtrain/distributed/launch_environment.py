@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from hvdtrain.system.settings import RANK_VARIABLES
+
 
 class Launcher(NamedTuple):
     """A launcher that left its mark in the environment."""
@@ -27,7 +29,6 @@ _LAUNCHERS = {
     "HOROVOD_SIZE": "horovodrun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
     "MV2_COMM_WORLD_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun", "SLURM_NTASKS": "Slurm",
 }  # fmt: skip
-_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 Engine = Literal["torch", "tensorflow"]
 _ENGINES: dict[str | None, Engine | None] = {"torch": "torch", "tensorflow": "tensorflow", None: None}
@@ -54,7 +55,7 @@ def detect() -> Launcher | None:
 
 def rank() -> str:
     """Return this process's number as its launcher gave it, for messages before Horovod knows it; "?" for none."""
-    return next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
+    return next((os.environ[name] for name in (*RANK_VARIABLES, "SLURM_PROCID") if os.environ.get(name)), "?")
 
 
 def named(ranks: Sequence[int]) -> str:

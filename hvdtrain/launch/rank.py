@@ -19,14 +19,12 @@ from hvdtrain.distributed import watchdog
 from hvdtrain.distributed.watchdog.rank_exit import is_caused_by_others
 from hvdtrain.launch import exchange
 from hvdtrain.launch.exchange import Message, pack
-from hvdtrain.system.settings import DEBUG
-
-_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+from hvdtrain.system.settings import DEBUG, RANK_VARIABLES
 
 
 def main() -> None:
     """Run one rank."""
-    rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name))
+    rank = next(int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name))
     try:
         task, connection = exchange.request_task(rank)
     except (EOFError, OSError, AuthenticationError) as problem:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 RUN_NAME = "HVDTRAIN_RUN_NAME"
 RUN_ID = "HVDTRAIN_RUN_ID"
 DEBUG = "HVDTRAIN_DEBUG"  # 1: each process prints its whole traceback
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # a launcher sets one of them in each rank
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request; the same command resumes
 
 

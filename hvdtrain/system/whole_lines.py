@@ -9,12 +9,12 @@ import io
 import os
 import sys
 
-_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+from hvdtrain.system.settings import RANK_VARIABLES
 
 
 def begin() -> None:
     """Write each line of standard output and error in one piece, if a launcher has started this process."""
-    if any(name in os.environ for name in _RANK_VARIABLES):
+    if any(name in os.environ for name in RANK_VARIABLES):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.write_through:
                 stream.reconfigure(line_buffering=True, write_through=False)

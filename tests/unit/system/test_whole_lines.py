@@ -27,7 +27,7 @@ class Pipe(io.RawIOBase):
 @pytest.mark.parametrize(("launched", "pieces"), [(True, [b"loss 0.5\n"]), (False, [b"loss", b" ", b"0.5", b"\n"])])
 def test_a_rank_prints_whole_lines_and_a_process_alone_as_it_did(monkeypatch, launched, pieces):
     pipe = Pipe()
-    for name in whole_lines._RANK_VARIABLES:
+    for name in whole_lines.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if launched:
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
