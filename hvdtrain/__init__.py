@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hvdtrain.distributed.world import World as World
     from hvdtrain.distributed.world import init as init
     from hvdtrain.launch.function import run as run
+    from hvdtrain.sync.diloco import DiLoCo as DiLoCo
+    from hvdtrain.sync.local_sgd import LocalSGD as LocalSGD
     from hvdtrain.training.custom_loop import prepare as prepare
     from hvdtrain.training.progress import History as History
     from hvdtrain.training.trainer import Trainer as Trainer
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DiLoCo": "sync.diloco",
     "History": "training.progress",
+    "LocalSGD": "sync.local_sgd",
     "Loss": "adapter",
     "Sharded": "data",
     "SoloWorld": "distributed.world",
@@ -40,8 +44,8 @@ _HOMES = {
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
 __all__ = [
-    "History", "Loss", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init", "prepare",
-    "read_parquet", "run",
+    "DiLoCo", "History", "LocalSGD", "Loss", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init",
+    "prepare", "read_parquet", "run",
 ]  # fmt: skip
 
 log_filter.begin()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.sources import Batch
 
 Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+Ranks = Literal["all", "none"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Options:
     compression: str = "none"
     nan_policy: str | None = None
     micro_batch: int | str | None = None
+    sync: str | None = None  # the name of a strategy that lets ranks step alone
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,43 @@ class Fault:
     reduced: str  # name of the first such parameter
     own: str | None  # the first parameter whose gradient is not finite on this rank, before the reduction
     loss: float  # this rank's mean over its batches
+    batches: Sequence[Batch] | None = None  # of that step; None for the last one
+    steps_ago: int = 0  # of ranks that stepped alone, and learn of it when they synchronize
+
+
+class Replica(Protocol):
+    """This rank's weights and optimizer state, for strategies in which ranks step alone and synchronize later.
+
+    The arrays are flat copies, one for each dtype and device, of a type that has arithmetic in place; their order and
+    sizes are equal on all ranks after `agree`.
+    """
+
+    def agree(self) -> None:
+        """Give all ranks the same entries of optimizer state; counters and loss scales become equal. A collective."""
+
+    def weights(self) -> list[Any]:
+        """Return the weights that are trained."""
+
+    def set_weights(self, arrays: Sequence[Any]) -> None:
+        """Replace them."""
+
+    def moments(self) -> list[Any]:
+        """Return the optimizer's state that has a value for each weight, or for rows of them: momentum, Adam's."""
+
+    def set_moments(self, arrays: Sequence[Any]) -> None:
+        """Replace it."""
+
+    def mean(self, arrays: Sequence[Any], *, name: str, compression: str) -> Callable[[], list[Any]]:
+        """Start to average arrays over ranks; the function waits and returns the means, equal bit for bit.
+
+        It may use the arrays' memory.
+        """
+
+    def to_host(self, array: Any) -> NDArray[Any]:
+        """Return an array as NumPy's."""
+
+    def from_host(self, array: NDArray[Any], like: Any) -> Any:
+        """Return NumPy's array as one of the type of `like`, and on its device."""
 
 
 class Adapter(Protocol):
@@ -77,6 +116,10 @@ class Adapter(Protocol):
     class_weight: dict[int, float] | None  # weight of training samples by class; ValueError where a loss has its own
     rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it
 
+    @property
+    def in_sync(self) -> bool:
+        """Whether ranks hold equal weights: always, but between two synchronizations of a strategy."""
+
     def start(self) -> None:
         """Broadcast the root's weights and optimizer state. Change nothing else."""
 
@@ -86,6 +129,16 @@ class Adapter(Protocol):
         The step equals the step of one process over the samples of all ranks: each sample has the same weight. A batch
         with local_count 0 adds nothing, but its rank takes part in the reduction.
         """
+
+    def reduce_over(self, ranks: Ranks) -> None:
+        """Reduce the next steps' gradients over these ranks.
+
+        With "none", a rank steps alone: its gradient is a mean over its own samples, times its share of the step's
+        samples, times the number of ranks. So the mean over ranks of their steps' gradients is that of all samples.
+        """
+
+    def replica(self) -> Replica:
+        """Return access to weights and optimizer state."""
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to the metrics, without training; a batch with local_count 0 adds nothing."""
@@ -108,7 +161,7 @@ class Adapter(Protocol):
         """Return this rank's metrics since the last reset; no collective."""
 
     def settle(self) -> None:
-        """Synchronize state that no gradient trains, such as running means; called after each epoch."""
+        """Synchronize what ranks still hold alone, such as running means; called after each epoch."""
 
     def finish(self) -> None:
         """Change weights as the framework does when training ends; called after the last epoch and its checkpoint."""

@@ -98,6 +98,10 @@ class RunContext(Protocol):
         """False in `on_step_end` of a step that nan_policy="skip" left out."""
 
     @property
+    def in_sync(self) -> bool:
+        """Whether ranks hold equal weights: always, but between two synchronizations of a strategy (`sync`)."""
+
+    @property
     def learning_rate(self) -> float:
         """The first parameter group's present learning rate; it may make a GPU wait."""
 
@@ -129,7 +133,7 @@ class RunContext(Protocol):
         """Broadcast the root's weights and optimizer state. A collective."""
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
-        """Save the current state to the folder of these options. A collective."""
+        """Save the current state to the folder of these options, or that of the next synchronization. A collective."""
 
 
 class Callback:

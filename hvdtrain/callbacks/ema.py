@@ -39,7 +39,7 @@ class EMA(Callback):
             raise ValueError(
                 f"decay must be in [0, 1), and every an int >= 1. Received: decay={decay!r}, every={every!r}"
             )
-        self._share, self._every = 1.0 - decay**every, every
+        self._decay, self._every = decay, every
         self._steps = 0  # since the last update; those that were skipped do not count
         self._averages: Any = None
 
@@ -54,10 +54,10 @@ class EMA(Callback):
         self._steps = 0
 
     def on_step_end(self, trainer: RunContext, step: int) -> None:
-        """Update the averages if that is due."""
+        """Update the averages if that is due, and ranks hold equal weights."""
         self._steps += trainer.step_taken
-        if self._steps == self._every:
-            self._averages.update(self._share)
+        if self._steps >= self._every and trainer.in_sync:
+            self._averages.update(1.0 - self._decay**self._steps)
             self._steps = 0
 
     def on_validation_begin(self, trainer: RunContext) -> None:

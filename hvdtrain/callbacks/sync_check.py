@@ -47,7 +47,8 @@ class SyncCheck(Callback):
     A difference of one bit is found. Ranks exchange digests (see `hvdtrain.distributed.checksums`), 56 bytes a check;
     the check's cost is reading the state once. On a GPU it is copied to the host first, so checks there are further
     apart. What each rank changes on its own within an epoch, such as BatchNorm's running statistics, is compared at the
-    end of fit only. The Trainer adds a SyncCheck to callbacks without one.
+    end of fit only. With a strategy such as `LocalSGD`, a check follows the synchronization after it is due. The
+    Trainer adds a SyncCheck to callbacks without one.
 
     Args:
         every: steps between checks. "auto" measures, and chooses so that checks cost at most 0.5 % of the time of the
@@ -103,7 +104,7 @@ class SyncCheck(Callback):
             return
         self._steps += 1
         self._step_times.append(time.perf_counter() - self._since)
-        if self._steps == self._next:
+        if self._steps >= self._next and trainer.in_sync:
             self.check(trainer, f"after step {step + 1} of epoch {self._epoch + 1}", settled=False)
             self._next = self._steps + self._interval(trainer)
         self._since = time.perf_counter()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import hvdtrain.torch as hvd
-from hvdtrain.adapter import Fault, Options, Reduce, State
+from hvdtrain.adapter import Fault, Options, Ranks, Reduce, State
 from hvdtrain.data.sources import Batch, tree_map
 from hvdtrain.distributed import launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
@@ -27,6 +27,7 @@ from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.torch.micro_batches import MicroBatches
 from hvdtrain.torch.named_steps import END, Names
+from hvdtrain.torch.replica import Replica
 from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
@@ -36,6 +37,8 @@ _PLAIN: AbstractContextManager[Any] = nullcontext()
 
 class TorchAdapter:
     """Takes steps of a torch.nn.Module; `DistributedOptimizer` reduces over ranks. `Trainer` explains the arguments."""
+
+    in_sync = True
 
     def __init__(
         self,
@@ -132,6 +135,15 @@ class TorchAdapter:
             hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
         for update in self._updates.values():
             update.start()
+
+    def reduce_over(self, ranks: Ranks) -> None:
+        """Reduce the next steps' gradients over these ranks."""
+        for update in self._updates.values():
+            update.reduce_over(ranks)
+
+    def replica(self) -> Replica:
+        """Return access to weights and optimizer state."""
+        return Replica(self._optimizers(), self._world)
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""

@@ -27,6 +27,8 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
     check_optimizers(optimizers)
     if options.micro_batch == "auto":
         _check_repeatable(model, several=list(optimizers) != [""])
+    if options.sync:
+        _check_alone(model, optimizers, options)
     for optimizer in optimizers.values():
         if needs_closure(optimizer):
             _check_closure(optimizer, options, several=list(optimizers) != [""])
@@ -36,6 +38,23 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
                 "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
                 f"DistributedOptimizer of {type(optimizer).__name__}"
             )
+
+
+def _check_alone(model: nn.Module, optimizers: dict[str, Any], options: Options) -> None:
+    """Raise ValueError for what ranks must do together in every step."""
+    reasons = {
+        "SyncBatchNorm": any(isinstance(module, SyncBatchNorm) for module in model.modules())
+        and "its layers exchange statistics in every step; use BatchNorm",
+        f"the optimizers {', '.join(optimizers)}": list(optimizers) != [""]
+        and "ranks agree on the optimizer at each yield; use one optimizer",
+        "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
+        and "ranks search along one line together; use another optimizer",
+        "micro_batch='auto'": options.micro_batch == "auto"
+        and "all ranks repeat a step when one runs out of memory; use micro_batch=N",
+    }
+    for received, reason in reasons.items():
+        if reason:
+            raise ValueError(f"With sync={options.sync}, ranks step alone. Received: {received}: {reason}.")
 
 
 def _check_repeatable(model: nn.Module, *, several: bool) -> None:

@@ -81,10 +81,12 @@ class LossWeights:
         # The largest weight of a sample so far, equal on all ranks. With the largest, gradients are never scaled up
         # before they are reduced, which float16 on the wire could not hold.
         self.per_sample = 0.0
+        self.alone = False  # whether this rank's gradient is not reduced: see `Adapter.reduce_over`
         self._loss, self._world = loss, world
         self._exchanged = loss is None or needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
-        self._samples = 0  # of the step, over all ranks
+        self._samples = 0  # of the step, over all ranks; over this one, if alone
+        self._share = 1.0  # of this rank in the step's samples, times the number of ranks; 1 if not alone
         self._done = 0  # of the step's batches, those before backward
 
     def count(self, batch: Batch) -> Counted:
@@ -96,17 +98,19 @@ class LossWeights:
         """Count a step's batches; every rank calls it, whether it holds samples or not."""
         self.counted = [self.count(batch) for batch in batches]
         self._done = 0
-        self._samples = sum(batch.global_count for batch in batches)
-        self._counts = [batch.global_count for batch in batches]
+        self._counts = [batch.local_count if self.alone else batch.global_count for batch in batches]
+        self._samples = sum(self._counts)
+        if self.alone:
+            self._share = self._samples * self._world.size / sum(batch.global_count for batch in batches)
         self.expected = float(self._samples)
         if not self._exchanged:
             return
         if self._loss is None:
-            self.weight, self.expected = 0.0, self.per_sample * self._samples if self._world.size > 1 else 0.0
+            self.weight, self.expected = 0.0, self.per_sample * self._samples if self._has_peers else 0.0
             return
         self.weight = sum(each.weight for each in self.counted)
         self.expected = self.weight
-        if self._world.size > 1:  # until labels have counted, no sum is known: exchange it
+        if self._has_peers:  # until labels have counted, no sum is known: exchange it
             self.expected = self.per_sample * self._samples or self._exchange(self.weight)
 
     def expect(self, index: int, total: float | None = None) -> None:
@@ -122,8 +126,8 @@ class LossWeights:
             self.expected = 0.0
         if not self.expected:  # on no rank: nothing has counted yet
             if total is None:
-                total = self._exchange(self.weight) if self._world.size > 1 else self.weight
-            self.expected = total * self._samples / sum(self._counts[: index + 1])
+                total = self._exchange(self.weight) if self._has_peers else self.weight
+            self.expected = total and total * self._samples / sum(self._counts[: index + 1])
 
     def give_up(self) -> None:
         """Count no more batches of this step, and take part in what other ranks exchange over them."""
@@ -131,18 +135,23 @@ class LossWeights:
             self.counted[index] = self.counted[index]._replace(weight=0.0)
             self.expect(index)
 
+    @property
+    def _has_peers(self) -> bool:
+        return self._world.size > 1 and not self.alone
+
     def _exchange(self, weight: float) -> float:
         return float(self._world.allreduce(np.array([weight]), name="loss_denominator")[0])
 
     def factor(self, index: int) -> float:
         """Return what the loss of batch `index`, which counts something, is multiplied by before backward."""
         size = self._world.size
-        # A sum over samples: averaging over ranks is all that must be undone.
-        return float(size) if self._sums else self.counted[index].weight * size / self.expected
+        if self._sums:  # over samples: averaging over ranks is all that must be undone
+            return float(size)
+        return self.counted[index].weight * (self._share if self.alone else size) / self.expected
 
     def correct(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Scale gradients of one process, which no reducer has scaled, for the sum of their step."""
-        if self._loss is None:
+        """Scale gradients of one process or rank, which no reducer has scaled, for the sum of their step."""
+        if self._loss is None and not self.alone:
             self.learn(self.weight)
         if self.weight and self.weight != self.expected:
             for each in parameters:

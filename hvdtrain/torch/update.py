@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import hvdtrain.torch as hvd
-from hvdtrain.adapter import Options
+from hvdtrain.adapter import Options, Ranks
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
@@ -42,8 +42,8 @@ class Update:
         self.needs_closure = needs_closure(optimizer)
         self._losses: list[torch.Tensor] = []  # of this evaluation, scaled as their gradients are
         self._fuses = fused_update.applies_to(type(optimizer))
-        self._reduced = world.size > 1 or launch_environment.reduces_alone()
-        if self._reduced:
+        self._distributed = self._reduced = world.size > 1 or launch_environment.reduces_alone()
+        if self._distributed:
             compression = getattr(hvd.Compression, options.compression)
             named = names.parameters(model)
             self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
@@ -60,14 +60,14 @@ class Update:
     def rank_state(self) -> dict[str, NDArray[Any]]:
         """Which gradients travel together, and the largest weight of a sample."""
         held = {f"max.loss_per_sample{self._suffix}": np.array([self.weights.per_sample])}
-        if self._reduced and (packed := self.optimizer._hvd_reducer.packed) is not None:
+        if self._distributed and (packed := self.optimizer._hvd_reducer.packed) is not None:
             held[f"max.packed{self._suffix}"] = packed
         return held
 
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         packed, per_sample = f"max.packed{self._suffix}", f"max.loss_per_sample{self._suffix}"
-        if packed in held and self._reduced:
+        if packed in held and self._distributed:
             self.optimizer._hvd_reducer.packed = held[packed]
         if per_sample in held:
             self.weights.per_sample = float(held[per_sample][0])
@@ -77,9 +77,15 @@ class Update:
         # A scaler makes its scale when it is first used, which a rank without samples never does.
         self.scaler.scale(torch.zeros((), device=self._device))
         self.weights.per_sample = 0.0  # ranks begin together, and data may have changed
-        if self._reduced:
+        if self._distributed:
             hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
             self.scaler.load_state_dict(self._world.broadcast_object(self.scaler.state_dict(), name="scaler"))
+
+    def reduce_over(self, ranks: Ranks) -> None:
+        """Reduce gradients over these ranks, from the next step on; see `Adapter.reduce_over`."""
+        self._reduced, self.weights.alone = self._distributed and ranks != "none", ranks == "none"
+        if self._distributed and not self._reduced:
+            self.optimizer._hvd_reducer.detach()  # backward must send nothing; `synchronize` puts the hooks back
 
     def begin(self, batches: Sequence[Batch], *, everyone: bool, first: bool) -> LossWeights:
         """Begin a step; with `everyone`, a rank goes backward also over batches of which it has no samples."""
@@ -119,7 +125,7 @@ class Update:
             self.scaler.unscale_(optimizer)
             clipping.clip_norm(parameters, clip_norm)
         how = fused_update.chosen(optimizer) if self._fuses else nullcontext()
-        with optimizer.skip_synchronize() if self._reduced else how:  # a distributed one fuses by itself
+        with optimizer.skip_synchronize() if self._distributed else how:  # a distributed one fuses by itself
             self.scaler.step(optimizer)
         self.scaler.update()
         return False
@@ -135,8 +141,19 @@ class Update:
         else:
             weights.correct(self.parameters)
             total = weights.weight
+            if weights.alone:
+                self._fill_gradients()
+                total = None  # if nothing counts here, it does on another rank
         self._counts_nothing = total == 0
         return weights.expected / total if total else 1.0
+
+    def _fill_gradients(self) -> None:
+        """Give a rank that has no gradient one of zeros: momentum and weight decay change as on the other ranks."""
+        parameters = [p for p in self.parameters if p.requires_grad]
+        if all(p.grad is None for p in parameters):
+            known = [p for p in parameters if self.optimizer.state.get(p)]  # others may be trained on no rank
+            for parameter in known or parameters:
+                parameter.grad = torch.zeros_like(parameter)
 
     def give_up(self) -> None:
         """Take part in the step's collectives without this rank's gradients; no rank takes the step."""

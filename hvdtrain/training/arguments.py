@@ -17,6 +17,7 @@ from hvdtrain.callbacks.progress import Progress
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.callbacks.stragglers import Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck
+from hvdtrain.sync.strategy import Strategy
 from hvdtrain.system import scratch
 from hvdtrain.training import learning_rate
 from hvdtrain.training.progress import Budget
@@ -49,6 +50,7 @@ def as_config(
     compression: str,
     nan_policy: str | None,
     micro_batch: int | str | None,
+    sync: Strategy | None,
     seed: int,
 ) -> dict[str, Any]:
     """Return the Trainer's options as JSON, which all ranks compare and checkpoints keep; ValueError for a bad one."""
@@ -72,6 +74,7 @@ def as_config(
         "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
         "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
         "compression": compression, "nan_policy": nan_policy, "seed": int(seed),
+        "sync": sync and sync.config,
         "micro_batch": int(micro_batch) if isinstance(micro_batch, np.integer) else micro_batch,
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ from hvdtrain.training import learning_rate
 log = logging.getLogger("hvdtrain")
 
 # Prefixes of the names in `State.arrays`, and the files that they go to.
-_FILES = ("model", "optimizer")
+_FILES = ("model", "optimizer", "sync")
 # How long to wait for an earlier start of this run to end. NFS 4 holds a lost host's locks for 90 s.
 _OWN_WRITER_S = 120.0
 # The file of callbacks' arrays, and the prefix of their names in the broadcast. They are equal on all ranks.
@@ -55,6 +55,7 @@ class RunCheckpoints:
     def __init__(self, options: CheckpointOptions, world: World) -> None:
         self.options = options
         self.saved_at = 0
+        self.is_late = False  # a checkpoint is due, and waits for ranks to hold equal weights
         self._store = options.store
         self._world = world
         self._writer = Writer()
@@ -91,7 +92,7 @@ class RunCheckpoints:
     def save(self, adapter: Adapter, snapshot: Snapshot) -> None:
         """Save the current state. Training waits while it is copied, and until the previous one is written."""
         progress, background, built = snapshot.meta["position"], self.options.background, self.options.built
-        self.saved_at = progress["global_step"]
+        self.saved_at, self.is_late = progress["global_step"], False
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
 
         def submit() -> None:
@@ -303,6 +304,8 @@ def pack(
     callbacks, arrays = without_arrays(meta["callbacks"])
     meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": world.size}
     # A deep copy, because it contains the History, which grows.
+    if not files["sync"]:  # only a strategy has state of its own
+        del files["sync"]
     return Contents(
         {**files, "ranks": ranks} | ({_CALLBACKS: arrays} if arrays else {}),
         deepcopy(meta) if copy else meta,

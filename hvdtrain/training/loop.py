@@ -68,6 +68,7 @@ class Loop:
         self._ending = False  # whether the run takes no further step, equal on all ranks
         self._ended: Snapshot | None = None  # what a longer run resumes from, if this one has ended within an epoch
         self._part: dict[str, float] | None = None  # the metrics of that part of an epoch
+        self._validation_is_due = self._must_leave = False  # these wait for ranks to hold equal weights
         self._ahead = 0  # steps that this number of ranks would have taken of the epoch, minus those taken
         self._pace = Pace(adapter, context.world)
         self._heartbeat = Heartbeat(context.world)
@@ -108,10 +109,17 @@ class Loop:
             self._part, self._ended = found.meta.get("part"), None
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
-        """Save the current state; a collective call."""
+        """Save the current state, once ranks hold equal weights; a collective call."""
         if options not in self._savers:
             self._savers[options] = RunCheckpoints(options, self._world)
-        self._save(self._savers[options])
+        self._savers[options].is_late = True
+        self._save_late()
+
+    def _save_late(self) -> None:
+        """Save the checkpoints that are due, if ranks hold equal weights."""
+        for each in self._savers.values() if self._adapter.in_sync else ():
+            if each.is_late:
+                self._save(each)
 
     def _save(self, checkpoints: RunCheckpoints) -> None:
         if self.progress.step:  # an epoch's end has its own commit
@@ -162,7 +170,7 @@ class Loop:
             each.saved_at = self.progress.global_step
             if not self.is_finished:  # else nothing will be written
                 each.check_writable(self._adapter, self.run_id)
-        self.stop_requested = self.stop_within_epoch = False
+        self.stop_requested = self.stop_within_epoch = self._validation_is_due = self._must_leave = False
         self._adapter.start()
 
     @property
@@ -245,8 +253,10 @@ class Loop:
     def _validate_within_epoch(self) -> dict[str, float]:
         """Validate if it is due after this step; return the metrics."""
         step = self.progress.global_step
-        if not self.validation.is_due(step):
+        self._validation_is_due |= self.validation.is_due(step)
+        if not (self._validation_is_due and self._adapter.in_sync):
             return {}
+        self._validation_is_due = False
         with self._pace.paused():
             logs = self.validation.run(self._hooks, within_epoch=True)
         self.history.validations.append({"global_step": step, **logs})
@@ -376,8 +386,8 @@ class Loop:
             hook.on_step_end(context, step)
         validated = self._validate_within_epoch()
         for each in self._checkpoints:
-            if each.options.is_due(self.progress.global_step, validated):
-                self._save(each)
+            each.is_late |= each.options.is_due(self.progress.global_step, validated)
+        self._save_late()
         budget = self.budget
         if budget.steps is not None and self.progress.global_step >= budget.steps:
             self._ending = True
@@ -387,14 +397,16 @@ class Loop:
         requested = preemption.requested() is not None
         changed = self.commits is not None and self.commits.hosts_have_changed
         report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s)
-        if report is None:
-            return
-        self._ending = self._ending or report.spent_s >= limit_s
-        if report.stop:
+        if report is not None:
+            self._ending = self._ending or report.spent_s >= limit_s
+            self._must_leave |= report.stop
+        if self._must_leave and self._adapter.in_sync:
             if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
                 self._leave()
             self._commit()
             self.commits.begin_next_round()
+        if report is None:
+            return
         interval = self._pace.interval(report, self.progress)
         for hook in self._hooks:
             hook.on_interval(context, interval)

@@ -52,8 +52,9 @@ class NanPolicy:
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        text = f"Step {step + 1} of epoch {epoch + 1}: "
-        reports = enumerate(self._world.allgather_object(_report(fault, batches), name="nan_policy"))
+        at = f"Step {step + 1} of epoch {epoch + 1}"
+        text = f"{at}: " if not fault.steps_ago else f"{at}, about {fault.steps_ago} steps later: "
+        reports = enumerate(self._world.allgather_object(_report(fault, fault.batches or batches), name="nan_policy"))
         found = [(rank, *report) for rank, report in reports if report is not None]
         if found:
             rank, host, what = found[0]

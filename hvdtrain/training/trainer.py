@@ -16,6 +16,8 @@ from hvdtrain.data.sources import as_source
 from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import World, init
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.sync import as_strategy
+from hvdtrain.sync.strategy import Strategy
 from hvdtrain.training import checkpointing, learning_rate, preemption
 from hvdtrain.training.arguments import (
     as_budget,
@@ -63,6 +65,9 @@ class Trainer:
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: "none", "fp16" or "bf16": the type in which gradients are sent.
+        sync: when ranks synchronize: None in every step; `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks,
+            every so many. Checkpoints, validation and stops that are due between two synchronizations come after the
+            next one.
         nan_policy: what to do about a non-finite gradient. All ranks detect it in the same step, and no rank takes that
             step. "raise" ends the run with an error; "stop" ends it with a checkpoint, if there is a checkpoint_dir,
             and returns the History so far; "skip" continues with the next step. The message names the step, the rank,
@@ -100,6 +105,7 @@ class Trainer:
         clip_norm: float | None = None,
         precision: str = "fp32",
         compression: str = "none",
+        sync: Strategy | None = None,
         nan_policy: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -109,19 +115,25 @@ class Trainer:
         self.hosts: list[str] = []
         self.decisions: list[str] = []
         self.steps_per_epoch: int | None = None
+        strategy = as_strategy(sync)
         self._config = as_config(
             lr_scaling=lr_scaling, warmup_epochs=warmup_epochs, accumulate=accumulate, clip_norm=clip_norm,
-            precision=precision, compression=compression, nan_policy=nan_policy, micro_batch=micro_batch,
+            precision=precision, compression=compression, nan_policy=nan_policy, micro_batch=micro_batch, sync=strategy,
             seed=(self.world.seed or 0) if seed is None else seed,
         )  # fmt: skip
         # In an elastic job a new rank makes its Trainer alone; its first collective call is in `fit`.
         self._elastic = launch_environment.is_elastic()
         if not self._elastic:
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
-        options = Options(accumulate, clip_norm, precision, compression, nan_policy, micro_batch)
+        options = Options(
+            accumulate, clip_norm, precision, compression, nan_policy, micro_batch,
+            sync=None if strategy is None else type(strategy).__name__,
+        )  # fmt: skip
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
             model, optimizer=optimizer, loss=loss, step=step, metrics=metrics, options=options, world=self.world
         )
+        if strategy is not None:
+            self._adapter = strategy.wrap(self._adapter, options, self.world)
         self._lr = learning_rate.LearningRate(
             self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
         )
@@ -365,6 +377,11 @@ class Trainer:
     def step_taken(self) -> bool:
         """False if the last step was left out by nan_policy="skip"."""
         return self._adapter.fault is None
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether ranks hold equal weights: always, but between two synchronizations of a strategy (`sync`)."""
+        return self._adapter.in_sync
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""

@@ -43,6 +43,7 @@ class Two(SoloWorld):
 
 
 class FakeTrainer:
+    in_sync = True
     """Knows what SyncCheck asks a Trainer for."""
 
     def __init__(self, clock, *, hash_s=0.0, exchange_s=0.0):

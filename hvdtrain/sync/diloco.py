@@ -1,0 +1,51 @@
+"""DiLoCo: ranks step alone for long, and an outer optimizer steps by the mean of their changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hvdtrain.adapter import Adapter, Options
+from hvdtrain.distributed.world import World
+from hvdtrain.sync.periodic import Period, PeriodicAdapter
+from hvdtrain.sync.strategy import Strategy, check_count
+
+
+@dataclass(frozen=True)
+class DiLoCo(Strategy):
+    """Let ranks step alone for `every` steps; then an outer SGD with Nesterov momentum steps by their mean change.
+
+    See Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, which takes AdamW
+    as the inner optimizer, every=500, lr=0.7 and momentum=0.9. The outer step is taken after each epoch too. Its
+    momentum is in checkpoints. Everything else is as in `LocalSGD`, which is DiLoCo with lr=1 and momentum=0.
+
+    Args:
+        every: inner steps, taken alone, between outer steps.
+        lr: the outer learning rate.
+        momentum: the outer momentum, in [0, 1).
+
+    Raises:
+        ValueError: an option outside its range; from the Trainer, on one rank, which has nothing to average.
+    """
+
+    every: int = 100
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_count("DiLoCo", "every", self.every, least=1)
+        given = (self.lr, self.momentum)
+        numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in given)
+        if not (numbers and 0.0 < self.lr < math.inf and 0.0 <= self.momentum < 1.0):
+            raise ValueError(
+                f"DiLoCo: lr must be > 0, and momentum in [0, 1). Received: lr={self.lr!r}, momentum={self.momentum!r}"
+            )
+
+    def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
+        """Return an adapter that takes its steps so."""
+        if world.size == 1:
+            raise ValueError(
+                f"DiLoCo averages over ranks. Received: sync={self} on one rank. Launch with `horovodrun -np N python "
+                "script.py`, or use sync=None."
+            )
+        return PeriodicAdapter(adapter, Period(self.every, lr=self.lr, momentum=self.momentum), options, world)

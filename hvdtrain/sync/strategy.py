@@ -1,0 +1,126 @@
+"""What a strategy is: options that wrap the framework's adapter in one that lets ranks step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hvdtrain.adapter import Adapter, Fault, Options, Ranks, Reduce, Replica, State
+from hvdtrain.data.sources import Batch
+from hvdtrain.distributed.world import World
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The options of a strategy, equal on all ranks; each strategy explains its own."""
+
+    def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
+        """Return an adapter that takes steps as the strategy says."""
+        raise NotImplementedError
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The strategy and its options as JSON."""
+        return {"strategy": type(self).__name__, **asdict(self)}
+
+
+def check_count(strategy: str, name: str, value: Any, *, least: int) -> None:
+    """Raise ValueError unless an option is an int >= `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{strategy}: {name} must be an int >= {least}. Received: {name}={value!r}")
+
+
+class WrappedAdapter:
+    """An adapter that does all as another one does, for strategies to change parts of."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self.fault: Fault | None = None
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """One per parameter group."""
+        return self._adapter.learning_rates
+
+    @learning_rates.setter
+    def learning_rates(self, rates: list[float]) -> None:
+        self._adapter.learning_rates = rates
+
+    @property
+    def class_weight(self) -> dict[int, float] | None:
+        """Weight of training samples by class."""
+        return self._adapter.class_weight
+
+    @class_weight.setter
+    def class_weight(self, weight: dict[int, float] | None) -> None:
+        self._adapter.class_weight = weight
+
+    @property
+    def rank_state(self) -> dict[str, NDArray[Any]]:
+        """State of this rank only."""
+        return self._adapter.rank_state
+
+    @rank_state.setter
+    def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
+        self._adapter.rank_state = held
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether ranks hold equal weights."""
+        return self._adapter.in_sync
+
+    def start(self) -> None:
+        """Broadcast the root's weights and optimizer state."""
+        self._adapter.start()
+
+    def train_step(self, batches: Sequence[Batch]) -> None:
+        """Take one optimizer step."""
+        self._adapter.train_step(batches)
+        self.fault = self._adapter.fault
+
+    def reduce_over(self, ranks: Ranks) -> None:
+        """Reduce the next steps' gradients over these ranks."""
+        self._adapter.reduce_over(ranks)
+
+    def replica(self) -> Replica:
+        """Return access to weights and optimizer state."""
+        return self._adapter.replica()
+
+    def eval_step(self, batch: Batch) -> None:
+        """Add a batch to the metrics."""
+        self._adapter.eval_step(batch)
+
+    def predict_step(self, inputs: Any) -> NDArray[Any]:
+        """Return the model's outputs."""
+        return self._adapter.predict_step(inputs)
+
+    def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
+        """Return the metrics since the last reset."""
+        return self._adapter.metrics(reduce, keep=keep)
+
+    def reset_metrics(self) -> None:
+        """Drop what the metrics have counted."""
+        self._adapter.reset_metrics()
+
+    def local_metrics(self) -> dict[str, float]:
+        """Return this rank's metrics."""
+        return self._adapter.local_metrics()
+
+    def settle(self) -> None:
+        """Synchronize what ranks still hold alone."""
+        self._adapter.settle()
+
+    def finish(self) -> None:
+        """Change weights as the framework does when training ends."""
+        self._adapter.finish()
+
+    def state(self) -> State:
+        """Return weights, optimizer state and precision scaler."""
+        return self._adapter.state()
+
+    def load_state(self, state: State) -> None:
+        """Restore what `state` returned."""
+        self._adapter.load_state(state)

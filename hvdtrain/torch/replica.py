@@ -1,0 +1,175 @@
+"""A torch model's weights and optimizer state in flat tensors, which ranks that step alone average now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvdtrain.data.sources import as_array
+from hvdtrain.distributed.recorder import recorder
+from hvdtrain.distributed.world import World
+from hvdtrain.torch import engine
+from hvdtrain.torch.engine import Handle
+from hvdtrain.torch.reduce_ops import BF16Exchange, Reduction, submit
+from hvdtrain.torch.training_state import Optimizers
+
+_SCALE = ("scale", "_growth_tracker")  # of a GradScaler's state
+_WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Replica:
+    """See `hvdtrain.adapter.Replica`. Weights in half precision are averaged in float32."""
+
+    def __init__(self, optimizers: Optimizers, world: World) -> None:
+        self._optimizers, self._world = optimizers, world
+
+    def agree(self) -> None:
+        """Give all ranks the same entries of optimizer state; counters become the largest, loss scales the smallest."""
+        parameters = [(each, p) for each, _ in self._optimizers.values() for p in _trained(each)]
+        scalers = [scaler for _, scaler in self._optimizers.values() if scaler.is_enabled()]
+        has_state = [bool(optimizer.state.get(p)) for optimizer, p in parameters]
+        scales = [-scaler.state_dict()[name] for scaler in scalers for name in _SCALE]
+        found = self._world.allreduce(np.array([*has_state, *scales], np.float64), "max", name="replica").tolist()
+        for (optimizer, parameter), here, there in zip(parameters, has_state, found, strict=False):
+            if there and not here:
+                optimizer.state[parameter] = _empty_state(optimizer, parameter)
+        agreed = iter(found[len(parameters) :])
+        for scaler in scalers:
+            scale, growth = -next(agreed), -next(agreed)
+            scaler.load_state_dict(scaler.state_dict() | dict(zip(_SCALE, (scale, int(growth)), strict=True)))
+        self._agree_on_counters()
+
+    def _agree_on_counters(self) -> None:
+        counters = list(self._counters())
+        if not counters:
+            return
+        mine = np.array([float(state[name]) for state, name in counters])
+        largest = self._world.allreduce(mine, "max", name="replica.counters").tolist()
+        for (state, name), value in zip(counters, largest, strict=True):
+            if isinstance(state[name], Tensor):
+                state[name].fill_(value)
+            else:
+                state[name] = type(state[name])(value)
+
+    def weights(self) -> list[Tensor]:
+        """Return the weights that are trained, flat."""
+        return _flat(self._weights())
+
+    def set_weights(self, arrays: Sequence[Tensor]) -> None:
+        """Replace them."""
+        _unflatten(arrays, self._weights())
+
+    def moments(self) -> list[Tensor]:
+        """Return momentum, Adam's averages and the like, flat."""
+        return _flat(self._moments())
+
+    def set_moments(self, arrays: Sequence[Tensor]) -> None:
+        """Replace them."""
+        _unflatten(arrays, self._moments())
+
+    def mean(self, arrays: Sequence[Tensor], *, name: str, compression: str) -> Callable[[], list[Tensor]]:
+        """Start to average over all ranks; compression is the type in which values are sent."""
+        how = Reduction(engine.Average, process_set=engine.global_set())
+        wire = _WIRE[compression]
+        handles: list[Handle] = []
+        for index, array in enumerate(arrays):
+            sent_as = f"{name}.{index}"
+            if wire is torch.bfloat16:
+                handles.append(BF16Exchange([array], how, sent_as))
+            else:
+                sent = array if wire is None else array.to(wire)
+                handles.append(submit([sent], how, sent_as, in_place=True, counted=False))
+
+        def wait() -> list[Tensor]:
+            with recorder.waiting():
+                for handle in handles:
+                    if isinstance(handle, BF16Exchange):
+                        handle.first_half.wait()  # so that several are in flight at once
+                found = [handle.wait()[0] for handle in handles]
+            return [mean.to(array.dtype) for mean, array in zip(found, arrays, strict=True)]
+
+        return wait
+
+    def to_host(self, array: Tensor) -> NDArray[Any]:
+        """Return it as an array of NumPy's."""
+        return as_array(array)
+
+    def from_host(self, array: NDArray[Any], like: Tensor) -> Tensor:
+        """Return it as a tensor like another one."""
+        return torch.from_numpy(array.copy()).to(like)
+
+    def _weights(self) -> list[Tensor]:
+        return [p.detach() for optimizer, _ in self._optimizers.values() for p in _trained(optimizer)]
+
+    def _states(self) -> Iterator[dict[str, Any]]:
+        for optimizer, _ in self._optimizers.values():
+            for parameter in _trained(optimizer):
+                yield optimizer.state.get(parameter, {})
+
+    def _moments(self) -> list[Tensor]:
+        held = [state[name] for state in self._states() for name in sorted(state)]
+        return [each for each in held if isinstance(each, Tensor) and each.dim()]
+
+    def _counters(self) -> Iterator[tuple[dict[str, Any], str]]:
+        for state in self._states():
+            for name in sorted(state):
+                value = state[name]
+                if _is_number(value) or (isinstance(value, Tensor) and not value.dim()):
+                    yield state, name
+                elif not (value is None or (isinstance(value, Tensor) and value.is_floating_point())):
+                    raise ValueError(
+                        f"Ranks cannot average what this optimizer keeps for a weight. Received: {name} of type "
+                        f"{value.dtype if isinstance(value, Tensor) else type(value).__name__} on rank "
+                        f"{self._world.rank}. Use another optimizer, or synchronize in every step (sync=None)."
+                    )
+
+
+def _trained(optimizer: Any) -> list[Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _empty_state(optimizer: Any, parameter: Parameter) -> dict[str, Any]:
+    """Return the state of a parameter that has not been trained here, with the entries of another one of its group."""
+    own = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
+    candidates = [p for group in [*own, *optimizer.param_groups] for p in group["params"]]
+    known = next((p for p in candidates if optimizer.state.get(p)), None)
+    if known is None:
+        return {}
+    state: dict[str, Any] = {}
+    for name, value in optimizer.state[known].items():
+        if isinstance(value, Tensor):
+            like = parameter if value.shape == known.shape else value
+            state[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+        else:
+            state[name] = type(value)() if _is_number(value) else value
+    return state
+
+
+def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    """Return tensors by how they travel: in their own type, halves as float32."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        wide = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
+        groups.setdefault((wide, tensor.device), []).append(tensor)
+    return groups
+
+
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.cat([t.reshape(-1).to(dtype) for t in same]) for (dtype, _), same in _groups(tensors).items()]
+
+
+def _unflatten(arrays: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for array, same in zip(arrays, _groups(tensors).values(), strict=True):
+            for tensor, part in zip(same, array.split([t.numel() for t in same]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
