@@ -92,6 +92,8 @@ def _plain_optimizer(model: keras.Model, optimizer: Any, loss: Any, metrics: Any
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
+    in_sync = True
+
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
         self._model, self._options, self._world = model, options, world
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()

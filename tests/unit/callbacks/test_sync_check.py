@@ -43,8 +43,9 @@ class Two(SoloWorld):
 
 
 class FakeTrainer:
-    in_sync = True
     """Knows what SyncCheck asks a Trainer for."""
+
+    in_sync = True
 
     def __init__(self, clock, *, hash_s=0.0, exchange_s=0.0):
         self.clock, self.hash_s = clock, hash_s
