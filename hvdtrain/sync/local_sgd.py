@@ -24,7 +24,7 @@ class LocalSGD(Strategy):
     Trainer's `compression` sends the changes of the weights in half precision, and the averages in bfloat16.
 
     Args:
-        every: steps between synchronizations.
+        every: optimizer steps between synchronizations, counted over the run.
         after_steps: number of synchronous steps at the beginning.
 
     Raises:
