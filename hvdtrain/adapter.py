@@ -83,6 +83,9 @@ class Replica(Protocol):
     def agree(self) -> None:
         """Give all ranks the same entries of optimizer state; counters and loss scales become equal. A collective."""
 
+    def parts(self, number: int) -> list[Replica]:
+        """Return so many replicas of about equal size, each of a part of the weights; some may be empty."""
+
     def weights(self) -> list[Any]:
         """Return the weights that are trained."""
 
@@ -119,6 +122,13 @@ class Adapter(Protocol):
     @property
     def in_sync(self) -> bool:
         """Whether ranks hold equal weights: always, but between two synchronizations of a strategy."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a strategy's exchange is in flight, which another collective would wait for; equal on all ranks."""
+
+    def request_sync(self) -> None:
+        """Request that ranks hold equal weights soon: after the next step, or their next synchronization."""
 
     def start(self) -> None:
         """Broadcast the root's weights and optimizer state. Change nothing else."""

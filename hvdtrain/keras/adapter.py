@@ -92,7 +92,7 @@ def _plain_optimizer(model: keras.Model, optimizer: Any, loss: Any, metrics: Any
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
-    in_sync = True
+    in_sync, in_flight = True, False
 
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
         self._model, self._options, self._world = model, options, world
@@ -181,6 +181,9 @@ class KerasAdapter:
             )
         if self._snapshot is not None:
             self.fault = self._snapshot.fault(counted=any(batch.local_count for batch in batches))
+
+    def request_sync(self) -> None:
+        """Do nothing: ranks hold equal weights after each step."""
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""

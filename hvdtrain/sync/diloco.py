@@ -19,10 +19,19 @@ class DiLoCo(Strategy):
     as the inner optimizer, every=500, lr=0.7 and momentum=0.9. The outer step is taken after each epoch too. Its
     momentum is in checkpoints. Everything else is as in `LocalSGD`, which is DiLoCo with lr=1 and momentum=0.
 
+    With `overlap`, no step waits for an exchange that is shorter than so many steps: it is in flight during these, and
+    what a rank learns meanwhile is added to the result. With `fragments`, the weights are divided, and every /
+    fragments steps one of the parts is exchanged, so that the link is used evenly (Douillard et al., "Streaming
+    DiLoCo with overlapping communication", 2025). Either way, optimizer state stays each rank's own, and ranks hold
+    equal weights only after an epoch, and where a checkpoint, a validation or a stop is due: all ranks then exchange
+    everything once more. A run resumes bit for bit where these come after the same steps.
+
     Args:
         every: inner steps, taken alone, between outer steps.
         lr: the outer learning rate.
         momentum: the outer momentum, in [0, 1).
+        fragments: for torch, the number of parts of the weights that are exchanged at different steps.
+        overlap: for torch, the number of steps during which an exchange is in flight; less than every / fragments.
 
     Raises:
         ValueError: an option outside its range; from the Trainer, on one rank, which has nothing to average.
@@ -31,9 +40,18 @@ class DiLoCo(Strategy):
     every: int = 100
     lr: float = 0.7
     momentum: float = 0.9
+    fragments: int = 1
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         check_count("DiLoCo", "every", self.every, least=1)
+        check_count("DiLoCo", "fragments", self.fragments, least=1)
+        check_count("DiLoCo", "overlap", self.overlap, least=0)
+        if self.fragments > self.every or self.overlap >= max(1, self.every // self.fragments):
+            raise ValueError(
+                "DiLoCo: an exchange must end before the next one begins: overlap < every / fragments. Received: "
+                f"every={self.every}, fragments={self.fragments}, overlap={self.overlap}"
+            )
         given = (self.lr, self.momentum)
         numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in given)
         if not (numbers and 0.0 < self.lr < math.inf and 0.0 <= self.momentum < 1.0):
@@ -48,4 +66,5 @@ class DiLoCo(Strategy):
                 f"DiLoCo averages over ranks. Received: sync={self} on one rank. Launch with `horovodrun -np N python "
                 "script.py`, or use sync=None."
             )
-        return PeriodicAdapter(adapter, Period(self.every, lr=self.lr, momentum=self.momentum), options, world)
+        period = Period(self.every, lr=self.lr, momentum=self.momentum, fragments=self.fragments, overlap=self.overlap)
+        return PeriodicAdapter(adapter, period, options, world)

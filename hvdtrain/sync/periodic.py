@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from hvdtrain.adapter import Adapter, Fault, Options, State
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import World
+from hvdtrain.sync.outer import Outer
 from hvdtrain.sync.strategy import WrappedAdapter
 
 _VELOCITY = "sync.velocity."  # of names in checkpoints
@@ -18,17 +19,19 @@ _VELOCITY = "sync.velocity."  # of names in checkpoints
 
 @dataclass(frozen=True)
 class Period:
-    """When ranks synchronize, and what they make of the mean of their changes.
-
-    With anchor a, equal on all ranks, and this rank's weights x, the mean change is d = mean(x - a). Then the velocity
-    v becomes momentum * v + d, and the weights a + lr * (d + momentum * v): Nesterov's momentum in torch.optim.SGD's
-    form, for the gradient -d.
-    """
+    """When ranks synchronize which part of the weights, and what they make of the mean of their changes."""
 
     every: int  # steps
     after_steps: int = 0  # these first steps are synchronous
     lr: float = 1.0
     momentum: float = 0.0
+    fragments: int = 1  # parts of the weights, each synchronized `every` steps, in turns
+    overlap: int = 0  # steps during which an exchange is in flight
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether ranks are equal only where somebody asks for it, since parts are synchronized at different steps."""
+        return self.fragments > 1 or self.overlap > 0
 
 
 class PeriodicAdapter(WrappedAdapter):
@@ -37,52 +40,76 @@ class PeriodicAdapter(WrappedAdapter):
     State that has a value for each weight, such as momentum and Adam's averages, is averaged with the weights (Yu, Jin
     and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD", 2019). So all ranks are equal
     after a synchronization, and a checkpoint is as large as without a strategy.
+
+    A streaming period synchronizes one fragment of the weights after another, while steps go on, and leaves optimizer
+    state alone. All ranks become equal only after an epoch, and where `request_sync` asks for it.
     """
 
     def __init__(self, adapter: Adapter, period: Period, options: Options, world: World) -> None:
         super().__init__(adapter)
         self._period, self._compression, self._world = period, options.compression, world
+        self._checks = options.nan_policy is not None
         self._steps = 0  # of the run
         self._alone = 0  # steps since ranks were equal
+        self._is_requested = False
         self._faulty: Fault | None = None  # this rank's first since then
         self._fault_at = 0
-        # Changes are needed where they are compressed, which weights would not survive, or weighed.
-        self._has_anchor = options.compression != "none" or (period.lr, period.momentum) != (1.0, 0.0)
-        self._anchor: list[Any] | None = None
-        self._velocity: list[Any] = []
-        self._checks = options.nan_policy is not None
+        self._outers: list[Outer] = []
 
     @property
     def in_sync(self) -> bool:
         """Whether ranks hold equal weights and optimizer state."""
         return self._alone == 0
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether an exchange of weights is in flight."""
+        return any(outer.in_flight for outer in self._outers)
+
+    def request_sync(self) -> None:
+        """Synchronize everything after the next step if that never happens by itself."""
+        self._is_requested = self._period.is_streaming
+
     def start(self) -> None:
         """Broadcast the root's weights, optimizer state and velocity."""
+        for outer in self._outers:  # of a fit that an error has ended
+            with suppress(Exception):
+                outer.finish()
+            outer.forget()
         super().start()
         if self._world.size > 1:
-            mine = {"steps": self._steps, "velocity": [len(each) for each in self._velocity]}
-            root = self._world.broadcast_object(mine, name="sync")
-            self._steps = root["steps"]
-            like = self._adapter.replica().weights() if root["velocity"] else []
-            self._velocity = [self._broadcast(index, each) for index, each in enumerate(like)]
-        self._alone, self._faulty, self._anchor = 0, None, None
+            root = self._world.broadcast_object([self._steps, any(o.velocity for o in self._outers)], name="sync")
+            self._steps = root[0]
+            for outer in self._make_outers() if root[1] else ():
+                like = outer.replica.weights()
+                mine = outer.velocity if self._world.is_root else like
+                host = [outer.replica.to_host(each) for each in mine]
+                received = [self._world.broadcast(each, name="sync.velocity") for each in host]
+                outer.velocity = [outer.replica.from_host(a, each) for a, each in zip(received, like, strict=True)]
+        self._alone, self._is_requested, self._faulty = 0, False, None
 
-    def _broadcast(self, index: int, like: Any) -> Any:
-        replica = self._adapter.replica()
-        mine = replica.to_host(self._velocity[index] if self._world.is_root else like)
-        return replica.from_host(self._world.broadcast(mine, name="sync.velocity"), like)
+    def _make_outers(self) -> list[Outer]:
+        """Return the outer optimizer of each fragment; a model that its first batch builds has none before."""
+        period = self._period
+        if not self._outers:
+            # Changes are needed where they are compressed, which weights would not survive, or weighed, or overlap.
+            keeps = self._compression != "none" or (period.lr, period.momentum) != (1.0, 0.0) or period.is_streaming
+            parts = self._adapter.replica().parts(period.fragments)
+            how = {"lr": period.lr, "momentum": period.momentum}
+            self._outers = [Outer(part, **how, keeps_anchor=keeps) for part in parts]
+        return self._outers
 
     def train_step(self, batches: Sequence[Batch]) -> None:
-        """Take a step alone, and synchronize if that is due; the first `after_steps` are synchronous."""
+        """Take a step alone, and synchronize what is due; the first `after_steps` are synchronous."""
         period = self._period
         if self._steps < period.after_steps or self._world.size == 1:
             self._adapter.reduce_over("all")
             super().train_step(batches)
             self._steps += 1
             return
-        if self._anchor is None and self._has_anchor:
-            self._anchor = self._adapter.replica().weights()
+        if not self._alone:
+            for outer in self._make_outers():
+                outer.begin()
         self._adapter.reduce_over("none")
         self._adapter.train_step(batches)
         self.fault = None
@@ -90,8 +117,23 @@ class PeriodicAdapter(WrappedAdapter):
         self._alone += 1
         if self._adapter.fault is not None and self._faulty is None:
             self._faulty, self._fault_at = replace(self._adapter.fault, batches=batches), self._steps
-        if (self._steps - period.after_steps) % period.every == 0:
+        done = self._steps - period.after_steps
+        if self._is_requested or (done % period.every == 0 and not period.is_streaming):
             self._synchronize()
+        elif period.is_streaming:
+            self._stream(done)
+
+    def _stream(self, done: int) -> None:
+        """End the exchange that is due to end after this step, and start the one that is due to start."""
+        period = self._period
+        for index, outer in enumerate(self._outers):
+            if outer.in_flight and done >= outer.land_at:
+                outer.finish()
+            if done % period.every == (index + 1) * period.every // period.fragments % period.every:
+                outer.start(name=f"sync.{index}", compression=self._compression, keep=True)
+                outer.land_at = done + period.overlap
+                if not period.overlap:
+                    outer.finish()
 
     def settle(self) -> None:
         """Synchronize weights after an epoch too; then statistics, as always."""
@@ -100,38 +142,21 @@ class PeriodicAdapter(WrappedAdapter):
         super().settle()
 
     def _synchronize(self) -> None:
+        """Make all weights and optimizer state equal on all ranks."""
         replica = self._adapter.replica()
         replica.agree()
-        changes = replica.weights()
-        if self._anchor is not None:
-            for change, anchor in zip(changes, self._anchor, strict=True):
-                change -= anchor
+        for outer in self._outers:
+            outer.finish()
+        for index, outer in enumerate(self._outers):
+            outer.start(name=f"sync.{index}", compression=self._compression)
         # A second moment is too small for float16.
         moments_as = "none" if self._compression == "none" else "bf16"
-        wait_changes = replica.mean(changes, name="sync.weights", compression=self._compression)
-        wait_moments = replica.mean(replica.moments(), name="sync.moments", compression=moments_as)
-        replica.set_weights(self._advanced(wait_changes()))
-        replica.set_moments(wait_moments())
-        self._alone = 0
+        moments = replica.mean(replica.moments(), name="sync.moments", compression=moments_as)
+        for outer in self._outers:
+            outer.finish()
+        replica.set_moments(moments())
+        self._alone, self._is_requested = 0, False
         self._agree_on_faults()
-
-    def _advanced(self, changes: list[Any]) -> list[Any]:
-        """Return the new weights, and make them the anchor."""
-        if self._anchor is None:
-            return changes
-        lr, momentum = self._period.lr, self._period.momentum
-        if momentum and not self._velocity:
-            self._velocity = [0.0 * change for change in changes]
-        for index, (anchor, change) in enumerate(zip(self._anchor, changes, strict=True)):
-            if momentum:
-                velocity = self._velocity[index]
-                velocity *= momentum
-                velocity += change
-                change += momentum * velocity
-            if lr != 1.0:
-                change *= lr
-            anchor += change
-        return self._anchor
 
     def _agree_on_faults(self) -> None:
         """Report a step that a rank did not take, now that all ranks can."""
@@ -146,23 +171,27 @@ class PeriodicAdapter(WrappedAdapter):
         self._faulty = None
 
     def state(self) -> State:
-        """Return the adapter's state, the velocity, and how many steps are done."""
+        """Return the adapter's state, the velocities, and how many steps are done."""
         state = self._adapter.state()
-        to_host = self._adapter.replica().to_host
-        velocity = {f"{_VELOCITY}{index}": to_host(each) for index, each in enumerate(self._velocity)}
-        meta = {**state.meta, "sync": {"steps": self._steps}}
-        return replace(state, arrays=state.arrays | velocity, meta=meta)
+        velocities = {
+            f"{_VELOCITY}{number}.{index}": outer.replica.to_host(each)
+            for number, outer in enumerate(self._outers)
+            for index, each in enumerate(outer.velocity)
+        }
+        meta = {**state.meta, "sync": {"steps": self._steps, "fragments": self._period.fragments}}
+        return replace(state, arrays=state.arrays | velocities, meta=meta)
 
     def load_state(self, state: State) -> None:
-        """Restore it; a checkpoint of a run without a strategy has no velocity."""
-        velocity = {name: array for name, array in state.arrays.items() if name.startswith(_VELOCITY)}
+        """Restore it; a checkpoint of a run without a strategy, or with other fragments, has no velocity for this."""
+        velocities = {name: array for name, array in state.arrays.items() if name.startswith(_VELOCITY)}
+        others = {name: array for name, array in state.arrays.items() if name not in velocities}
         meta = dict(state.meta)
-        own = meta.pop("sync", {"steps": 0})
-        self._adapter.load_state(
-            replace(state, arrays={n: a for n, a in state.arrays.items() if n not in velocity}, meta=meta)
-        )
-        self._steps, self._alone, self._anchor, self._velocity = own["steps"], 0, None, []
-        if velocity and self._period.momentum:
-            replica = self._adapter.replica()
-            like = replica.weights()
-            self._velocity = [replica.from_host(velocity[f"{_VELOCITY}{i}"], each) for i, each in enumerate(like)]
+        own = meta.pop("sync", {"steps": 0, "fragments": 0})
+        self._adapter.load_state(replace(state, arrays=others, meta=meta))
+        self._steps, self._alone, self._outers = own["steps"], 0, []
+        fits = self._period.momentum and own["fragments"] == self._period.fragments
+        for number, outer in enumerate(self._make_outers() if velocities and fits else ()):
+            outer.velocity = [
+                outer.replica.from_host(velocities[f"{_VELOCITY}{number}.{index}"], each)
+                for index, each in enumerate(outer.replica.weights())
+            ]

@@ -72,6 +72,15 @@ class WrappedAdapter:
         """Whether ranks hold equal weights."""
         return self._adapter.in_sync
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether an exchange is in flight."""
+        return self._adapter.in_flight
+
+    def request_sync(self) -> None:
+        """Request that ranks hold equal weights soon."""
+        self._adapter.request_sync()
+
     def start(self) -> None:
         """Broadcast the root's weights and optimizer state."""
         self._adapter.start()

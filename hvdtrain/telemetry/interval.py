@@ -111,14 +111,17 @@ class Heartbeat:
         self._before = times.read()
         self._steps, self._left = 0, 1
 
-    def beat(self, stop: bool, *, spent_s: float = 0.0, limit_s: float = math.inf) -> HeartbeatReport | None:
+    def beat(
+        self, stop: bool, *, spent_s: float = 0.0, limit_s: float = math.inf, postponed: bool = False
+    ) -> HeartbeatReport | None:
         """Count a step; if an exchange is due, return what ranks reported, equal on all of them.
 
-        With a limit, which must be equal on all ranks, an exchange comes soon after the run has taken `limit_s`.
+        With a limit, which must be equal on all ranks, an exchange comes soon after the run has taken `limit_s`. One
+        that is `postponed`, on all ranks, comes after a later step.
         """
         self._steps += 1
         self._left -= 1
-        if self._left and not (self._world.size == 1 and (stop or spent_s >= limit_s)):
+        if (self._left > 0 or postponed) and not (self._world.size == 1 and (stop or spent_s >= limit_s)):
             return None
         self._recorder.ended("other")
         now = self._recorder.read()

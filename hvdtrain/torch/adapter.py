@@ -38,7 +38,7 @@ _PLAIN: AbstractContextManager[Any] = nullcontext()
 class TorchAdapter:
     """Takes steps of a torch.nn.Module; `DistributedOptimizer` reduces over ranks. `Trainer` explains the arguments."""
 
-    in_sync = True
+    in_sync, in_flight = True, False
 
     def __init__(
         self,
@@ -224,6 +224,9 @@ class TorchAdapter:
         if not batch.local_count:
             self._check_data(batch)
         return step.run(batch)
+
+    def request_sync(self) -> None:
+        """Do nothing: ranks hold equal weights after each step."""
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
+from hvdtrain import adapter
 from hvdtrain.data.sources import as_array
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
@@ -26,8 +27,8 @@ _WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Replica:
     """See `hvdtrain.adapter.Replica`. Weights in half precision are averaged in float32."""
 
-    def __init__(self, optimizers: Optimizers, world: World) -> None:
-        self._optimizers, self._world = optimizers, world
+    def __init__(self, optimizers: Optimizers, world: World, only: Sequence[Parameter] | None = None) -> None:
+        self._optimizers, self._world, self._only = optimizers, world, only
 
     def agree(self) -> None:
         """Give all ranks the same entries of optimizer state; counters become the largest, loss scales the smallest."""
@@ -56,6 +57,14 @@ class Replica:
                 state[name].fill_(value)
             else:
                 state[name] = type(state[name])(value)
+
+    def parts(self, number: int) -> list[adapter.Replica]:
+        """Return replicas of parts of the weights, in their order."""
+        parameters = [p for optimizer, _ in self._optimizers.values() for p in _trained(optimizer)]
+        ends = np.cumsum([p.numel() for p in parameters])
+        places = np.minimum((ends - 1) * number // ends[-1], number - 1).tolist()
+        members = [[p for p, place in zip(parameters, places, strict=True) if place == part] for part in range(number)]
+        return [Replica(self._optimizers, self._world, only) for only in members]
 
     def weights(self) -> list[Tensor]:
         """Return the weights that are trained, flat."""
@@ -105,6 +114,8 @@ class Replica:
         return torch.from_numpy(array.copy()).to(like)
 
     def _weights(self) -> list[Tensor]:
+        if self._only is not None:
+            return [p.detach() for p in self._only]
         return [p.detach() for optimizer, _ in self._optimizers.values() for p in _trained(optimizer)]
 
     def _states(self) -> Iterator[dict[str, Any]]:

@@ -396,10 +396,13 @@ class Loop:
         spent_s = math.inf if self.stop_within_epoch else self._earlier_s() + self._pace.seconds
         requested = preemption.requested() is not None
         changed = self.commits is not None and self.commits.hosts_have_changed
-        report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s)
+        waits = self._adapter.in_flight
+        report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s, postponed=waits)
         if report is not None:
             self._ending = self._ending or report.spent_s >= limit_s
             self._must_leave |= report.stop
+        if self._must_leave or self._validation_is_due or any(each.is_late for each in self._savers.values()):
+            self._adapter.request_sync()  # before these, if ranks do not hold equal weights
         if self._must_leave and self._adapter.in_sync:
             if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
                 self._leave()

@@ -11,6 +11,7 @@ import torch
 import hvdtrain
 from hvdtrain.data import sharding
 from hvdtrain.torch import engine
+from hvdtrain.torch.replica import Replica
 
 BATCH, SAMPLES = 4, 46
 
@@ -216,3 +217,93 @@ def test_ignored_labels_count_on_the_rank_that_has_them(world):
         expected.append([p.detach() for p in other.parameters()])
     for ours, first, second in zip(net.parameters(), *expected, strict=True):
         torch.testing.assert_close(ours.detach(), (first + second) / 2, atol=1e-6, rtol=0)
+
+
+def streamed(size, *, every, fragments, overlap, lr=0.7, momentum=0.9, epochs=2):
+    """Train in one process as ranks do that exchange fragments of their weights while steps go on; plain SGD."""
+    x, y = map(torch.from_numpy, data())
+    nets = [model() for _ in range(size)]
+    optimizers = [OPTIMIZERS["sgd"](net) for net in nets]
+    parts = replica_of(nets[0]).parts(fragments)
+    where = [[i for i, p in enumerate(nets[0].parameters()) if any(p is each for each in part._only)] for part in parts]
+    anchor = [p.detach().clone() for p in nets[0].parameters()]
+    velocity = [torch.zeros_like(p) for p in anchor]
+    flights = {}  # fragment -> the step after which it ends, and each rank's weights when it began
+    steps = alone = 0
+
+    def weights():
+        return [[p.detach().clone() for p in net.parameters()] for net in nets]
+
+    def finish(fragment):
+        _, sent = flights.pop(fragment)
+        for i in where[fragment]:
+            change = torch.stack([each[i] - anchor[i] for each in sent]).mean(0)
+            velocity[i] = momentum * velocity[i] + change
+            anchor[i] = anchor[i] + lr * (change + momentum * velocity[i])
+            for net, each in zip(nets, sent, strict=True):
+                p = list(net.parameters())[i].detach()
+                p.copy_(anchor[i] + (p - each[i]))
+
+    for epoch in range(epochs):
+        order = sharding.epoch_order(SAMPLES, epoch=epoch, seed=0)
+        for begin in range(0, SAMPLES, BATCH * size):
+            rows = order[begin : begin + BATCH * size]
+            for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+                mine = rows[rank::size]
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(net(x[mine]), y[mine], reduction="sum")
+                (loss * size / len(rows)).backward()
+                optimizer.step()
+            steps, alone = steps + 1, alone + 1
+            for fragment in range(fragments):
+                if fragment in flights and steps >= flights[fragment][0]:
+                    finish(fragment)
+                if steps % every == (fragment + 1) * every // fragments % every:
+                    flights[fragment] = (steps + overlap, weights())
+                    if not overlap:
+                        finish(fragment)
+        for fragment in list(flights):
+            finish(fragment)
+        for fragment in range(fragments):
+            flights[fragment] = (steps, weights())
+            finish(fragment)
+    return anchor
+
+
+def replica_of(net):
+    return Replica({"": (OPTIMIZERS["sgd"](net), torch.amp.GradScaler("cpu", enabled=False))}, hvdtrain.init("torch"))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(("every", "fragments", "overlap"), [(4, 2, 1), (3, 1, 2), (2, 2, 0)])
+def test_fragments_are_exchanged_while_steps_go_on(world, every, fragments, overlap):
+    net = model()
+    sync = hvdtrain.DiLoCo(every, lr=0.7, momentum=0.9, fragments=fragments, overlap=overlap)
+    fit(net, OPTIMIZERS["sgd"](net), sync)
+    expected = streamed(world.size, every=every, fragments=fragments, overlap=overlap)
+    for ours, theirs in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, atol=2e-6, rtol=0)
+
+
+@pytest.mark.world_size(2)
+def test_no_step_waits_for_an_exchange_that_is_in_flight(world, monkeypatch):
+    events = []
+    mean = Replica.mean
+
+    def noted(self, arrays, *, name, compression):
+        wait = mean(self, arrays, name=name, compression=compression)
+        events.append(f"start {name}")
+        return lambda: events.append(f"wait {name}") or wait()
+
+    class Steps(hvdtrain.callbacks.Callback):
+        def on_step_begin(self, trainer, step):
+            events.append("step")
+
+    monkeypatch.setattr(Replica, "mean", noted)
+    net = model()
+    trainer = hvdtrain.Trainer(
+        net, optimizer=OPTIMIZERS["sgd"](net), loss=torch.nn.CrossEntropyLoss(), sync=hvdtrain.DiLoCo(4, overlap=2)
+    )
+    trainer.fit(data(), steps=7, batch_size=2, progress=False, run_dir=None, callbacks=[Steps()])
+    begin = events.index("start sync.0")
+    assert events[begin : begin + 4] == ["start sync.0", "step", "step", "wait sync.0"]

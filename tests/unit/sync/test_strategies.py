@@ -30,6 +30,10 @@ def trainer(net=None, **options):
         (lambda: hvdtrain.DiLoCo(every=0), "DiLoCo: every must be an int >= 1. Received: every=0"),
         (lambda: hvdtrain.DiLoCo(lr=0.0), "DiLoCo: lr must be > 0, and momentum in [0, 1). Received: lr=0.0"),
         (lambda: hvdtrain.DiLoCo(lr="0.7"), "DiLoCo: lr must be > 0"),
+        (lambda: hvdtrain.DiLoCo(10, fragments=0), "DiLoCo: fragments must be an int >= 1. Received: fragments=0"),
+        (lambda: hvdtrain.DiLoCo(10, overlap=10), "overlap < every / fragments. Received: every=10, fragments=1, ov"),
+        (lambda: hvdtrain.DiLoCo(10, fragments=4, overlap=2), "Received: every=10, fragments=4, overlap=2"),
+        (lambda: hvdtrain.DiLoCo(2, fragments=3), "Received: every=2, fragments=3, overlap=0"),
         (lambda: hvdtrain.DiLoCo(momentum=1.0), "Received: lr=0.7, momentum=1.0"),
     ],
 )
