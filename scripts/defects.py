@@ -36,6 +36,7 @@ LEARNING_RATE = unit("training/test_learning_rate.py")
 FILES = unit("checkpoint")
 TORCH = ranks("torch", "uneven or bf16 or join or options or predivide or shape or resume")
 TRAINER = ranks("trainer-torch", "weights_of_one_process or metrics or disagree or skip or stopped or statistics")
+ALONE = ranks("trainer-torch", "test_sync.py")
 KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or groups")
 
 DEFECTS = (
@@ -361,5 +362,55 @@ DEFECTS = (
         "share * self._world.size if batch.local_count else 0.0",
         "1.0 if batch.local_count else 0.0",
         ranks("trainer-keras-torch", "weights_of_one_process"),
+    ),
+    # Ranks that step alone
+    Defect(
+        "sync: a rank that steps alone does not weigh its share of a tail",
+        "hvdtrain/torch/losses.py",
+        "(self._share if self.alone else size)",
+        "(1.0 if self.alone else size)",
+        ALONE,
+    ),
+    Defect(
+        "sync: a rank without samples takes no step",
+        "hvdtrain/torch/update.py",
+        "                self._fill_gradients()\n",
+        "",
+        ranks("trainer-torch", "one_step_is_synchronous", np=3),
+    ),
+    Defect(
+        "sync: momentum stays each rank's own",
+        "hvdtrain/sync/periodic.py",
+        "replica.set_moments(moments())",
+        "moments()",
+        ALONE,
+    ),
+    Defect(
+        "sync: the outer momentum is not in checkpoints",
+        "hvdtrain/sync/periodic.py",
+        "arrays=state.arrays | velocities",
+        "arrays=state.arrays",
+        ALONE,
+    ),
+    Defect(
+        "sync: a checkpoint is written while ranks hold different weights",
+        "hvdtrain/training/loop.py",
+        "for each in self._savers.values() if self._adapter.in_sync else ():",
+        "for each in self._savers.values():",
+        ALONE,
+    ),
+    Defect(
+        "sync: what a rank learns during an exchange is lost",
+        "hvdtrain/sync/outer.py",
+        "                value -= sent\n                value += new",
+        "                value *= 0\n                value += new",
+        ranks("torch", "trainer_sync and fragments"),
+    ),
+    Defect(
+        "sync: other ranks do not learn of a gradient that is not finite",
+        "hvdtrain/sync/periodic.py",
+        "        if found:\n",
+        "        if mine:\n",
+        ALONE,
     ),
 )
