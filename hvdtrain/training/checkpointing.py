@@ -22,7 +22,7 @@ from hvdtrain.checkpoint.lock import FolderLock, Holder
 from hvdtrain.distributed import agreement, rank_state
 from hvdtrain.distributed.rank_state import Arrays
 from hvdtrain.distributed.world import World
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, HvdTrainError
 from hvdtrain.system import scratch
 from hvdtrain.system.settings import RUN_ID
 from hvdtrain.training import learning_rate
@@ -171,7 +171,13 @@ def _digests(state: State) -> dict[str, str]:
 
 
 def save(directory: Any, adapter: Adapter, snapshot: Snapshot, *, world: World) -> None:
-    """Write one checkpoint to `directory`; a collective call."""
+    """Write one checkpoint to `directory`; a collective call. HvdTrainError if ranks hold different weights."""
+    if not adapter.in_sync:
+        raise HvdTrainError(
+            "save() was called between two synchronizations of sync=..., where each rank holds weights of its own. "
+            "Call it where trainer.in_sync is True, as in on_epoch_end. "
+            f"Received: directory={directory!r} on rank {world.rank}"
+        )
     everyones = rank_state.gather(snapshot.arrays, world=world)
 
     def write() -> None:

@@ -10,7 +10,7 @@ from test_trainer import BATCH, assert_equal_on_all_ranks, data, one_process_gro
 import hvdtrain
 from hvdtrain import checkpoint
 from hvdtrain.callbacks import Callback, Checkpoint, SyncCheck
-from hvdtrain.errors import NonFiniteError
+from hvdtrain.errors import HvdTrainError, NonFiniteError
 
 STRATEGIES = {
     "LocalSGD": hvdtrain.LocalSGD(3),
@@ -109,6 +109,19 @@ def test_a_rank_with_a_gradient_that_is_not_finite_reports_it_when_ranks_synchro
     assert all(np.isfinite(each).all() for each in kit.weights(net))
     assert_equal_on_all_ranks(world, kit.weights(net))
     assert not world.is_root or "Skipped" in caplog.text
+
+
+@pytest.mark.world_size(2)
+def test_weights_that_differ_on_ranks_are_not_saved(kit, world, shared_tmp_path):
+    class SaveAt(Callback):
+        def on_step_end(self, trainer, step):
+            if step == 3:
+                trainer.save(shared_tmp_path / "saved")
+
+    trainer = kit.trainer(kit.model(), sync=STRATEGIES["LocalSGD"])
+    with pytest.raises(HvdTrainError, match=r"between two synchronizations of sync=.*Call it where trainer.in_sync"):
+        trainer.fit(data(50), epochs=1, batch_size=BATCH, progress=False, callbacks=[SaveAt()])
+    assert not (shared_tmp_path / "saved").exists()
 
 
 @pytest.mark.world_size(2)
