@@ -80,6 +80,8 @@ class Replica(Protocol):
     sizes are equal on all ranks after `agree`.
     """
 
+    is_asynchronous: bool  # whether `mean` returns while its exchange is in flight
+
     def agree(self) -> None:
         """Give all ranks the same entries of optimizer state; counters and loss scales become equal. A collective."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain.adapter import Fault, Options, Reduce, State
+from hvdtrain.adapter import Fault, Options, Ranks, Reduce, State
 from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
@@ -23,6 +23,7 @@ from hvdtrain.keras import training_state
 from hvdtrain.keras.metrics import check_sums, reduced, scalars
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.replica import Replica
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
 from hvdtrain.keras.variables import broadcast_model, broadcast_variables
 from hvdtrain.keras.wrapping import adopt_optimizer
@@ -40,6 +41,11 @@ def make_adapter(
         raise ValueError(
             "micro_batch is for torch: Keras's train_step computes a batch at once, and cannot be repeated. Use a "
             f"smaller batch_size, and accumulate. Received: micro_batch={options.micro_batch!r}"
+        )
+    if options.sync is not None and not model.built:
+        raise ValueError(
+            f"With sync=..., ranks agree on the weights before the first step. Give {model.name} a keras.Input, or "
+            f"build it. Received: sync={options.sync}, and a model that is not built"
         )
     plain = _plain_optimizer(model, optimizer, loss, metrics)
     layers = model._flatten_layers(include_self=True)
@@ -181,6 +187,16 @@ class KerasAdapter:
             )
         if self._snapshot is not None:
             self.fault = self._snapshot.fault(counted=any(batch.local_count for batch in batches))
+
+    def reduce_over(self, ranks: Ranks) -> None:
+        """Reduce the next steps' gradients over these ranks."""
+        changed = [part.reduce(alone=ranks == "none") for part in self._parts]
+        if any(changed):
+            self._model.train_function = None
+
+    def replica(self) -> Replica:
+        """Return access to weights and optimizer state."""
+        return Replica(self._model, self._world)
 
     def request_sync(self) -> None:
         """Do nothing: ranks hold equal weights after each step."""

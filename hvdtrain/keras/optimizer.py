@@ -36,6 +36,7 @@ class _StepState:
     reached: int = 0  # how far the current step has come: 1 at accumulation, 2 at clipping
     report: Callable[..., None] | None = None  # of skipped updates; None if gradients are not checked
     finite: Any = None  # with `report`: whether the current step may change weights
+    alone: bool = False  # whether this rank steps alone, without a reduction
 
 
 class DistributedMixin(keras.optimizers.Optimizer):
@@ -47,6 +48,12 @@ class DistributedMixin(keras.optimizers.Optimizer):
     def _hvd_state(self) -> _StepState:
         # Not through Keras's and TensorFlow's __setattr__, which would track it.
         return self.__dict__.setdefault("_hvdtrain_state", _StepState())  # type: ignore[no-any-return]
+
+    def reduce(self, *, alone: bool) -> bool:
+        """Reduce gradients from the next step on, or do not; return whether a compiled step must be compiled again."""
+        changes = self._hvd_state.alone != alone
+        self._hvd_state.alone = alone
+        return changes and keras.backend.backend() != "torch"
 
     def set_batch_weight(self, value: float) -> None:
         """From the next step on, multiply local gradients by `value`, before accumulation and reduction.
@@ -101,12 +108,12 @@ class DistributedMixin(keras.optimizers.Optimizer):
         state, how = self._hvd_state, self._hvd_how
         state.reached = 2
         own = None if state.report is None else _backend.non_finite_flags(grads)
-        if how.active():
+        if how.active() and not state.alone:
             grads = _backend.on_update_step(self, self._reduce, grads)
         elif how.factor != 1.0:
             grads = [g * how.factor for g in grads]
         if state.report is not None:
-            # Reduced gradients are equal on all ranks, so all ranks decide the same.
+            # Reduced gradients are equal on all ranks, so all ranks decide the same, unless they step alone.
             state.finite = _backend.may_update(self, grads)
             report = functools.partial(state.report, [path(v) for v in state.variables])
             # Flags are only made for a report: `may_update` has looked at each gradient once.
@@ -193,7 +200,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         state.has_gradients = True
         if state.weight is not None:
             finite = keras.ops.logical_or(finite, state.weight.read() == 0.0)
-        if how.active():
+        if how.active() and not state.alone:
             if state.number is None:
                 self.agree_on_model()
             finite = _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)

@@ -67,4 +67,9 @@ class DiLoCo(Strategy):
                 "script.py`, or use sync=None."
             )
         period = Period(self.every, lr=self.lr, momentum=self.momentum, fragments=self.fragments, overlap=self.overlap)
+        if period.is_streaming and not adapter.replica().is_asynchronous:
+            raise ValueError(
+                "DiLoCo: fragments and overlap are for torch. In Keras an exchange passes through the host, and a step "
+                f"would wait for it. Received: fragments={self.fragments}, overlap={self.overlap}"
+            )
         return PeriodicAdapter(adapter, period, options, world)

@@ -27,6 +27,8 @@ _WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Replica:
     """See `hvdtrain.adapter.Replica`. Weights in half precision are averaged in float32."""
 
+    is_asynchronous = True
+
     def __init__(self, optimizers: Optimizers, world: World, only: Sequence[Parameter] | None = None) -> None:
         self._optimizers, self._world, self._only = optimizers, world, only
 

@@ -1,0 +1,109 @@
+"""A Keras model's weights and optimizer state in flat arrays, which ranks that step alone average now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.distributed.recorder import recorder
+from hvdtrain.distributed.world import World
+from hvdtrain.keras.model_optimizers import all_optimizers
+from hvdtrain.keras.training_state import assign, copies, number
+
+Array = NDArray[Any]
+
+
+class Replica:
+    """See `hvdtrain.adapter.Replica`. Arrays are NumPy's: values pass through the host, once in many steps."""
+
+    is_asynchronous = False
+
+    def __init__(self, model: keras.Model, world: World) -> None:
+        self._model, self._world = model, world
+
+    def agree(self) -> None:
+        """Make counters the largest of any rank, and loss scales the smallest."""
+        counters = [v for v in self._state() if not _is_moment(v)]
+        scales = [each.dynamic_scale for each in all_optimizers(self._model) if hasattr(each, "dynamic_scale")]
+        sign = np.array([-1.0 if any(v is scale for scale in scales) else 1.0 for v in counters])
+        mine = np.array([number(v) for v in counters]) * sign
+        agreed = self._world.allreduce(mine, "max", name="replica") * sign
+        dtypes = [keras.backend.standardize_dtype(v.dtype) for v in counters]
+        assign(counters, [value.astype(dtype) for value, dtype in zip(agreed, dtypes, strict=True)])
+
+    def parts(self, number: int) -> list[Replica]:
+        """Return this one: a strategy has asked `is_asynchronous` before it divides the weights."""
+        return [self]
+
+    def weights(self) -> list[Array]:
+        """Return the weights that are trained, flat."""
+        return _flat(self._model.trainable_variables)
+
+    def set_weights(self, arrays: Sequence[Array]) -> None:
+        """Replace them."""
+        _unflatten(arrays, self._model.trainable_variables)
+
+    def moments(self) -> list[Array]:
+        """Return momentum, Adam's averages, moving averages of weights, flat."""
+        return _flat([v for v in self._state() if _is_moment(v)])
+
+    def set_moments(self, arrays: Sequence[Array]) -> None:
+        """Replace them."""
+        _unflatten(arrays, [v for v in self._state() if _is_moment(v)])
+
+    def mean(self, arrays: Sequence[Array], *, name: str, compression: str) -> Callable[[], list[Array]]:
+        """Average over all ranks at once; Horovod cannot add up bfloat16, so only float16 makes less traffic."""
+        wire = np.float16 if compression == "fp16" else None
+        with recorder.waiting():
+            found = [
+                self._world.allreduce(each if wire is None else each.astype(wire), "mean", name=f"{name}.{index}")
+                for index, each in enumerate(arrays)
+            ]
+        means = [mean.astype(each.dtype) for mean, each in zip(found, arrays, strict=True)]
+        return lambda: means
+
+    def to_host(self, array: Array) -> Array:
+        """Return the array."""
+        return array
+
+    def from_host(self, array: Array, like: Array) -> Array:
+        """Return a copy of the array."""
+        return array.astype(like.dtype)
+
+    def _state(self) -> list[Any]:
+        """Return the optimizers' variables, without gradients that are being accumulated: zeros between steps."""
+        optimizers = all_optimizers(self._model)
+        inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
+        sums = {id(v) for each in inner for v in getattr(each, "_accumulated_gradients", None) or ()}
+        found = {id(v): v for each in optimizers for v in each.variables if id(v) not in sums}
+        return list(found.values())
+
+
+def _is_moment(variable: Any) -> bool:
+    return bool(variable.shape) and "float" in keras.backend.standardize_dtype(variable.dtype)
+
+
+def _groups(variables: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return variables by the type in which they are sent: their own, halves as float32."""
+    groups: dict[str, list[Any]] = {}
+    for variable in variables:
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        groups.setdefault(dtype if dtype == "float64" else "float32", []).append(variable)
+    return groups
+
+
+def _flat(variables: Sequence[Any]) -> list[Array]:
+    return [
+        np.concatenate([value.reshape(-1).astype(dtype) for value in copies(same)])
+        for dtype, same in _groups(variables).items()
+    ]
+
+
+def _unflatten(arrays: Sequence[Array], variables: Sequence[Any]) -> None:
+    for array, same in zip(arrays, _groups(variables).values(), strict=True):
+        ends = np.cumsum([int(np.prod(v.shape)) for v in same])[:-1]
+        assign(same, [part.reshape(v.shape) for part, v in zip(np.split(array, ends), same, strict=True)])

@@ -1,0 +1,59 @@
+"""A Keras model's weights and optimizer state, as strategies of synchronization see them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+
+import hvdtrain  # noqa: E402
+from hvdtrain.distributed.world import SoloWorld  # noqa: E402
+from hvdtrain.keras.replica import Replica  # noqa: E402
+
+
+def compiled(**options):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False)])
+    model.compile(optimizer=keras.optimizers.Adam(**options), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_moments_are_what_has_a_value_for_each_weight():
+    model = compiled(use_ema=True, gradient_accumulation_steps=2)
+    replica = Replica(model, SoloWorld())
+    assert [each.shape for each in replica.weights()] == [(6,)]
+    assert [each.shape for each in replica.moments()] == [(3 * 6,)]  # two of Adam and the moving average
+
+
+def test_what_is_set_is_read():
+    model = compiled()
+    replica = Replica(model, SoloWorld())
+    weights, moments = np.arange(6, dtype=np.float32), np.arange(12, dtype=np.float32)
+    replica.set_weights([weights])
+    replica.set_moments([moments])
+    np.testing.assert_array_equal(replica.weights()[0], weights)
+    np.testing.assert_array_equal(replica.moments()[0], moments)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model.layers[0].kernel), weights.reshape(2, 3))
+
+
+class Higher(SoloWorld):
+    """Another rank has larger numbers."""
+
+    def allreduce(self, array, op="sum", *, name="host"):
+        return np.maximum(array, array + 5) if op == "max" else array
+
+
+def test_counters_become_the_largest_and_loss_scales_the_smallest():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.compile(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=64.0), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    Replica(model, Higher()).agree()
+    assert int(model.optimizer.inner_optimizer.iterations) == 5
+    assert float(model.optimizer.dynamic_scale) == 59.0
+
+
+def test_a_model_that_is_not_built_is_refused():
+    model = keras.Sequential([keras.layers.Dense(3)])
+    with pytest.raises(ValueError, match=r"Give .* a keras\.Input, or build it\. Received: sync=LocalSGD, and a model"):
+        hvdtrain.Trainer(model, optimizer="sgd", loss="mse", sync=hvdtrain.LocalSGD(4))
