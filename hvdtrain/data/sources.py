@@ -352,7 +352,7 @@ def _shown(sample: NDArray[Any]) -> str:
 
 def is_array(leaf: Any) -> bool:
     """Return whether `leaf` is an array or a tensor with rows."""
-    return bool(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and leaf.shape)
+    return bool(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and len(leaf.shape))
 
 
 def _is_arrays(tree: Any) -> bool:

@@ -84,7 +84,8 @@ class Replica:
 
 
 def _is_moment(variable: Any) -> bool:
-    return bool(variable.shape) and "float" in keras.backend.standardize_dtype(variable.dtype)
+    # TensorFlow's shapes are true of a scalar too, so the rank is counted.
+    return len(variable.shape) > 0 and "float" in keras.backend.standardize_dtype(variable.dtype)
 
 
 def _groups(variables: Sequence[Any]) -> dict[str, list[Any]]:
