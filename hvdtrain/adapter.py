@@ -121,6 +121,8 @@ class Adapter(Protocol):
     class_weight: dict[int, float] | None  # weight of training samples by class; ValueError where a loss has its own
     rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it
 
+    couples_samples: bool  # whether what a sample gives depends on the others of its rank's batch, as with BatchNorm
+
     @property
     def in_sync(self) -> bool:
         """Whether ranks hold equal weights: always, but between two synchronizations of a strategy."""

@@ -8,6 +8,8 @@ position r. It follows that
 - shard lengths differ by at most one;
 - a short last batch is spread over the ranks.
 
+Where ranks take unequal parts (`fit(balance=...)`), `deal` divides the same samples of a step.
+
 The order is not stored: `EpochOrder` computes the sample at a position. A batch costs O(batch) time and a shard O(1)
 memory, and an epoch begins at once, for any length of the dataset.
 """
@@ -15,8 +17,9 @@ memory, and an epoch begins at once, for any length of the dataset.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,6 +175,16 @@ def steps_per_epoch(num_samples: int, *, batch_size: int, size: int) -> int:
 def samples_in_step(step: int, num_samples: int, *, batch_size: int, size: int) -> int:
     """Return the number of samples of a step on all ranks: batch_size * size, or fewer in the last step."""
     return max(0, min(batch_size * size, num_samples - step * batch_size * size))
+
+
+def deal(num_samples: int, shares: Sequence[int]) -> list[int]:
+    """Divide a step's samples in proportion to the ranks' shares.
+
+    Returns:
+        size + 1 offsets: rank r gets the samples from offset r to offset r + 1. Parts of sum(shares) samples are the
+        shares themselves.
+    """
+    return [num_samples * done // sum(shares) for done in itertools.accumulate([0, *shares])]
 
 
 def check_batch_size(batch_size: int) -> None:

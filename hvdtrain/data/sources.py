@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import islice
-from typing import Any, Protocol
+from itertools import islice, pairwise
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,13 @@ class Source(Protocol):
         """
 
 
+@runtime_checkable
+class DivisibleSource(Source, Protocol):
+    """A source that can divide steps into parts of any size, because it reads samples by index."""
+
+    shares: Sequence[int] | None  # samples of a whole step by rank, for the next `epoch`; None for equal parts
+
+
 @dataclass(frozen=True)
 class Sharded:
     """Data that is sharded already, such as a dataset that reads its rank. It is not sharded again."""
@@ -96,6 +103,8 @@ _newest_shards = lru_cache(maxsize=8)(sharding.shard)  # of training, validation
 
 class IndexedSource:
     """Samples that can be read by index."""
+
+    shares: Sequence[int] | None = None
 
     def __init__(self, num_samples: int, fetch: Fetch, *, batch_size: int, world: World, seed: int) -> None:
         if num_samples == 0:
@@ -120,13 +129,22 @@ class IndexedSource:
 
     def batch(self, epoch: int, step: int, *, shuffle: bool, start: int = 0) -> Batch:
         """Return this rank's batch of a step, in O(batch_size); steps count from the epoch's first `start` samples."""
-        mine = self._shard(epoch, shuffle, start)
-        left = self._num_samples - start
-        held = sharding.samples_in_step(step, left, batch_size=self._batch_size, size=self._world.size)
-        indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
+        left, size = self._num_samples - start, self._world.size
+        held = sharding.samples_in_step(step, left, batch_size=self._batch_size, size=size)
+        largest = None
+        if self.shares is None:
+            mine = self._shard(epoch, shuffle, start)
+            indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
+        else:
+            parts = sharding.deal(held, self.shares)
+            first, rank = start + step * self._batch_size * size, self._world.rank
+            whole = _newest_shards(self._num_samples, rank=0, size=1, seed=self._seed, epoch=epoch, shuffle=shuffle)
+            indices = whole[first + parts[rank] : first + parts[rank + 1]]
+            largest = max(b - a for a, b in pairwise(parts))
         chosen = indices if len(indices) else self._filler(epoch, shuffle)
         item = self._fetch(chosen)
-        return Batch(*unpack(item), local_count=len(indices), global_count=held, indices=indices, item=item)
+        counts = {"local_count": len(indices), "global_count": held, "largest": largest}
+        return Batch(*unpack(item), **counts, indices=indices, item=item)  # type: ignore[arg-type]
 
     def _filler(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
         """Return this rank's first samples of the whole epoch; if it has none, any sample."""

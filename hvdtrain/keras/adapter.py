@@ -95,6 +95,11 @@ def _plain_optimizer(model: keras.Model, optimizer: Any, loss: Any, metrics: Any
     return plain
 
 
+def _couples_samples(model: keras.Model) -> bool:
+    norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
+    return not all(type(each).__module__.startswith("hvdtrain.") for each in norms)  # but for SyncBatchNormalization
+
+
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
@@ -106,6 +111,7 @@ class KerasAdapter:
         self._sums = _losses_are_sums(model, split=self._weighted)
         self.fault: Fault | None = None
         self.class_weight: dict[int, float] | None = None
+        self.couples_samples = _couples_samples(model)
         self._snapshot = None if options.nan_policy is None else StepSnapshot(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read

@@ -39,6 +39,7 @@ class WrappedAdapter:
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self.fault: Fault | None = None
+        self.couples_samples = adapter.couples_samples
 
     @property
     def learning_rates(self) -> list[float]:

@@ -74,6 +74,8 @@ class TorchAdapter:
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._syncs_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         losses = [_loss_name(name) for name in optimizers]
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.couples_samples = not all(isinstance(norm, hvd.SyncBatchNorm) for norm in norms)
         self._totals = Totals(named, self._device, world, losses)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
         how: dict[str, Any] = {"loss": loss, "options": options, "world": world}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,6 +116,8 @@ def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
 class LoaderSource:
     """A DataLoader over a map-style dataset: steps by index arithmetic, batches by the loader and its workers."""
 
+    shares: Sequence[int] | None = None
+
     def __init__(self, loader: DataLoader[Any], *, world: World, seed: int) -> None:
         self._world = world
         self._sampler = _shard_sampler(loader, world=world, seed=seed)
@@ -139,7 +141,28 @@ class LoaderSource:
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches; whether they are shuffled, the user's DataLoader says."""
+        if self.shares is not None:
+            return self._dealt(_DealtBatches(self._sampler, self._batch_size, self.shares, self._world), epoch, after)
         return self._as_batches(self.items(epoch, after), self._sampler.shard(), after)
+
+    def _dealt(self, batches: _DealtBatches, epoch: int, after: Consumed) -> Iterator[Batch]:
+        """Return batches of as many samples as this rank's share."""
+        self._sampler.set_epoch(epoch, start=after.samples)
+        order: Any = batches
+        if self._seeded is not None:
+            order = SeededBatches(batches, self._seeded.dataset._hvd_dataset)
+            order.begin((part.first for part in batches.parts() if part.indices), self._sampler.seed, epoch)
+        return self._yield_dealt(batches, iter(_like(self._loader, batch_sampler=order)))
+
+    def _yield_dealt(self, batches: _DealtBatches, items: Iterator[Any]) -> Iterator[Batch]:
+        filler: Any = None
+        for part in batches.parts():
+            if part.indices:
+                filler = next(items)
+            elif filler is None:
+                filler = self._loader.collate_fn([self._loader.dataset[int(batches.any_sample())]])
+            counts = {"local_count": len(part.indices), "global_count": part.held, "largest": part.largest}
+            yield Batch(*unpack(filler), **counts, indices=np.array(part.indices, np.int64), item=filler)
 
     def example(self, epoch: int) -> Batch | None:
         """Return the epoch's first batch: the sampler knows epochs by their number."""
@@ -211,6 +234,43 @@ def _every_size_th(loader: DataLoader[Any], epoch: int, after: Consumed, world: 
     if hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
     return islice(iter(loader), after.batches + world.rank, None, world.size)
+
+
+class _Part(NamedTuple):
+    """This rank's part of a step."""
+
+    first: int  # its first sample's place in the epoch's order
+    indices: list[int]
+    held: int  # samples of all ranks
+    largest: int  # samples of the rank that has most
+
+
+class _DealtBatches:
+    """A batch sampler that divides each step's samples by the ranks' shares; it begins at the sampler's `start`."""
+
+    def __init__(self, sampler: ShardSampler, batch_size: int, shares: Sequence[int], world: World) -> None:
+        self._sampler, self._shares, self._rank = sampler, shares, world.rank
+        self._step = batch_size * world.size
+
+    def parts(self) -> Iterator[_Part]:
+        """Yield this rank's part of each step that is left, also empty ones."""
+        at = self._sampler._order()
+        for begin in range(self._sampler.start, self._sampler.num_samples, self._step):
+            held = min(self._step, self._sampler.num_samples - begin)
+            ends = sharding.deal(held, self._shares)
+            first, last = begin + ends[self._rank], begin + ends[self._rank + 1]
+            largest = max(b - a for a, b in pairwise(ends))
+            yield _Part(first, at(np.arange(first, last, dtype=np.int64)).tolist(), held, largest)
+
+    def any_sample(self) -> int:
+        """Return the index of some sample."""
+        return int(self._sampler._order()(np.zeros(1, np.int64))[0])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (part.indices for part in self.parts() if part.indices)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class BatchRequest(NamedTuple):

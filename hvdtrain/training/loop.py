@@ -22,6 +22,7 @@ from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext,
 from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
+from hvdtrain.sync.balance import Balance
 from hvdtrain.telemetry.interval import Heartbeat
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
@@ -50,6 +51,7 @@ class Loop:
         self.stop_requested = self.stop_within_epoch = False  # whether a callback has ended the run on this rank
         self.budget = Budget()
         self.validation = Validation(adapter, context)
+        self.balance: Balance | None = None  # of this fit
         self.commits: FitState | None = None  # the last commit, in an elastic job
         self._context = context
         self._world = context.world
@@ -93,6 +95,7 @@ class Loop:
             "part": self._part,
             "metrics": last,
             "data": self._facts,
+            "shares": self.balance and self.balance.shares,
             "callbacks": self._hooks.states() if self._loaded is None else self._loaded["callbacks"],
         }
         begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
@@ -156,6 +159,8 @@ class Loop:
         known = None if meta is None else meta.get("run")
         self.run_id = RunId(**known, resumed=True) if known else run_id
         self._callback_states: list[Any] = [] if meta is None else list(meta["callbacks"])
+        if meta is not None and self.balance is not None:
+            self.balance.resume(meta.get("shares"))
         if meta is None:
             self.progress, self.history, self._held, self._part = RunProgress(), History(), {}, None
         elif self.progress.step:
@@ -343,7 +348,10 @@ class Loop:
                     stopped = True
                     break
                 progress.advance(group, size=self._world.size)
+                shares = self.balance and self.balance.shares
                 self._end_step(step)
+                if self.balance is not None and self.balance.shares != shares:
+                    batches = source.epoch(epoch, shuffle=True, after=progress.consumed)
                 recorder.ended("other")
             if resumed_at and not stopped and progress.step == resumed_at:  # the epoch's steps were all taken before
                 example = source.example(epoch)
@@ -410,6 +418,10 @@ class Loop:
             self.commits.begin_next_round()
         if report is None:
             return
+        changed_shares = None if self.balance is None else self.balance.observe(report.times)
+        if changed_shares is not None and self._world.is_root:
+            context.decisions.append(changed_shares)
+            log.info("%s", changed_shares)
         interval = self._pace.interval(report, self.progress)
         for hook in self._hooks:
             hook.on_interval(context, interval)

@@ -17,6 +17,7 @@ from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import World, init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync import as_strategy
+from hvdtrain.sync.balance import Balance, check_balance
 from hvdtrain.sync.strategy import Strategy
 from hvdtrain.training import checkpointing, learning_rate, preemption
 from hvdtrain.training.arguments import (
@@ -154,6 +155,7 @@ class Trainer:
         validate_every: int | None = None,
         batch_size: int = 32,
         class_weight: dict[int, float] | None = None,
+        balance: str | Sequence[float] | None = None,
         callbacks: Sequence[Any] = (),
         checkpoint_dir: str | None = None,
         resume: str = "auto",
@@ -179,6 +181,11 @@ class Trainer:
             batch_size: samples per rank and batch; an optimizer step takes batch_size * size * accumulate.
             class_weight: for Keras: how much training samples weigh, by class, as in Keras's fit; a class that is left
                 out weighs 1. A torch loss has weights of its own.
+            balance: how ranks divide the samples of a step: None equally; [3, 3, 1, 1] in proportion to a number for
+                each rank; "speed" by their measured speed, where that makes steps at least 10 % shorter. A rank then
+                takes at most 2 * batch_size samples. Steps hold the same samples as without, and each sample has the
+                same weight in the gradient. BatchNorm normalizes each rank's part by itself. Data must be read by
+                index: iterable data comes in whole batches.
             callbacks: `hvdtrain.callbacks` and, for a Keras model, Keras's own.
             checkpoint_dir: where a checkpoint is written after each epoch.
             resume: "auto" resumes from the newest complete checkpoint in checkpoint_dir; "never" starts from the
@@ -222,7 +229,8 @@ class Trainer:
         def fit_round() -> None:
             hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
             self._loop.budget, self._loop.validation.every = budget, validate_every
-            self._fit_round(train, validation, hooks, batch_size=batch_size, resume=resume)
+            shares = check_balance(balance, size=self.world.size)
+            self._fit_round(train, validation, hooks, batch_size=batch_size, resume=resume, balance=shares)
 
         restore_signals = preemption.install()  # once for all rounds: a signal in one round may be handled in the next
         try:
@@ -239,7 +247,16 @@ class Trainer:
         preemption.pass_on()
         return self.history
 
-    def _fit_round(self, train: Any, validation: Any, hooks: CallbackList, *, batch_size: int, resume: str) -> None:
+    def _fit_round(
+        self,
+        train: Any,
+        validation: Any,
+        hooks: CallbackList,
+        *,
+        batch_size: int,
+        resume: str,
+        balance: str | list[float] | None,
+    ) -> None:
         """Train with the current ranks, from the last commit, a checkpoint or the beginning."""
         loop = self._loop
         if self._elastic:
@@ -250,11 +267,17 @@ class Trainer:
         checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
         schedules = [each.schedule for each in checkpoints]
         limits = {**asdict(loop.budget), "validate_every": loop.validation.every}
-        limits["class_weight"] = self._adapter.class_weight
+        limits |= {"class_weight": self._adapter.class_weight, "balance": balance}
         facts = {**limits, "validation": list(named_sets(validation)), "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
         check_end(source.facts, loop.budget)
+        loop.balance = Balance(balance, source, size=self.world.size)
+        if loop.balance.is_on and self._adapter.couples_samples and self.world.is_root:
+            log.warning(
+                "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
+                "shares. With SyncBatchNorm, or a normalization of single samples, it does not."
+            )
         loop.validation.sets = {name: as_source(each, **of_rank) for name, each in named_sets(validation).items()}
         self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = loop.budget.epochs
