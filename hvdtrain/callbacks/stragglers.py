@@ -15,7 +15,8 @@ _IN_A_ROW = 3  # intervals: a single slow second is not reported
 _IN_A_ROW_S = 2.5  # the first intervals of a run may have few steps, and be much shorter than a second
 _LEAST_SHARE = 0.1  # of a step that the other ranks lose: less is not reported
 _ADVICE = {
-    "compute": "Look at its host: other processes, clocks and heat, a GPU or core shared with another rank.",
+    "compute": "Look at its host: other processes, clocks and heat, a GPU or core shared with another rank. If it "
+    'stays slow, fit(balance="speed") gives it fewer samples.',
     "data": "Look at what feeds it: its disk or network file system, DataLoader workers, other jobs' I/O.",
     "other": "Look at its callbacks: how often they write, and to what disk or server.",
 }

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from hvdtrain.data.sources import DivisibleSource, Source
 from hvdtrain.telemetry.interval import RankTimes, lower_median
 
-_GAIN = 0.9  # new shares must forecast a step of at most this part of the present one's time
+# New shares must forecast a step of at most this part of the present one's time. To leave equal parts takes more.
+_FIRST_GAIN, _FURTHER_GAIN = 0.95, 0.98
 _FIRST_INTERVALS, _MOST_INTERVALS = 3, 64  # of about a second each, between two looks; twice as many after each change
 _QUANTA = 32  # a share is a multiple of batch_size / 32 samples
 _LARGEST = 2  # times batch_size: what a rank must have memory for
@@ -43,25 +44,21 @@ class Balance:
     """The shares by which a source divides steps; equal on all ranks, which compute them from the same numbers.
 
     Args:
-        given: as `check_balance` returns it.
+        given: as `check_balance` returns it, but not None.
         source: the training data.
         size: number of ranks.
 
     Attributes:
-        is_on: whether parts may be unequal.
         shares: samples of a whole step by rank; None for equal parts. The samples of a step stay the same.
     """
 
-    def __init__(self, given: str | list[float] | None, source: Source, *, size: int) -> None:
+    def __init__(self, given: str | list[float], source: Source, *, size: int) -> None:
         self.shares: list[int] | None = None
         self._source = source
-        self.is_on = given is not None and size > 1
-        self._by_speed = self.is_on and given == "speed"
+        self._by_speed = given == "speed" and size > 1
         self._batch_size, self._size = int(source.facts.get("batch_size") or 1), size
         self._times: list[NDArray[np.float64]] = []  # since the last look: each rank's seconds a sample
         self._due = _FIRST_INTERVALS
-        if given is None:
-            return
         if not isinstance(source, DivisibleSource):
             raise TypeError(
                 f"balance={given!r} divides steps sample by sample. Received: data that can only be iterated, in whole "
@@ -88,7 +85,8 @@ class Balance:
         if not (seconds > 0).all():
             return None
         found = by_speed(1 / seconds, batch_size=self._batch_size)
-        if (seconds * found).max() > _GAIN * (seconds * now).max():
+        gain = _FIRST_GAIN if self.shares is None else _FURTHER_GAIN
+        if (seconds * found).max() > gain * (seconds * now).max():
             return None
         self._due = min(2 * self._due, _MOST_INTERVALS)
         self._divide(found)

@@ -41,7 +41,7 @@ class PeriodicAdapter(WrappedAdapter):
     and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD", 2019). So all ranks are equal
     after a synchronization, and a checkpoint is as large as without a strategy.
 
-    A streaming period synchronizes one fragment of the weights after another, while steps go on, and leaves optimizer
+    A streaming period synchronizes one fragment of the weights after another, during steps, and leaves optimizer
     state alone. All ranks become equal only after an epoch, and where `request_sync` asks for it.
     """
 

@@ -182,7 +182,7 @@ class Trainer:
             class_weight: for Keras: how much training samples weigh, by class, as in Keras's fit; a class that is left
                 out weighs 1. A torch loss has weights of its own.
             balance: how ranks divide the samples of a step: None equally; [3, 3, 1, 1] in proportion to a number for
-                each rank; "speed" by their measured speed, where that makes steps at least 10 % shorter. A rank then
+                each rank; "speed" by their measured speed, where that makes steps at least 5 % shorter. A rank then
                 takes at most 2 * batch_size samples. Steps hold the same samples as without, and each sample has the
                 same weight in the gradient. BatchNorm normalizes each rank's part by itself. Data must be read by
                 index: iterable data comes in whole batches.
@@ -272,8 +272,8 @@ class Trainer:
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
         check_end(source.facts, loop.budget)
-        loop.balance = Balance(balance, source, size=self.world.size)
-        if loop.balance.is_on and self._adapter.couples_samples and self.world.is_root:
+        loop.balance = None if balance is None else Balance(balance, source, size=self.world.size)
+        if loop.balance is not None and self._adapter.couples_samples and self.world.is_root:
             log.warning(
                 "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
                 "shares. With SyncBatchNorm, or a normalization of single samples, it does not."

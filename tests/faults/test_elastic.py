@@ -213,6 +213,16 @@ def test_the_trainer_goes_on_as_one_process_with_the_same_global_batches(
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
+def test_ranks_that_step_alone_go_on_from_where_they_were_equal_last(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_trainer.py", "kill-1", "torch", "local")
+    assert job.together("begin")["step"] == 0
+    # A checkpoint is due after steps 3 and 6, and written and committed after 4 and 6, where ranks are equal.
+    assert job.one("begin", size=1)["step"] == 6
+    assert job.one("end")["size"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
 def test_seconds_end_an_elastic_run_on_all_ranks_after_the_same_step_and_count_earlier_rounds(tmp_path: Path) -> None:
     job = run(tmp_path, "elastic_trainer.py", "grow", "torch", "20")
     begin, end = job.together("begin"), job.together("end")

@@ -134,6 +134,26 @@ def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, bac
     row(f"kill -9 of a rank, {name}", len(again), f"same bits; training again after at most {max(again):.1f} s")
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "word",
+    ["LocalSGD", *[pytest.param(each, marks=pytest.mark.long) for each in ("DiLoCo", "unequal")]],
+)
+def test_a_run_is_killed_while_ranks_step_alone_or_unequally(word, tmp_path, row):
+    """Steps since the last synchronization are lost with those since the last checkpoint, and taken again."""
+    straight = run(tmp_path / "straight", "torch", word)
+    folder = tmp_path / "killed"
+    with started(folder, "torch", word, restarts=1, step_s=0.03) as process:
+        took_s = seconds_until_training(folder, kill_at(folder, 1, 18, process), process)
+        (folder / "hold").unlink()
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output[-4000:]
+    end = json.loads((folder / "end.json").read_text())
+    assert end["sha256"] == straight["sha256"]
+    assert end["history"] == straight["history"]
+    row(f"kill -9 of a rank, {word}", 1, f"same bits; training again after {took_s:.1f} s")
+
+
 # tests/ranks/training/test_budgets.py proves it with an exception for the kill.
 @pytest.mark.long
 @pytest.mark.timeout(300)

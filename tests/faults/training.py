@@ -1,7 +1,8 @@
 """What tests/faults kills while it trains: training.py FRAMEWORK FOLDER STEP_S [WORD ...].
 
 It trains three epochs with a checkpoint often.
-With the word "fixed" it draws nothing at random, with "validating" it validates within epochs.
+With the word "fixed" it draws nothing at random, with "validating" it validates within epochs. With the name of a
+strategy ranks synchronize as it says, with "unequal" they take unequal parts of a step.
 
 It says which process each rank is, and in the end what everything comes to, bit for bit.
 """
@@ -26,6 +27,8 @@ HELD_STEP = 45  # from here on, near the end, it waits while there is a file "ho
 HELD_VALIDATION = 20  # in the validation after this step it waits while there is a file "hold-validation"
 VALIDATE_EVERY = 5 if "validating" in sys.argv else None
 TIMES = {"samples_per_s", "seconds"}
+STRATEGIES = {"LocalSGD": hvdtrain.LocalSGD(5), "DiLoCo": hvdtrain.DiLoCo(5)}
+SYNC = next((STRATEGIES[word] for word in sys.argv if word in STRATEGIES), None)
 
 world = hvdtrain.init("torch" if FRAMEWORK == "torch" else "keras")
 (FOLDER / f"pid-{world.rank}").write_text(str(os.getpid()))
@@ -42,7 +45,8 @@ def torch_trainer():
         torch.nn.Linear(6, 64), torch.nn.ReLU(), torch.nn.Dropout(DROPOUT), torch.nn.Linear(64, 2)
     )
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    return hvdtrain.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(), metrics=["accuracy"])
+    loss = torch.nn.CrossEntropyLoss()
+    return hvdtrain.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], sync=SYNC)
 
 
 def keras_trainer():
@@ -83,6 +87,7 @@ history = trainer.fit(
     epochs=EPOCHS,
     batch_size=GLOBAL_BATCH // world.size,
     validate_every=VALIDATE_EVERY,
+    balance=[3, 1] if "unequal" in sys.argv else None,
     callbacks=[Pace(), Checkpoint(FOLDER / "checkpoints", every_steps=2)],
     progress=False,
 )

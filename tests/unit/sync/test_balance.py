@@ -136,7 +136,7 @@ def test_shares_follow_the_speed_of_ranks_and_then_stay():
 
 def test_a_few_percent_and_one_long_interval_change_nothing():
     found, data = balance()
-    for seconds in [(9, 9, 9, 90), *[(1, 1, 1.08, 1)] * 20]:
+    for seconds in [(9, 9, 9, 90), *[(1, 1, 1.04, 1)] * 20]:
         assert found.observe(times(*seconds)) is None
     assert found.shares is data.shares is None
 
