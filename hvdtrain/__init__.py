@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hvdtrain.distributed.world import World as World
     from hvdtrain.distributed.world import init as init
     from hvdtrain.launch.function import run as run
+    from hvdtrain.sync.delayed import Delayed as Delayed
     from hvdtrain.sync.diloco import DiLoCo as DiLoCo
     from hvdtrain.sync.local_sgd import LocalSGD as LocalSGD
     from hvdtrain.training.custom_loop import prepare as prepare
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Delayed": "sync.delayed",
     "DiLoCo": "sync.diloco",
     "History": "training.progress",
     "LocalSGD": "sync.local_sgd",
@@ -44,8 +46,8 @@ _HOMES = {
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
 __all__ = [
-    "DiLoCo", "History", "LocalSGD", "Loss", "Sharded", "SoloWorld", "Trainer", "World", "__version__", "init",
-    "prepare", "read_parquet", "run",
+    "Delayed", "DiLoCo", "History", "LocalSGD", "Loss", "Sharded", "SoloWorld", "Trainer", "World", "__version__",
+    "init", "prepare", "read_parquet", "run",
 ]  # fmt: skip
 
 log_filter.begin()

@@ -177,8 +177,11 @@ class Adapter(Protocol):
     def settle(self) -> None:
         """Synchronize what ranks still hold alone, such as running means; called after each epoch."""
 
-    def finish(self) -> None:
-        """Change weights as the framework does when training ends; called after the last epoch and its checkpoint."""
+    def finish(self) -> Fault | None:
+        """Change weights as the framework does when training ends; called after the last epoch and its checkpoint.
+
+        Returns what is wrong with an update that was still to be made, and was not; set on all ranks or on none.
+        """
 
     def state(self) -> State:
         """Return weights, optimizer state and precision scaler. The next step may change the arrays."""

@@ -42,6 +42,8 @@ def make_adapter(
             "micro_batch is for torch: Keras's train_step computes a batch at once, and cannot be repeated. Use a "
             f"smaller batch_size, and accumulate. Received: micro_batch={options.micro_batch!r}"
         )
+    if options.sync == "Delayed":
+        raise ValueError("sync=Delayed() is for torch: Keras's compiled step applies the gradient that it computes.")
     if options.sync is not None and not model.built:
         raise ValueError(
             f"With sync=..., ranks agree on the weights before the first step. Give {model.name} a keras.Input, or "

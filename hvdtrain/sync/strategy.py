@@ -123,9 +123,9 @@ class WrappedAdapter:
         """Synchronize what ranks still hold alone."""
         self._adapter.settle()
 
-    def finish(self) -> None:
+    def finish(self) -> Fault | None:
         """Change weights as the framework does when training ends."""
-        self._adapter.finish()
+        return self._adapter.finish()
 
     def state(self) -> State:
         """Return weights, optimizer state and precision scaler."""

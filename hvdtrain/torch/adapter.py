@@ -168,7 +168,12 @@ class TorchAdapter:
         if self._before is not None:
             self._before.take()
         self._evaluate(batches, first=first)
-        return self._fault(self._update, batches) if self._update.is_refused() else None
+        refused = self._update.is_refused()
+        if self._update.in_flight is not None:
+            if self._before is not None and self._update.in_flight.has_fault:
+                self._before.restore()  # of this step, which only the next one refuses
+            return self._update.late_fault() if refused else None
+        return self._fault(self._update, batches) if refused else None
 
     def _evaluate(self, batches: Sequence[Batch], *, first: bool, again: bool = False) -> None:
         """Forward and backward over each batch of a step; `again` if the metrics have counted them."""
@@ -269,8 +274,9 @@ class TorchAdapter:
         """Return this rank's metrics since they were started."""
         return self.metrics(lambda local: local, keep=True)
 
-    def finish(self) -> None:
-        """Keep the weights."""
+    def finish(self) -> Fault | None:
+        """Apply the gradient that is still in flight, with sync=Delayed()."""
+        return self._update.finish() if self._update.in_flight is not None else None
 
     def settle(self) -> None:
         """Average running statistics over ranks; counters become the largest."""
@@ -294,11 +300,18 @@ class TorchAdapter:
 
     def state(self) -> State:
         """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""
-        return training_state.capture(self._model, self._optimizers())
+        state = training_state.capture(self._model, self._optimizers())
+        if self._update.in_flight is not None:
+            arrays, meta = self._update.in_flight.state()
+            state.arrays |= arrays
+            state.meta |= meta
+        return state
 
     def load_state(self, state: State) -> None:
         """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
         training_state.restore(state, self._model, self._optimizers())
+        if self._update.in_flight is not None:
+            self._update.in_flight.load(state.arrays, state.meta)
 
     def _forward(self, batch: Batch, counted: Counted, *, again: bool = False) -> tuple[torch.Tensor, Counted]:
         """Return the loss, a scalar, and what counts of the batch; add both to the metrics, unless run `again`."""

@@ -52,9 +52,10 @@ def _check_alone(model: nn.Module, optimizers: dict[str, Any], options: Options)
         "micro_batch='auto'": options.micro_batch == "auto"
         and "all ranks repeat a step when one runs out of memory; use micro_batch=N",
     }
+    what = "no step waits for other ranks" if options.sync == "Delayed" else "ranks step alone"
     for received, reason in reasons.items():
         if reason:
-            raise ValueError(f"With sync={options.sync}, ranks step alone. Received: {received}: {reason}.")
+            raise ValueError(f"With sync={options.sync}, {what}. Received: {received}: {reason}.")
 
 
 def _check_repeatable(model: nn.Module, *, several: bool) -> None:

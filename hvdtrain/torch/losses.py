@@ -158,17 +158,23 @@ class LossWeights:
                 if each.grad is not None:
                     each.grad.mul_(self.expected / self.weight)
 
-    def learn(self, total: float | None) -> None:
-        """Learn from the sum that came with the gradients."""
+    @property
+    def samples(self) -> int:
+        """The samples of the step, over all ranks; over this one, if alone."""
+        return self._samples
+
+    def learn(self, total: float | None, samples: int | None = None) -> None:
+        """Learn from the sum that came with the gradients; `samples` are those of their step, None for this one."""
+        samples = self._samples if samples is None else samples
         if total is not None:
             if self._loss is None and not total:
                 raise ValueError(
                     "Nothing counts in this step: step returned Loss.count=0 on every rank that holds samples. "
-                    f"Received: {self._samples} samples over all ranks. Leave such batches out of the data."
+                    f"Received: {samples} samples over all ranks. Leave such batches out of the data."
                 )
             # In float32, and perhaps divided and multiplied by the number of ranks: labels are whole.
             total = float(round(total)) if self._loss is not None and self._loss.weight is None else total
-            self.per_sample = max(self.per_sample, total / self._samples)
+            self.per_sample = max(self.per_sample, total / samples)
 
 
 def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 import hvdtrain.torch as hvd
-from hvdtrain.adapter import Options, Ranks
+from hvdtrain.adapter import Fault, Options, Ranks
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError
 from hvdtrain.torch import clipping, fused_update, names
+from hvdtrain.torch.delayed import GradientInFlight, Origin, Reduced
 from hvdtrain.torch.losses import LossWeights
 from hvdtrain.torch.metrics import Totals
 from hvdtrain.torch.reducer import FAILED
@@ -41,12 +43,18 @@ class Update:
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
         self._losses: list[torch.Tensor] = []  # of this evaluation, scaled as their gradients are
+        self._names = {parameter: each for each, parameter in names.parameters(model)}
         self._fuses = fused_update.applies_to(type(optimizer))
         self._distributed = self._reduced = world.size > 1 or launch_environment.reduces_alone()
         if self._distributed:
             compression = getattr(hvd.Compression, options.compression)
             named = names.parameters(model)
             self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
+        self.in_flight: GradientInFlight | None = None  # for sync=Delayed()
+        if options.sync == "Delayed":
+            self.in_flight = GradientInFlight(names.parameters(model), options.compression, world)
+        self._late: Reduced | None = None  # the gradient of the step before, which this step applies
+        self._batches: Sequence[Batch] = ()
         self._counts_nothing = False  # no sample counted on any rank: with SyncBatchNorm, gradients are zeros
         self.is_reducing = False  # from where this rank's gradients are complete to the step's end
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
@@ -80,6 +88,8 @@ class Update:
         if self._distributed:
             hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
             self.scaler.load_state_dict(self._world.broadcast_object(self.scaler.state_dict(), name="scaler"))
+        if self.in_flight is not None:
+            self.in_flight.share()
 
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce gradients over these ranks, from the next step on; see `Adapter.reduce_over`."""
@@ -93,7 +103,11 @@ class Update:
         self.weights.begin(batches)
         # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
         passes = len(batches) if everyone else sum(1 for each in self.weights.counted if each.weight)
-        if self._reduced and passes and (first or passes != self.optimizer.backward_passes_per_step):
+        if self.in_flight is not None:
+            if self._distributed:
+                self.optimizer._hvd_reducer.detach()  # backward must send nothing
+            self._batches = batches
+        elif self._reduced and passes and (first or passes != self.optimizer.backward_passes_per_step):
             self.optimizer.set_backward_passes_per_step(passes)
         self.optimizer.zero_grad()
         self._losses = []
@@ -102,6 +116,8 @@ class Update:
     def backward(self, loss: torch.Tensor, factor: float = 1.0) -> None:
         """Add the gradient of a loss times `factor`; one of several optimizers, to its own parameters only."""
         inputs = [p for p in self.parameters if p.requires_grad] if self.name else None
+        if self.in_flight is not None and self._checks():
+            self._losses.append(loss.detach())
         loss = loss if factor == 1.0 else loss * factor
         if self.needs_closure:
             self._losses.append(loss.detach())
@@ -113,13 +129,23 @@ class Update:
         Raises OutOfMemoryOnRank where a rank has called `give_up`.
         """
         self.is_reducing = True
+        if self.in_flight is not None:
+            self._exchange(self.in_flight)
+        else:
+            self._reduce()  # before unscale_ tests for infinity: ranks must agree to skip a step
+        return self._refuses()
+
+    def _checks(self) -> bool:
+        """Return whether this step is refused if its gradient is not finite."""
+        # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
+        return bool(self._options.nan_policy) and (not self.scaler.is_enabled() or self.scaler.get_scale() <= 1.0)
+
+    def _refuses(self) -> bool:
+        """Take the step with the gradients as they are, or return True; see `is_refused`."""
         optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
-        self._reduce()  # before unscale_ tests for infinity: ranks must agree to skip a step
         if self._counts_nothing or all(p.grad is None for p in parameters):
             return False  # momentum and weight decay must not move weights; a scaler does not step without gradients
-        # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
-        checks = self._options.nan_policy and (not self.scaler.is_enabled() or self.scaler.get_scale() <= 1.0)
-        if checks and not all_finite([p.grad for p in parameters]):
+        if self._checks() and not all_finite([p.grad for p in parameters]):
             return True
         if clip_norm is not None:
             self.scaler.unscale_(optimizer)
@@ -129,6 +155,58 @@ class Update:
             self.scaler.step(optimizer)
         self.scaler.update()
         return False
+
+    def _exchange(self, in_flight: GradientInFlight) -> None:
+        """Replace this step's gradient by the mean of the step before, and start to reduce this step's."""
+        weights = self.weights
+        made = Origin(weights.weight, weights.expected, weights.samples, self._scale())
+        fault = self._own_fault()
+        late = in_flight.take()  # before the next one starts: they have the same names
+        in_flight.start(self.parameters, made, fault)
+        self._put(late)
+
+    def _put(self, late: Reduced | None) -> None:
+        """Put a reduced gradient where the optimizer looks for it."""
+        self._late = late
+        if late is None:
+            return
+        origin = late.origin
+        self.weights.learn(origin.total, origin.samples)
+        self._counts_nothing = origin.total == 0
+        factor = self._scale() / origin.scale  # the gradient was made at another loss scale
+        for parameter, gradient in late.gradients.items():
+            parameter.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+
+    def _scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
+
+    def _own_fault(self) -> Fault | None:
+        """Return what is not finite in this rank's gradient, before others add theirs."""
+        if not self._checks() or all_finite([p.grad for p in self.parameters]):
+            return None
+        mean = float(torch.stack(self._losses).mean())
+        return Fault("", self._first_non_finite(), mean, self._batches, steps_ago=1)
+
+    def late_fault(self) -> Fault:
+        """Return why the gradient of the step before was refused, and drop it."""
+        name = self._first_non_finite()
+        own = None if self._late is None else self._late.fault
+        self.optimizer.zero_grad()
+        return replace(own, reduced=name) if own else Fault(name, None, float("nan"), (), steps_ago=1)
+
+    def _first_non_finite(self) -> str:
+        found = first_non_finite((p, p.grad) for p in self.parameters)
+        return "none" if found is None else self._names[found]
+
+    def finish(self) -> Fault | None:
+        """Apply the last step's gradient, which no later step will; return why it was refused."""
+        assert self.in_flight is not None
+        self.optimizer.zero_grad()
+        self._counts_nothing = False
+        self._put(self.in_flight.take())
+        fault = replace(self.late_fault(), steps_ago=0) if self._refuses() else None
+        self.optimizer.zero_grad()
+        return fault
 
     def _reduce(self) -> float:
         """Average the gradients over ranks; return the factor that corrects their scale, which holds for losses too."""

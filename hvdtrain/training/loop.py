@@ -222,7 +222,8 @@ class Loop:
                 if (best := each.describe_best()) is not None:
                     context.decisions.append(best)
                     log.info("%s", best)
-            self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
+            fault = self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
+            self._nan_policy.must_stop(fault, (), at="The last step")
             for hook in hooks:
                 hook.on_fit_end(context)
             for each in self._checkpoints:
@@ -343,7 +344,7 @@ class Loop:
                 recorder.ended("other")
                 adapter.train_step(group)
                 recorder.ended("compute")
-                if self._nan_policy.must_stop(adapter.fault, group, step=step, epoch=epoch):
+                if self._nan_policy.must_stop(adapter.fault, group, at=f"Step {step + 1} of epoch {epoch + 1}"):
                     self._save_and_wait()
                     stopped = True
                     break

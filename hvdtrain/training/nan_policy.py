@@ -43,17 +43,17 @@ class NanPolicy:
             log.warning("Epoch %d: %s is %s. %s", epoch + 1, bad[0], logs[bad[0]], advice)
         self._warned = bool(bad)
 
-    def must_stop(self, fault: Fault | None, batches: Sequence[Batch], *, step: int, epoch: int) -> bool:
+    def must_stop(self, fault: Fault | None, batches: Sequence[Batch], *, at: str) -> bool:
         """Count a step taken, or handle a refused one; return whether training stops, equal on all ranks.
 
-        With "raise", a refused step is a NonFiniteError on every rank.
+        `at` names the step. With "raise", a refused step is a NonFiniteError on every rank.
         """
         if fault is None:
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        at = f"Step {step + 1} of epoch {epoch + 1}"
-        text = f"{at}: " if not fault.steps_ago else f"{at}, about {fault.steps_ago} steps later: "
+        ago = f", about {fault.steps_ago} steps later" if fault.steps_ago > 1 else ", a step later" * fault.steps_ago
+        text = f"{at}{ago}: "
         reports = enumerate(self._world.allgather_object(_report(fault, fault.batches or batches), name="nan_policy"))
         found = [(rank, *report) for rank, report in reports if report is not None]
         if found:

@@ -17,6 +17,7 @@ STRATEGIES = {
     "post-local": hvdtrain.LocalSGD(3, after_steps=2),
     "DiLoCo": hvdtrain.DiLoCo(3, lr=0.7, momentum=0.9),
     "streaming": hvdtrain.DiLoCo(6, fragments=2, overlap=2),
+    "Delayed": hvdtrain.Delayed(),
 }
 
 
@@ -25,6 +26,10 @@ def strategy_of(kit, name):
         with pytest.raises(ValueError, match=r"fragments and overlap are for torch\. In Keras an exchange passes"):
             kit.trainer(kit.model(), sync=STRATEGIES[name])
         pytest.skip("fragments and overlap are for torch")
+    if name == "Delayed" and kit.__name__ == "keras_kit":
+        with pytest.raises(ValueError, match=r"sync=Delayed\(\) is for torch: Keras's compiled step applies the"):
+            kit.trainer(kit.model(), sync=STRATEGIES[name])
+        pytest.skip("Delayed is for torch")
     return STRATEGIES[name]
 
 
@@ -62,7 +67,13 @@ class Watch(Callback):
 @pytest.mark.parametrize(
     ("strategy", "steps"),
     # 53 samples make seven steps an epoch. A new epoch begins with equal ranks, but no step has ended then.
-    [("LocalSGD", [3, 6, 9, 12]), ("post-local", [1, 2, 5, 8, 11, 14]), ("DiLoCo", [3, 6, 9, 12]), ("streaming", [])],
+    [
+        ("LocalSGD", [3, 6, 9, 12]),
+        ("post-local", [1, 2, 5, 8, 11, 14]),
+        ("DiLoCo", [3, 6, 9, 12]),
+        ("streaming", []),
+        ("Delayed", [*range(1, 15)]),
+    ],
 )
 def test_ranks_hold_equal_weights_after_every_so_many_steps(kit, world, strategy, steps):
     watch, net = Watch(), kit.model()
@@ -87,7 +98,8 @@ def test_what_is_due_between_synchronizations_follows_the_next_one(kit, world, s
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
-    "strategy", ["LocalSGD", "post-local", pytest.param("DiLoCo", marks=pytest.mark.every_backend), "streaming"]
+    "strategy",
+    ["LocalSGD", "post-local", pytest.param("DiLoCo", marks=pytest.mark.every_backend), "streaming", "Delayed"],
 )
 def test_a_run_that_was_stopped_ends_as_if_it_never_was(kit, world, shared_tmp_path, monkeypatch, strategy):
     make, sync = kit.trainer, strategy_of(kit, strategy)

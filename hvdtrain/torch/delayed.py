@@ -1,0 +1,268 @@
+"""The gradient of the step before, which is reduced while a step computes its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Parameter
+
+import hvdtrain.torch as hvd
+from hvdtrain.adapter import Fault
+from hvdtrain.data.sources import as_array
+from hvdtrain.distributed.recorder import recorder
+from hvdtrain.distributed.world import World
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch import engine
+from hvdtrain.torch.compression import Compression, FP16Compressor
+from hvdtrain.torch.engine import Handle
+from hvdtrain.torch.reduce_ops import BF16Exchange, Reduction, submit
+from hvdtrain.torch.reduction_unit import drain
+
+_PREFIX, _META = "sync.gradient.", "delayed"  # in `State.arrays` and `State.meta`
+# Smaller gradients of one type and device travel in one tensor. To copy one costs less than to negotiate it alone.
+_SMALL_BYTES = 2**18
+_POLL_S = 0.001
+
+
+@dataclass
+class Origin:
+    """What the gradient of a step was made with; equal on all ranks."""
+
+    total: float | None  # the sum of ranks' weights; None where all of them know it beforehand
+    expected: float  # the sum for which losses were scaled
+    samples: int  # of the step, over all ranks
+    scale: float  # of its loss scaling
+
+
+@dataclass
+class Reduced:
+    """The mean gradient of a step, equal on all ranks; a parameter without a gradient on any rank is left out."""
+
+    origin: Origin
+    gradients: dict[Parameter, Tensor]
+    fault: Fault | None = None  # why this rank's own gradient is not finite
+
+
+class GradientInFlight:
+    """Holds the gradient of one step while it is reduced, and after that until the next step takes it.
+
+    It sends a dense gradient for each parameter of the optimizer that is trained, a missing one as zeros: what is sent
+    must not depend on the step. With it travel this rank's weight in the mean, and flags of the gradients that it has.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Parameter]], compression: str, world: World) -> None:
+        self._names = {parameter: name for name, parameter in named}
+        self._compression, self._world = compression, world
+        self._sent: _Sent | None = None
+        self._reduced: Reduced | None = None
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether this rank's own part of the gradient in flight is not finite."""
+        return self._sent is not None and self._sent.fault is not None
+
+    def start(self, parameters: Sequence[Parameter], origin: Origin, fault: Fault | None) -> None:
+        """Take the gradients from these parameters, and start to average them over ranks."""
+        trained = [p for p in parameters if p.requires_grad]
+        for parameter in trained:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise HvdTrainError(
+                    "sync=Delayed() reduces dense gradients. Received: a sparse gradient of "
+                    f"{self._names.get(parameter, 'a parameter')} on rank {self._world.rank}. Use "
+                    "Embedding(sparse=False), or sync=None."
+                )
+        self._sent = _Sent(trained, origin, fault, self._compression)
+
+    def take(self) -> Reduced | None:
+        """Wait for the gradient in flight and return it, for the caller to keep; None before the first step."""
+        reduced, self._reduced = self._wait(), None
+        return reduced
+
+    def _wait(self) -> Reduced | None:
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            with recorder.waiting():
+                self._reduced = sent.wait()
+        return self._reduced
+
+    def drop(self) -> None:
+        """Drop the gradient. Wait for its reduction, whose names and memory are needed again."""
+        sent, self._sent, self._reduced = self._sent, None, None
+        if sent is not None:
+            sent.drain()
+
+    def share(self) -> None:
+        """Give all ranks the root's gradient; a collective."""
+        if self._sent is not None and self._sent.is_stale:
+            self.drop()
+        try:
+            mine = self._wait()
+        except Exception:  # noqa: BLE001 - of a fit that an error has ended
+            mine = None
+        described = None if mine is None else (asdict(mine.origin), [self._names[p] for p in mine.gradients])
+        found = self._world.broadcast_object(described, name="delayed")
+        self._reduced = None
+        if found is None:
+            return
+        origin, names = found
+        by_name = {name: parameter for parameter, name in self._names.items()}
+        gradients = {} if mine is None else mine.gradients
+        shared = {
+            by_name[name]: gradients[by_name[name]] if self._world.is_root else torch.zeros_like(by_name[name]).detach()
+            for name in names
+        }
+        if self._world.size > 1:
+            hvd.broadcast_parameters([(f"delayed.{self._names[p]}", each) for p, each in shared.items()], root_rank=0)
+        self._reduced = Reduced(Origin(**origin), shared, None if mine is None else mine.fault)
+
+    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """Return what `State.arrays` and `State.meta` hold of it; this rank alone waits for the reduction."""
+        reduced = self._wait()
+        if reduced is None:
+            return {}, {}
+        arrays = {f"{_PREFIX}{self._names[p]}": as_array(each) for p, each in reduced.gradients.items()}
+        return arrays, {_META: asdict(reduced.origin)}
+
+    def load(self, arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> None:
+        """Restore it. A checkpoint of a run with another strategy has no gradient."""
+        self.drop()
+        if _META not in meta:
+            return
+        saved = {name.removeprefix(_PREFIX): a for name, a in arrays.items() if name.startswith(_PREFIX)}
+        known = [(p, name) for p, name in self._names.items() if name in saved]
+        gradients = {p: torch.from_numpy(saved[name].copy()).to(p.device, p.dtype) for p, name in known}
+        self._reduced = Reduced(Origin(**meta[_META]), gradients)
+
+
+class _Sent:
+    """The operations in flight that reduce one gradient."""
+
+    def __init__(self, parameters: list[Parameter], origin: Origin, fault: Fault | None, compression: str) -> None:
+        self._parameters, self._origin, self.fault = parameters, origin, fault
+        self._how = Reduction(engine.Average, process_set=engine.global_set())
+        flags = [float(p.grad is not None) for p in parameters]
+        numbers = torch.tensor([origin.total or 0.0, *flags], dtype=torch.float64)
+        how = Reduction(engine.Sum, process_set=self._how.process_set)
+        self._numbers = submit([numbers], how, "delayed.numbers", in_place=True, counted=False)
+        gradients = [torch.zeros_like(p).detach() if p.grad is None else p.grad.detach() for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._parts = [_Part([gradients[i] for i in members], members) for members in _groups(gradients, compression)]
+        for index, part in enumerate(self._parts):
+            part.start(self._how, f"delayed.{index}", compression)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether Horovod was shut down since, as an elastic job does when ranks change."""
+        return self._numbers.is_stale
+
+    def wait(self) -> Reduced:
+        """Wait for the mean, corrected for the sum of the ranks' weights."""
+        total, *present = self._numbers.wait()[0].tolist()
+        origin = self._origin
+        if origin.total is not None:
+            origin.total = total
+        results: dict[int, Tensor] = {}
+        for part in self._parts:
+            results |= part.wait()
+        correction = 1.0
+        if origin.total and abs(total - origin.expected) > 1e-5 * origin.expected:
+            correction = origin.expected / total  # as `Reducer` does
+        gradients = {p: results[i] for i, p in enumerate(self._parameters) if present[i]}
+        if correction != 1.0:
+            for each in gradients.values():
+                each.mul_(correction)
+        return Reduced(origin, gradients, self.fault)
+
+    def drain(self) -> None:
+        """Wait without a result."""
+        drain(self._numbers)
+        for part in self._parts:
+            part.drain()
+
+
+class _Part:
+    """Gradients that are reduced in one operation."""
+
+    def __init__(self, gradients: list[Tensor], members: list[int]) -> None:
+        self._gradients, self._members = gradients, members
+        self._handle: Any = None
+        self._thread: _SecondHalf | None = None
+
+    def start(self, how: Reduction, name: str, compression: str) -> None:
+        """Send them."""
+        if compression == "bf16":
+            self._handle = BF16Exchange(self._gradients, how, name)
+            self._thread = _SecondHalf(self._handle.first_half)
+            self._thread.start()
+            return
+        alone = len(self._gradients) == 1
+        flat = self._gradients[0] if alone else torch.cat([each.reshape(-1) for each in self._gradients])
+        sent, _ = (FP16Compressor if compression == "fp16" else Compression.none).compress(flat)
+        self._handle = submit([sent], how, name, in_place=True, counted=False)
+
+    def wait(self) -> dict[int, Tensor]:
+        """Return the means by the gradients' numbers."""
+        if self._thread is not None:
+            self._thread.finish()
+        results = self._handle.wait()
+        if self._thread is None and len(self._gradients) > 1:
+            parts = results[0].split([each.numel() for each in self._gradients])
+            results = [part.view(each.shape) for part, each in zip(parts, self._gradients, strict=True)]
+        means = [result.to(each.dtype) for result, each in zip(results, self._gradients, strict=True)]
+        return dict(zip(self._members, means, strict=True))
+
+    def drain(self) -> None:
+        """Wait without a result."""
+        if self._thread is not None:
+            self._thread.join()
+        drain(self._handle)
+
+
+class _SecondHalf(threading.Thread):
+    """Starts the second half of a bf16 exchange when the first one is done, on every rank, while steps compute.
+
+    If the step started it, the second half would run after the computation. And rank 0, which waits alone before it
+    writes a checkpoint, would wait for halves that other ranks have not started.
+    """
+
+    def __init__(self, first_half: Handle) -> None:
+        super().__init__(name="hvdtrain-bf16", daemon=True)
+        self._first_half = first_half
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Poll: to wait in Horovod could hold Python's lock."""
+        try:
+            while not (self._first_half.is_stale or self._first_half.poll()):
+                time.sleep(_POLL_S)
+            self._first_half.wait()
+        except Exception as error:  # noqa: BLE001 - raised where the step waits
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait until the second half is in flight; raise what went wrong."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _groups(gradients: Sequence[Tensor], compression: str) -> list[list[int]]:
+    """Return numbers of gradients that travel in one operation: small ones together, with bf16 all of a device."""
+    groups: list[list[int]] = []
+    together: dict[Any, list[int]] = {}
+    for index, each in enumerate(gradients):
+        if compression == "bf16":
+            together.setdefault(each.device, []).append(index)
+        elif each.nbytes < _SMALL_BYTES:
+            together.setdefault((each.device, each.dtype), []).append(index)
+        else:
+            groups.append([index])
+    return [*groups, *together.values()]
