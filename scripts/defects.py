@@ -413,4 +413,33 @@ DEFECTS = (
         "        if mine:\n",
         ALONE,
     ),
+    Defect(
+        "sync: the gradient in flight is not in checkpoints",
+        "hvdtrain/torch/adapter.py",
+        "            state.arrays |= arrays\n",
+        "",
+        ALONE,
+    ),
+    Defect(
+        "sync: a delayed gradient is unscaled by the loss scale of another step",
+        "hvdtrain/torch/update.py",
+        "factor = self._scale() / origin.scale",
+        "factor = 1.0",
+        unit("sync/test_delayed.py"),
+    ),
+    # How many samples of a step each rank takes
+    Defect(
+        "balance: a resumed run begins with equal parts",
+        "hvdtrain/training/loop.py",
+        '"shares": self.balance and self.balance.shares,',
+        '"shares": None,',
+        ranks("trainer-torch", "test_balance.py"),
+    ),
+    Defect(
+        "balance: all ranks take a step's first samples",
+        "hvdtrain/data/sources.py",
+        "whole[first + parts[rank] : first + parts[rank + 1]]",
+        "whole[first : first + parts[rank + 1] - parts[rank]]",
+        unit("sync/test_balance.py"),
+    ),
 )

@@ -66,9 +66,9 @@ class Trainer:
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: "none", "fp16" or "bf16": the type in which gradients are sent.
-        sync: when ranks synchronize: None in every step; `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks,
-            every so many. Checkpoints, validation and stops that are due between two synchronizations come after the
-            next one.
+        sync: when ranks synchronize: None in every step; `hvdtrain.Delayed` in every step, but one step late, for
+            PyTorch; `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks, every so many. Checkpoints,
+            validation and stops that are due between two synchronizations come after the next one.
         nan_policy: what to do about a non-finite gradient. All ranks detect it in the same step, and no rank takes that
             step. "raise" ends the run with an error; "stop" ends it with a checkpoint, if there is a checkpoint_dir,
             and returns the History so far; "skip" continues with the next step. The message names the step, the rank,

@@ -137,9 +137,9 @@ def test_a_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(framework, bac
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "word",
-    ["LocalSGD", *[pytest.param(each, marks=pytest.mark.long) for each in ("DiLoCo", "unequal")]],
+    ["LocalSGD", *[pytest.param(each, marks=pytest.mark.long) for each in ("DiLoCo", "Delayed", "unequal")]],
 )
-def test_a_run_is_killed_while_ranks_step_alone_or_unequally(word, tmp_path, row):
+def test_a_run_with_a_strategy_that_is_killed_ends_bit_for_bit_as_one_that_is_not(word, tmp_path, row):
     """Steps since the last synchronization are lost with those since the last checkpoint, and taken again."""
     straight = run(tmp_path / "straight", "torch", word)
     folder = tmp_path / "killed"

@@ -27,7 +27,7 @@ HELD_STEP = 45  # from here on, near the end, it waits while there is a file "ho
 HELD_VALIDATION = 20  # in the validation after this step it waits while there is a file "hold-validation"
 VALIDATE_EVERY = 5 if "validating" in sys.argv else None
 TIMES = {"samples_per_s", "seconds"}
-STRATEGIES = {"LocalSGD": hvdtrain.LocalSGD(5), "DiLoCo": hvdtrain.DiLoCo(5)}
+STRATEGIES = {"LocalSGD": hvdtrain.LocalSGD(5), "DiLoCo": hvdtrain.DiLoCo(5), "Delayed": hvdtrain.Delayed()}
 SYNC = next((STRATEGIES[word] for word in sys.argv if word in STRATEGIES), None)
 
 world = hvdtrain.init("torch" if FRAMEWORK == "torch" else "keras")
