@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from hvdtrain.cli.shared import COUNT, FILE, NUMBER, Debug, one_of, option, quantity
+from hvdtrain.cli.shared import COUNT, FILE, NUMBER, Debug, one_of, option, quantity, whole_number
 from hvdtrain.errors import UsageError
 from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast, read_measured
 from hvdtrain.tools.quantities import format_time, parse_rate, parse_size, parse_time
@@ -57,6 +57,9 @@ def plan(
     samples: Annotated[int, option("Samples of the run whose time and cost are shown.", **COUNT)] = 1_000_000,
     price: Annotated[Amount, option("Of one rank for one hour.  [default: show rank-hours]", **NUMBER)] = None,
     worth: Annotated[float, option("What an added rank must bring, of a lone rank's work.", **NUMBER)] = 0.5,
+    moments: Annotated[
+        int, option("What the optimizer keeps for each weight: 0 plain SGD, 1 momentum, 2 Adam.", **whole_number(0))
+    ] = 2,
     json: Annotated[bool, option("Print one JSON object.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
@@ -69,6 +72,9 @@ def plan(
     Efficiency is T_comp / step.
 
     Adding ranks stops paying where no larger number of ranks brings --worth of a lone rank's work for each rank added.
+
+    Last come the strategies of synchronization on the largest number of ranks: what a rank sends, and which one is the
+    first to reach 90 % of a lone rank's speed.
 
     Quantities need a unit: 200ms, 80MB, 64MiB, 25Gb/s (bits), 3.9GB/s (bytes).
 
@@ -105,7 +111,13 @@ def plan(
             raise ValueError("--intra missing: several ranks share a host, so give the speed between them")
         forecasts = [forecast(the_step, the_cluster, ranks) for ranks in rank_counts(max_ranks)]
         result = Plan(
-            step=the_step, cluster=the_cluster, forecasts=forecasts, run_samples=samples, price=price, worth=worth
+            step=the_step,
+            cluster=the_cluster,
+            forecasts=forecasts,
+            run_samples=samples,
+            price=price,
+            worth=worth,
+            moments=moments,
         )
         text = json_format.dumps(as_json(result), indent=2) if json else None
     except ValueError as error:

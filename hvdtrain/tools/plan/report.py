@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdtrain.tools.plan.model import Cluster, Forecast, Step, marginal_efficiency, pays_up_to, require
+from hvdtrain.tools.plan.strategies import ENOUGH, StrategyForecast, strategies, wanted
 from hvdtrain.tools.quantities import format_size, format_time, three_digits
 
 
@@ -25,6 +26,7 @@ class Plan:
     run_samples: int  # samples of the whole run, whose time and cost are shown
     price: float | None = None  # of one rank for one hour, in any currency; None shows rank-hours in its place
     worth: float = 0.5  # the share of a lone rank's work that an added rank must bring
+    moments: int = 2  # numbers that the optimizer keeps for a weight
 
     def __post_init__(self) -> None:
         require("the samples of the run", self.run_samples, "above 0 and finite")
@@ -44,6 +46,11 @@ class Plan:
     def stop(self) -> Forecast:
         """The forecast at which adding ranks stops paying."""
         return pays_up_to(self.forecasts, worth=self.worth)
+
+    def strategies(self) -> list[StrategyForecast]:
+        """Return the forecast of each strategy on the largest number of ranks; nothing for one rank."""
+        ranks = self.forecasts[-1].ranks
+        return strategies(self.step, self.cluster, ranks, moments=self.moments) if ranks > 1 else []
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -67,6 +74,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "worth": plan.worth,
         "pays_up_to_ranks": plan.stop.ranks,
         "forecast": rows,
+        "moments": plan.moments,
+        "strategies": [dataclasses.asdict(each) for each in plan.strategies()],
+        "wants": wanted(plan.strategies()).name if plan.strategies() else None,
     }
 
 
@@ -75,6 +85,42 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_table(plan))
     console.print(_meaning(plan))
     console.print(_verdict(plan))
+    if found := plan.strategies():
+        console.print(_strategies(found, plan))
+        console.print(_advice(found, plan))
+
+
+def _strategies(found: Sequence[StrategyForecast], plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", title_style="")
+    table.title = f"\nStrategies of synchronization, on {plan.forecasts[-1].ranks} ranks:\n"
+    table.add_column("Trainer(...)", no_wrap=True)
+    for heading in ("sent a step", "step", "efficiency"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    best = wanted(found)
+    for each in found:
+        cells = (each.name, format_size(each.sent_bytes), format_time(each.step_s), _percent(each.efficiency))
+        table.add_row(*cells, style="bold" if each is best else None)
+    return table
+
+
+def _advice(found: Sequence[StrategyForecast], plan: Plan) -> str:
+    best, ranks = wanted(found), plan.forecasts[-1].ranks
+    if best is found[0]:
+        text = (
+            f"On {ranks} ranks this link needs no strategy: gradients in every step reach {_percent(best.efficiency)}"
+        )
+    elif best.efficiency >= ENOUGH:
+        text = (
+            f"On {ranks} ranks this link wants {best.name}: what stands above it changes less in what is learned, and "
+            f"does not reach {ENOUGH:.0%}"
+        )
+    else:
+        text = f"On {ranks} ranks nothing reaches {ENOUGH:.0%}. {best.name} comes closest; a larger `every` sends less"
+    kept = {0: "weights alone", 1: "weights and momentum, twice the gradients' bytes"}
+    sent = kept.get(
+        plan.moments, f"weights and the optimizer's averages, {1 + plan.moments} times the gradients' bytes"
+    )
+    return f"\n{text}. LocalSGD and DiLoCo send {sent} (--moments {plan.moments}); fragments send weights alone."
 
 
 def _table(plan: Plan) -> Table:
