@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.sources import Batch
 
 Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-Ranks = Literal["all", "none"]
+Ranks = Literal["all", "host", "none"]
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,8 @@ class Adapter(Protocol):
 
         With "none", a rank steps alone: its gradient is a mean over its own samples, times its share of the step's
         samples, times the number of ranks. So the mean over ranks of their steps' gradients is that of all samples.
+        With "host", the ranks of a host step with the mean of these gradients over them. ValueError where a framework
+        cannot do that.
         """
 
     def replica(self) -> Replica:

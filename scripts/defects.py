@@ -414,6 +414,13 @@ DEFECTS = (
         ALONE,
     ),
     Defect(
+        "sync: gradients go to ranks of other hosts",
+        "hvdtrain/torch/host_mean.py",
+        "if host == hosts[self._world.rank]]",
+        "]",
+        ranks("torch", "and_hosts_alone", np=3),
+    ),
+    Defect(
         "sync: the gradient in flight is not in checkpoints",
         "hvdtrain/torch/adapter.py",
         "            state.arrays |= arrays\n",

@@ -198,6 +198,11 @@ class KerasAdapter:
 
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce the next steps' gradients over these ranks."""
+        if ranks == "host":
+            raise ValueError(
+                'within="host" is for torch: Keras\'s compiled step reduces gradients over all ranks or none. Use '
+                "LocalSGD(every=...) without it."
+            )
         changed = [part.reduce(alone=ranks == "none") for part in self._parts]
         if any(changed):
             self._model.train_function = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdtrain.adapter import Adapter, Options
+from hvdtrain.adapter import Adapter, Options, Ranks
 from hvdtrain.distributed.world import World
 from hvdtrain.sync.periodic import Period, PeriodicAdapter
 from hvdtrain.sync.strategy import Strategy, check_count
@@ -23,9 +23,13 @@ class LocalSGD(Strategy):
     weights: they are sent too, so SGD with momentum sends twice as much as plain SGD, and Adam three times. The
     Trainer's `compression` sends the changes of the weights in half precision, and the averages in bfloat16.
 
+    With within="host", in PyTorch, the ranks of a host are synchronous: they step with the mean of their gradients, and
+    weights are averaged between hosts every so many steps (hierarchical local SGD, in the paper on post-local SGD).
+
     Args:
         every: optimizer steps between synchronizations, counted over the run.
         after_steps: number of synchronous steps at the beginning.
+        within: "host", or None for ranks that step alone.
 
     Raises:
         ValueError: an option outside its range.
@@ -33,11 +37,17 @@ class LocalSGD(Strategy):
 
     every: int
     after_steps: int = 0
+    within: str | None = None
 
     def __post_init__(self) -> None:
         check_count("LocalSGD", "every", self.every, least=1)
         check_count("LocalSGD", "after_steps", self.after_steps, least=0)
+        if self.within not in (None, "host"):
+            raise ValueError(f'LocalSGD: within must be None or "host". Received: within={self.within!r}')
 
     def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
         """Return an adapter that takes its steps so."""
-        return PeriodicAdapter(adapter, Period(self.every, self.after_steps), options, world)
+        within: Ranks = "host" if self.within else "none"
+        if self.within and world.size > 1:
+            adapter.reduce_over(within)  # which raises where a framework cannot do it
+        return PeriodicAdapter(adapter, Period(self.every, self.after_steps, within), options, world)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvdtrain.adapter import Adapter, Fault, Options, State
+from hvdtrain.adapter import Adapter, Fault, Options, Ranks, State
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import World
 from hvdtrain.sync.outer import Outer
@@ -23,6 +23,7 @@ class Period:
 
     every: int  # steps
     after_steps: int = 0  # these first steps are synchronous
+    within: Ranks = "none"  # between synchronizations ranks step together with these
     lr: float = 1.0
     momentum: float = 0.0
     fragments: int = 1  # parts of the weights, each synchronized `every` steps, in turns
@@ -110,7 +111,7 @@ class PeriodicAdapter(WrappedAdapter):
         if not self._alone:
             for outer in self._make_outers():
                 outer.begin()
-        self._adapter.reduce_over("none")
+        self._adapter.reduce_over(self._period.within)
         self._adapter.train_step(batches)
         self.fault = None
         self._steps += 1

@@ -22,6 +22,7 @@ from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError
 from hvdtrain.torch import clipping, fused_update, names
 from hvdtrain.torch.delayed import GradientInFlight, Origin, Reduced
+from hvdtrain.torch.host_mean import HostMean
 from hvdtrain.torch.losses import LossWeights
 from hvdtrain.torch.metrics import Totals
 from hvdtrain.torch.reducer import FAILED
@@ -53,6 +54,7 @@ class Update:
         self.in_flight: GradientInFlight | None = None  # for sync=Delayed()
         if options.sync == "Delayed":
             self.in_flight = GradientInFlight(names.parameters(model), options.compression, world)
+        self._host_mean: HostMean | None = None
         self._late: Reduced | None = None  # the gradient of the step before, which this step applies
         self._batches: Sequence[Batch] = ()
         self._counts_nothing = False  # no sample counted on any rank: with SyncBatchNorm, gradients are zeros
@@ -84,6 +86,7 @@ class Update:
         """Broadcast the root's optimizer state and precision scaler."""
         # A scaler makes its scale when it is first used, which a rank without samples never does.
         self.scaler.scale(torch.zeros((), device=self._device))
+        self._host_mean = None  # ranks may have changed
         self.weights.per_sample = 0.0  # ranks begin together, and data may have changed
         if self._distributed:
             hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
@@ -93,7 +96,11 @@ class Update:
 
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce gradients over these ranks, from the next step on; see `Adapter.reduce_over`."""
-        self._reduced, self.weights.alone = self._distributed and ranks != "none", ranks == "none"
+        self._reduced, self.weights.alone = self._distributed and ranks == "all", ranks != "all"
+        if ranks != "host":
+            self._host_mean = None
+        elif self._host_mean is None and self._world.size > 1:
+            self._host_mean = HostMean(self._world)
         if self._distributed and not self._reduced:
             self.optimizer._hvd_reducer.detach()  # backward must send nothing; `synchronize` puts the hooks back
 
@@ -218,6 +225,8 @@ class Update:
             weights.learn(total)
         else:
             weights.correct(self.parameters)
+            if self._host_mean is not None:
+                self._host_mean.average(self.parameters)
             total = weights.weight
             if weights.alone:
                 self._fill_gradients()

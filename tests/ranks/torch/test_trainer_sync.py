@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import hvdtrain
 from hvdtrain.data import sharding
+from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine
 from hvdtrain.torch.replica import Replica
 
@@ -105,6 +107,104 @@ def test_weights_are_those_of_ranks_that_step_alone_and_are_averaged(world, opti
     expected = ranks_alone(OPTIMIZERS[optimizer], world.size, **how)
     for ours, theirs in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, atol=2e-6, rtol=0)
+
+
+HOST_OF = {2: "aa", 3: "aab"}  # by world size, each rank's
+
+
+@pytest.fixture
+def two_hosts(world, monkeypatch):
+    """Let ranks be on hosts of their own names."""
+    names = HOST_OF[world.size]
+    monkeypatch.setattr(socket, "gethostname", lambda: names[world.rank])
+    return [[rank for rank, name in enumerate(names) if name == host] for host in sorted(set(names))]
+
+
+def hosts_alone(make, hosts, *, every, epochs=2):
+    """Train as hosts do whose ranks step together, in one process: each its own model, averaged by their ranks."""
+    x, y = map(torch.from_numpy, data())
+    nets = [model() for _ in hosts]
+    optimizers = [make(net) for net in nets]
+    size, steps = sum(map(len, hosts)), 0
+
+    def synchronize():
+        for parameters in zip(*(net.parameters() for net in nets), strict=True):
+            states = [optimizer.state[p] for optimizer, p in zip(optimizers, parameters, strict=True)]
+            names = [name for name, value in states[0].items() if torch.is_tensor(value) and value.dim()]
+            for same in ([p.detach() for p in parameters], *([state[name] for state in states] for name in names)):
+                mean = sum(len(host) / size * each for host, each in zip(hosts, same, strict=True))
+                for each in same:
+                    each.copy_(mean)
+
+    for epoch in range(epochs):
+        order = sharding.epoch_order(SAMPLES, epoch=epoch, seed=0)
+        for begin in range(0, SAMPLES, BATCH * size):
+            rows = order[begin : begin + BATCH * size]
+            for host, net, optimizer in zip(hosts, nets, optimizers, strict=True):
+                mine = np.concatenate([rows[rank::size] for rank in host])
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(net(x[mine]), y[mine], reduction="sum")
+                (loss * size / len(rows) / len(host)).backward()
+                optimizer.step()
+            steps += 1
+            if steps % every == 0:
+                synchronize()
+        synchronize()
+    return [p.detach() for p in nets[0].parameters()]
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_ranks_of_a_host_step_together_and_hosts_alone(world, two_hosts, monkeypatch, optimizer):
+    sent = []
+    alltoall = engine.native().alltoall_async
+    monkeypatch.setattr(
+        engine.native(),
+        "alltoall_async",
+        lambda rows, splits, **how: sent.append(splits) or alltoall(rows, splits, **how),
+    )
+    net = model()
+    fit(net, OPTIMIZERS[optimizer](net), hvdtrain.LocalSGD(3, within="host"))
+    expected = hosts_alone(OPTIMIZERS[optimizer], two_hosts, every=3)
+    for ours, theirs in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, atol=2e-6, rtol=0)
+    (mine,) = (host for host in two_hosts if world.rank in host)
+    assert sent
+    for splits in sent:
+        assert [rank for rank, rows in enumerate(splits.tolist()) if rows] == mine, "nothing goes to other hosts"
+
+
+@pytest.mark.world_size(2)
+def test_a_weight_that_one_rank_of_a_host_trains_is_stepped_on_all_of_them(world, two_hosts):
+    net = Partly(world.rank)
+    before = copy.deepcopy(net.state_dict())
+    steps = []
+
+    class Equal(hvdtrain.callbacks.Callback):
+        def on_step_end(self, trainer, step):
+            sums = world.allgather_object(float(net.sometimes.weight.detach().sum()), name="sums")
+            steps.append(sums[0] == sums[1])
+
+    trainer = hvdtrain.Trainer(
+        net, optimizer=OPTIMIZERS["adam"](net), loss=torch.nn.CrossEntropyLoss(),
+        sync=hvdtrain.LocalSGD(100, within="host"),
+    )  # fmt: skip
+    trainer.fit(data(), epochs=1, batch_size=BATCH, progress=False, run_dir=None, callbacks=[Equal()])
+    assert steps == [True] * 6
+    assert not torch.equal(net.sometimes.weight, before["sometimes.weight"])
+    assert torch.equal(net.never.weight, before["never.weight"])
+
+
+@pytest.mark.world_size(2)
+def test_sparse_gradients_within_a_host_are_refused(world, two_hosts):
+    net = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    trainer = hvdtrain.Trainer(
+        net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss(),
+        sync=hvdtrain.LocalSGD(2, within="host"),
+    )  # fmt: skip
+    x = torch.arange(8)[:, None]
+    with pytest.raises(HvdTrainError, match=r"Received: a sparse gradient of shape \(8, 4\) on rank"):
+        trainer.fit((x, x[:, 0] % 3), batch_size=2, progress=False, run_dir=None)
 
 
 def elements_sent(monkeypatch, run):

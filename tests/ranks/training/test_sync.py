@@ -33,6 +33,21 @@ def strategy_of(kit, name):
     return STRATEGIES[name]
 
 
+@pytest.mark.world_size(2)
+def test_ranks_of_a_host_step_together_in_torch_alone(kit, world):
+    sync = hvdtrain.LocalSGD(3, within="host")
+    if kit.__name__ == "keras_kit":
+        with pytest.raises(ValueError, match=r'within="host" is for torch: Keras.s compiled step'):
+            kit.trainer(kit.model(), sync=sync)
+        return
+    x, y = data(53)
+    net, reference = kit.model(seed=world.rank), kit.model(seed=0)
+    kit.trainer(net, sync=sync).fit((x, y), epochs=3, batch_size=BATCH, progress=False)
+    kit.optimizer_steps(reference, one_process_groups(x, y, size=world.size, epochs=3))
+    for ours, theirs in zip(kit.weights(net), kit.weights(reference), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6, err_msg="one host is synchronous")
+
+
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize(
     ("num_samples", "accumulate"),

@@ -27,6 +27,7 @@ def trainer(net=None, **options):
         (lambda: hvdtrain.LocalSGD(2.5), "LocalSGD: every must be an int >= 1. Received: every=2.5"),
         (lambda: hvdtrain.LocalSGD(True), "LocalSGD: every must be an int >= 1. Received: every=True"),
         (lambda: hvdtrain.LocalSGD(8, after_steps=-1), "LocalSGD: after_steps must be an int >= 0. Received"),
+        (lambda: hvdtrain.LocalSGD(8, within="rack"), 'LocalSGD: within must be None or "host". Received: within='),
         (lambda: hvdtrain.DiLoCo(every=0), "DiLoCo: every must be an int >= 1. Received: every=0"),
         (lambda: hvdtrain.DiLoCo(lr=0.0), "DiLoCo: lr must be > 0, and momentum in [0, 1). Received: lr=0.0"),
         (lambda: hvdtrain.DiLoCo(lr="0.7"), "DiLoCo: lr must be > 0"),
