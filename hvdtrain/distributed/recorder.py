@@ -63,6 +63,7 @@ class Recorder(ContextDecorator):
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.on_step: Callable[[Seconds], None] | None = None  # called with each step's seconds, after `step_done`
+        self.exchanges: int | None = None  # of weights, so far; None without a strategy that exchanges them
         self._lock = threading.RLock()
         self._seconds: dict[str, float] = dict.fromkeys(Seconds._fields, 0.0)
         self._own = self._waited = 0.0  # since a part ended
@@ -94,6 +95,11 @@ class Recorder(ContextDecorator):
         """End a step and its last part, compute; calls `on_step`."""
         with self._lock:
             self._mark("compute", True)
+
+    def exchanged(self) -> None:
+        """Count an exchange of weights, which takes place between a step's end and the next one's."""
+        with self._lock:
+            self.exchanges = (self.exchanges or 0) + 1
 
     def waiting(self) -> Recorder:
         """Return a context manager, or decorator, that counts the time within as waiting for other ranks."""

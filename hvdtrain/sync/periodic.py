@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.adapter import Adapter, Fault, Options, Ranks, State
 from hvdtrain.data.sources import Batch
+from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.sync.outer import Outer
 from hvdtrain.sync.strategy import WrappedAdapter
@@ -56,6 +57,7 @@ class PeriodicAdapter(WrappedAdapter):
         self._faulty: Fault | None = None  # this rank's first since then
         self._fault_at = 0
         self._outers: list[Outer] = []
+        recorder.exchanges = recorder.exchanges or 0
 
     @property
     def in_sync(self) -> bool:
@@ -130,11 +132,13 @@ class PeriodicAdapter(WrappedAdapter):
         for index, outer in enumerate(self._outers):
             if outer.in_flight and done >= outer.land_at:
                 outer.finish()
+                recorder.exchanged()
             if done % period.every == (index + 1) * period.every // period.fragments % period.every:
                 outer.start(name=f"sync.{index}", compression=self._compression, keep=True)
                 outer.land_at = done + period.overlap
                 if not period.overlap:
                     outer.finish()
+                    recorder.exchanged()
 
     def settle(self) -> None:
         """Synchronize weights after an epoch too; then statistics, as always."""
@@ -157,6 +161,7 @@ class PeriodicAdapter(WrappedAdapter):
             outer.finish()
         replica.set_moments(moments())
         self._alone, self._is_requested = 0, False
+        recorder.exchanged()
         self._agree_on_faults()
 
     def _agree_on_faults(self) -> None:

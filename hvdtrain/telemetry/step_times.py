@@ -17,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from hvdtrain.distributed import world
@@ -58,7 +59,9 @@ class Spread:
 class StepSummary:
     """A rank's typical step in seconds, split into parts that add up to its median.
 
-    Their proportions are those of the middle half of the steps: a pause between two steps does not count.
+    Their proportions are those of the middle half of the steps: a pause between two steps does not count. Where ranks
+    exchange weights every so many steps, a step is the mean of those from one exchange to the next: most steps have
+    none, and a median of steps would show none.
     """
 
     steps: int  # how many were measured
@@ -68,6 +71,7 @@ class StepSummary:
     communication_s: float  # exposed: the rank did nothing but wait for the reduction, and in it for slower ranks
     data_s: float  # loading the next batch
     backward_s: float | None = None  # the backward pass's share of compute_s; None where nothing reports it
+    exchanges: int | None = None  # of weights in these steps; None without a strategy that exchanges them
 
 
 class StepTimes:
@@ -81,12 +85,14 @@ class StepTimes:
         self.recorder = times
         self._limit, self._on_limit = limit, on_limit
         self._steps: deque[Seconds] = deque(maxlen=_SAVED_STEPS)
+        self._exchanges: deque[int] = deque(maxlen=_SAVED_STEPS)  # up to each step's end
         times.on_step = self._add
 
     def _add(self, step: Seconds) -> None:
         self.steps_taken += 1
         if self.steps_taken > WARMUP_STEPS:
             self._steps.append(step)
+            self._exchanges.append(self.recorder.exchanges or 0)
         if self._limit and self.steps_taken >= self._limit + WARMUP_STEPS:
             self._on_limit()
 
@@ -94,10 +100,10 @@ class StepTimes:
         """Return the typical step; None if there were too few after the warm-up."""
         if len(self._steps) < MIN_STEPS:
             return None
-        totals = [sum(step) for step in self._steps]
-        spread = Spread.of(totals)
-        own = Spread.of([sum(step) - step.waited for step in self._steps])
-        middle = [step for step in self._steps if spread.low <= sum(step) <= spread.high] or [*self._steps]
+        steps = self._cycles()
+        spread = Spread.of([sum(step) for step in steps])
+        own = Spread.of([sum(step) - step.waited for step in steps])
+        middle = [step for step in steps if spread.low <= sum(step) <= spread.high] or steps
         whole = sum(map(sum, middle))
         scale = spread.median / whole if whole else 0.0
         communication = scale * sum(step.waited for step in middle)
@@ -105,7 +111,18 @@ class StepTimes:
         compute = spread.median - communication - data
         reported = any(step.backward for step in self._steps)
         backward = min(compute, scale * sum(step.backward for step in middle)) if reported else None
-        return StepSummary(len(self._steps), spread, own, compute, communication, data, backward)
+        exchanges = None if self.recorder.exchanges is None else self._exchanges[-1] - self._exchanges[0]
+        return StepSummary(len(self._steps), spread, own, compute, communication, data, backward, exchanges)
+
+    def _cycles(self) -> list[Seconds]:
+        """Return the mean step from each exchange of weights to the next; without exchanges, the steps themselves."""
+        steps, counts = [*self._steps], [*self._exchanges]
+        begins = [index for index, (before, now) in enumerate(pairwise(counts), 1) if now > before]
+        if not begins:
+            return steps
+        # What comes before the first exchange, and after the last, has none of its own.
+        cycles = [steps[begin:end] for begin, end in pairwise(begins)] or [steps]
+        return [Seconds._make(statistics.fmean(part) for part in zip(*cycle, strict=True)) for cycle in cycles]
 
 
 @dataclass

@@ -195,6 +195,12 @@ def _show_steps(result: Result, console: Console) -> None:
         f"{slowest.summary.steps} steps, after {WARMUP_STEPS} of warm-up. Reduction wait is exposed communication: "
         "nothing hides it. Parts are in the proportions of the middle half of the steps, and add up to the median."
     )
+    if (exchanges := slowest.summary.exchanges) is not None:
+        console.print(
+            f"Ranks exchanged weights {exchanges} times: a step is the mean from one exchange to the next."
+            if exchanges
+            else "Ranks exchanged no weights in these steps. Measure more --steps to see what an exchange takes."
+        )
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -48,6 +48,34 @@ def test_parts_add_up_to_the_median_step() -> None:
     assert summary.data_s == pytest.approx(0.25, rel=0.05)
 
 
+def test_exchanges_of_weights_count_in_the_steps_between_them() -> None:
+    times = Steps()
+    assert times.recorder.exchanges is None
+    times.recorder.exchanges = 0
+    for n in range(22):
+        if n % 4 == 2:  # between two steps
+            with times.recorder.waiting():
+                times.now += 8.0
+            times.recorder.exchanged()
+        times.take(compute=1.0)
+    summary = times.summary()
+    assert summary is not None
+    assert summary.step_s == Spread(3.0, 3.0, 3.0), "1 + 8 / 4; most steps have no exchange"
+    assert summary.communication_s == pytest.approx(2.0)
+    assert summary.compute_s == pytest.approx(1.0)
+    assert summary.exchanges == 5
+
+
+def test_steps_without_an_exchange_yet_say_so() -> None:
+    times = Steps()
+    times.recorder.exchanges = 0
+    for _ in range(5):
+        times.take(compute=1.0)
+    summary = times.summary()
+    assert summary is not None
+    assert (summary.step_s.median, summary.exchanges) == (1.0, 0)
+
+
 def test_a_ranks_own_spread_is_without_its_waits_for_the_others() -> None:
     times = Steps()
     for n in range(9):

@@ -163,6 +163,17 @@ def test_tables_fit_80_columns_and_name_the_slowest_rank() -> None:
     assert "a note" in text
 
 
+@pytest.mark.parametrize(
+    ("exchanges", "line"),
+    [(None, None), (3, "exchanged weights 3 times"), (0, "exchanged no weights in these steps. Measure more --steps")],
+)
+def test_the_report_says_how_often_ranks_exchanged_weights(exchanges: int | None, line: str | None) -> None:
+    found = result()
+    ranks = [replace(each, summary=replace(each.summary, exchanges=exchanges)) for each in found.steps.ranks]
+    text = printed(replace(found, steps=Steps(ranks)))
+    assert (line in text) if line else "exchanged" not in text
+
+
 def test_without_advice_the_report_says_so() -> None:
     found = result()
     found.advice.clear()
