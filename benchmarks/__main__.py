@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import asked, catalog, gpu, growth, overhead, report, scaling, startup, steps, sweep
+from benchmarks import asked, catalog, gpu, growth, overhead, report, scaling, slow_links, startup, steps, sweep
 from benchmarks.asked import SECTIONS, BadInputError
 from benchmarks.catalog import Peer
 from benchmarks.groups import GroupError
@@ -65,6 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--horovod-python", help="interpreter whose Horovod the plain Horovod peers use")
     parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, or a new one for --quick")
     parser.add_argument("--gpu", action="store_true", help="only what needs a GPU: one rank, bf16")
+    parser.add_argument(
+        "--link",
+        type=_list,
+        help=f"only two hosts with a slow link between them, as root: of {', '.join(slow_links.LINKS)}",
+    )
     parser.add_argument("--quick", action="store_true", help="a trial in under a minute: LeNet, two peers, short turns")
     parser.add_argument("--show", action="store_true", help="measure nothing, show what is there")
     parser.add_argument(
@@ -80,6 +85,12 @@ def _measure(options: argparse.Namespace) -> list[str]:
     plan = asked.plan(options)
     if options.gpu:
         return _run(_gpu_parts(options.workload, plan), options.out)
+    if options.link:
+        links, peers = asked.links(options)
+        asked.keep_to_cores(plan.ranks)
+        chosen = {f"link-{name}": slow_links.LINKS[name] for name in links}
+        return _run({name: partial(slow_links.measure, chosen[name], peers, plan, say=_say) for name in chosen},
+                    options.out)  # fmt: skip
     few = (["lenet"], ["ddp", "trainer"]) if options.quick else (["*"], ["*"])
     workloads = [WORKLOADS[name] for name in asked.choose("workload", options.workload or few[0], tuple(WORKLOADS))]
     peers = asked.choose("peer", options.peer or few[1], catalog.NAMES)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import scaling, startup
+from benchmarks import scaling, slow_links, startup
 from benchmarks.steps import Plan
 
 SECTIONS = ("sweep", "steps", "startup", "overhead", "scaling", "growth")
@@ -21,9 +21,13 @@ _FIXED: dict[str, dict[str, tuple[str, ...]]] = {
     "growth": {"workload": (), "peer": ()},
 }
 _NUMBERS = ("np", "rounds", "launches", "seconds")
-_MEASURING = ("workload", "peer", "section", *_NUMBERS, "horovod_python", "quick", "gpu")
+_MEASURING = ("workload", "peer", "section", *_NUMBERS, "horovod_python", "quick", "gpu", "link")
 # Option -> those that it would have to ignore.
-_NO_USE = {"show": _MEASURING, "gpu": ("peer", "section", "np", "horovod_python", "quick")}
+_NO_USE = {
+    "show": _MEASURING,
+    "gpu": ("peer", "section", "np", "horovod_python", "quick", "link"),
+    "link": ("workload", "section", "np", "horovod_python", "quick"),
+}
 _QUICK = {"rounds": 2, "launches": 1, "seconds": 0.3}
 
 
@@ -71,6 +75,15 @@ def plan(options: argparse.Namespace) -> Plan:
     given = {name: getattr(options, name) for name in _NUMBERS if getattr(options, name) is not None}
     ranks = given.pop("np", Plan.ranks)
     return Plan(ranks, horovod_python=options.horovod_python, **{**(_QUICK if options.quick else {}), **given})
+
+
+def links(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the links and peers that --link asks for. Raises BadInputError where they cannot be here."""
+    names = choose("link", options.link, tuple(slow_links.LINKS))
+    peers = choose("peer", options.peer or ["*"], [peer.name for peer in slow_links.PEERS])
+    if why := slow_links.why_not(names):
+        raise BadInputError(f"--link makes two hosts of this one, which is not possible here: {why}")
+    return names, peers
 
 
 def sections(options: argparse.Namespace) -> list[str]:

@@ -37,6 +37,7 @@ class Peer:
         ranks: fixed number of processes; None for the number asked for.
         averages: whether its ranks must equal one process with all ranks' batches.
         workload: name of another workload that it trains instead; "" for the one asked for.
+        cycle: after how many steps its ranks have synchronized once; a turn has a multiple of them, and counts by mean.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Peer:
     ranks: int | None = None
     averages: bool = True
     workload: str = ""
+    cycle: int = 1
 
     def missing(self) -> str:
         """Return why the peer cannot run here, or ""."""

@@ -44,19 +44,27 @@ class Group:
         ranks: number of processes, where the peer does not fix it.
         data_ranks: for how many ranks there is data.
         horovod_python: interpreter whose Horovod the plain Horovod peers use; ours by default.
+        folder: where the group's own one is made, with a short path.
 
     Attributes:
         started_at: time.monotonic() before the launch.
     """
 
     def __init__(
-        self, peer: Peer, workload: Workload, *, ranks: int, data_ranks: int, horovod_python: str | None = None
+        self,
+        peer: Peer,
+        workload: Workload,
+        *,
+        ranks: int,
+        data_ranks: int,
+        horovod_python: str | None = None,
+        folder: Path = Path("/tmp"),
     ) -> None:
         self.peer = peer
         self.workload = EVERY[peer.workload] if peer.workload else workload
         self.ranks = peer.ranks or ranks
         # Not in $TMPDIR: a socket's path may have 107 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix="bench-", dir="/tmp"))
+        self._folder = Path(tempfile.mkdtemp(prefix="bench-", dir=folder))
         self._python = horovod_python if horovod_python and peer.script == "horovod" else sys.executable
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._folder / "s"))

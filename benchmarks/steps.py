@@ -17,6 +17,7 @@ from benchmarks.workloads import Workload
 # What every peer is held against in the JSON.
 BASES = ("single", "alone", "ddp", "ddp-kept", "horovod-tuned")
 CHECK_STEPS = 5
+Start = Callable[[Workload, Peer, "Plan"], Group]
 STARTED_AT_ONCE = 3
 # A step that ranks did not average, or averaged wrongly, is wrong by about its own length; rounding is far below this.
 UPDATE_TOLERANCE = 0.02
@@ -33,6 +34,7 @@ class Plan:
         launches: how often all peers are started anew.
         seconds: length of a turn.
         warm_up: steps at the start of each turn that do not count.
+        least_steps: that count in a turn, however long it gets.
         horovod_python: interpreter with the Horovod of the plain Horovod peers.
     """
 
@@ -41,11 +43,15 @@ class Plan:
     launches: int = 2
     seconds: float = 2.0
     warm_up: int = 3
+    least_steps: int = 5
     horovod_python: str | None = None
 
 
-def measure(workload: Workload, peers: Sequence[Peer], plan: Plan, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure `peers` side by side and return what results/WORKLOAD.json holds."""
+def measure(
+    workload: Workload, peers: Sequence[Peer], plan: Plan, *, say: Callable[[str], None], start: Start | None = None
+) -> dict[str, Any]:
+    """Measure `peers` side by side and return what results/WORKLOAD.json holds; `start` starts them elsewhere."""
+    start = start or _start
     result: dict[str, Any] = {"kind": "steps", "workload": workload.name, "title": workload.title,
                               "batch_per_rank": workload.batch_size, "ranks": plan.ranks, "plan": vars(plan),
                               **facts.collect(), "peers": {}}  # fmt: skip
@@ -58,9 +64,9 @@ def measure(workload: Workload, peers: Sequence[Peer], plan: Plan, *, say: Calla
         else:
             runnable.append(peer)
     comparable = any(peer.averages for peer in runnable)
-    reference = _check(workload, catalog.REFERENCE, plan)[0] if comparable else None
+    reference = _check(start(workload, catalog.REFERENCE, plan))[0] if comparable else None
     for _ in range(plan.launches):
-        launch(workload, runnable, plan, result["peers"], reference, say=say)
+        launch(workload, runnable, plan, result["peers"], reference, say=say, start=start)
     for peer in runnable:
         entry = result["peers"][peer.name]
         entry["environment"] = {name: value for name, value in peer.environment.items() if not name.startswith("BENCH")}
@@ -83,9 +89,10 @@ def launch(
     reference: dict[str, Any] | None,
     *,
     say: Callable[[str], None],
+    start: Start | None = None,
 ) -> None:
     """Start every peer, check it, and let them take turns; adds to `entries`, by the peer's name."""
-    started = _Launch(workload, plan, entries, reference, say)
+    started = _Launch(workload, plan, entries, reference, say, start or _start)
     try:
         started.start([peer for peer in peers if entries[peer.name]["status"] == "ok"])
         started.each(started.check)
@@ -107,9 +114,10 @@ class _Launch:
         entries: dict[str, Any],
         reference: dict[str, Any] | None,
         say: Callable[[str], None],
+        start: Start,
     ) -> None:
         self._workload, self._plan, self._entries, self._reference = workload, plan, entries, reference
-        self._say = say
+        self._say, self._start_group = say, start
         self._groups: dict[str, Group] = {}
         self._steps: dict[str, int] = {}
 
@@ -118,7 +126,7 @@ class _Launch:
         for first in range(0, len(peers), STARTED_AT_ONCE):
             chunk = peers[first : first + STARTED_AT_ONCE]
             for peer in chunk:
-                self._groups[peer.name] = _start(self._workload, peer, self._plan)
+                self._groups[peer.name] = self._start_group(self._workload, peer, self._plan)
             self.each(lambda name, group: group.connect(), only=[peer.name for peer in chunk])
 
     def each(self, act: Callable[[str, Group], Any], *, backwards: bool = False, only: Sequence[str] = ()) -> None:
@@ -140,14 +148,16 @@ class _Launch:
         answers = group.turn("check", steps=CHECK_STEPS)
         comparable = group.ranks == self._plan.ranks and not group.peer.workload
         self._entries[name]["check"] = compare(group.peer, answers, self._reference if comparable else None)
-        warm_up = self._plan.warm_up
+        warm_up = _warm_up(group.peer, self._plan)
         times = group.turn("run", steps=warm_up + 3)[0]["step_s"]
-        self._steps[name] = max(5, math.ceil(self._plan.seconds / statistics.median(times[warm_up:])))
+        steps = max(self._plan.least_steps, math.ceil(self._plan.seconds / statistics.median(times[warm_up:])))
+        self._steps[name] = group.peer.cycle * math.ceil(steps / group.peer.cycle)
 
     def measure(self, name: str, group: Group) -> None:
         """Take a turn."""
-        answers = group.turn("run", steps=self._plan.warm_up + self._steps[name])
-        _note(self._entries[name], answers, self._plan.warm_up)
+        warm_up = _warm_up(group.peer, self._plan)
+        answers = group.turn("run", steps=warm_up + self._steps[name])
+        _note(group.peer, self._entries[name], answers, warm_up)
 
     def finish(self, name: str, group: Group) -> None:
         """Let the group end."""
@@ -163,8 +173,12 @@ def _start(workload: Workload, peer: Peer, plan: Plan) -> Group:
     return Group(peer, workload, ranks=plan.ranks, data_ranks=plan.ranks, horovod_python=plan.horovod_python)
 
 
-def _check(workload: Workload, peer: Peer, plan: Plan) -> list[dict[str, Any]]:
-    group = _start(workload, peer, plan)
+def _warm_up(peer: Peer, plan: Plan) -> int:
+    """Return how many steps begin a turn without counting: whole cycles, as what is sent counts from the first one."""
+    return peer.cycle * math.ceil(plan.warm_up / peer.cycle)
+
+
+def _check(group: Group) -> list[dict[str, Any]]:
     try:
         group.connect()
         return group.turn("check", steps=CHECK_STEPS)
@@ -197,13 +211,15 @@ def compare(peer: Peer, answers: list[dict[str, Any]], reference: dict[str, Any]
     return check
 
 
-def _note(entry: dict[str, Any], answers: list[dict[str, Any]], warm_up: int) -> None:
+def _note(peer: Peer, entry: dict[str, Any], answers: list[dict[str, Any]], warm_up: int) -> None:
     """Add one turn. Ranks leave each exchange together, so the steps of all of them are pooled."""
     pooled = [step for answer in answers for step in answer["step_s"][warm_up:]]
-    entry.setdefault("block_s", []).append(statistics.median(pooled))
+    entry.setdefault("block_s", []).append((statistics.median if peer.cycle == 1 else statistics.fmean)(pooled))
     entry.setdefault("block_mean_s", []).append(statistics.fmean(pooled))
     steps = len(answers[0]["step_s"])
     entry.setdefault("cpu_s", []).append(statistics.fmean(answer["cpu_s"] for answer in answers) / steps)
+    if "sent_bytes" in answers[0]:
+        entry.setdefault("sent_bytes_a_turn", []).append(max(answer["sent_bytes"] for answer in answers) / steps)
 
 
 def _finish(peer: Peer, entry: dict[str, Any], answers: list[dict[str, Any]]) -> None:
@@ -218,7 +234,9 @@ def _figures(entry: dict[str, Any], workload: Workload) -> dict[str, Any]:
     blocks = [1000 * block for block in entry.pop("block_s")]
     means = [1000 * mean for mean in entry.pop("block_mean_s")]
     median = statistics.median(blocks)
+    sent = entry.pop("sent_bytes_a_turn", None)
     return {
+        **({"sent_bytes": round(statistics.median(sent))} if sent else {}),
         "step_ms": round(median, 4),
         "block_ms": [round(block, 4) for block in blocks],
         "mean_ms": round(statistics.median(means), 4),

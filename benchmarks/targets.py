@@ -52,6 +52,7 @@ def check(results: Results) -> list[Verdict]:
         *_keras(results),
         *_memory(results),
         *_once(results),
+        *_slow_links(results),
     ]
 
 
@@ -116,3 +117,15 @@ def _once(results: Results) -> Iterator[Verdict]:
         yield Verdict(f"start to first step: {peer} / torchrun + DDP", 1.2, measured)
     own = results.get("overhead", {}).get("extra_us")
     yield Verdict("Trainer's own cost, us a step of 10 parameters", 100.0, Spread(**own) if own else None)
+
+
+def _slow_links(results: Results) -> Iterator[Verdict]:
+    for name, gain in (("1gbit", 5), ("100mbit", 20)):
+        result = results.get(f"link-{name}", {"peers": {}})
+        for peer in ("gloo", "gloo-fp16", "mpi", "mpi-fp16"):
+            bound = result.get("bounds", {}).get(peer)
+            text = f"two hosts, {name}: {peer} / max(T_comp, link), step time"
+            yield Verdict(text, 1.10, Spread(bound, bound, bound) if bound else None)
+        for peer in ("local-sgd", "diloco"):
+            text = f"two hosts, {name}: {peer} / DDP, step time (DDP takes {gain} x as long)"
+            yield Verdict(text, 1 / gain, ratio(result, peer, "ddp"))

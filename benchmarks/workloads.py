@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,13 +53,15 @@ _KERAS = tuple(
 )  # fmt: skip
 # Not among the comparisons: for the Trainer's own cost, where nearly all of a step is the loop around it.
 TINY = Workload("tiny", "torch", "tiny", "10 parameters, batch 8", 8, steps_per_epoch=4096)
+# Between hosts: an epoch, at whose end ranks synchronize too, is longer than a strategy's cycle.
+LINK_MLP = replace(_TORCH[1], name="link-mlp", steps_per_epoch=400)
 GPU = (
     Workload("gpu-resnet50", "torch", "resnet50", "ResNet-50, 224x224, bf16, batch 128", 128, steps_per_epoch=16),
     Workload("gpu-transformer", "torch", "gpt", "Transformer 124M, sequence 1024, bf16, batch 8", 8,
              steps_per_epoch=16),
 )  # fmt: skip
 WORKLOADS = {each.name: each for each in (*_TORCH, *_KERAS)}
-EVERY = {**WORKLOADS, TINY.name: TINY, **{each.name: each for each in GPU}}
+EVERY = {**WORKLOADS, TINY.name: TINY, LINK_MLP.name: LINK_MLP, **{each.name: each for each in GPU}}
 
 
 def of_this_process() -> Workload:

@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("horovod.torch", exc_type=ImportError)
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import attacked
-import hosts
+
+from benchmarks import hosts
 
 pytestmark = [
     pytest.mark.timeout(200),

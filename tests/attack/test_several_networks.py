@@ -14,10 +14,9 @@ import pytest
 
 pytest.importorskip("horovod.torch", exc_type=ImportError)
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import attacked
-import hosts
 
+from benchmarks import hosts
 from hvdtrain.horovod_build import installed
 
 pytestmark = [

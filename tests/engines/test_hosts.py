@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import hosts
+from benchmarks import hosts
 
 pytestmark = [
     pytest.mark.hosts,

@@ -23,6 +23,7 @@ ISOLATED = "OMPI_MCA_ess_singleton_isolated"
 COPY_IN_5 = "OMPI_MCA_smsc"
 SEGMENT_IN_5 = "OMPI_MCA_btl_sm_segment_size"
 PLUGINS = "HWLOC_PLUGINS_BLACKLIST"
+TCP = "OMPI_MCA_btl_tcp_flags"
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,7 @@ def nothing_decided(monkeypatch):
         SEGMENT_IN_5,
         COPY_IN_5,
         PLUGINS,
+        TCP,
         tuning.PIECES,
         tuning.FUSION,
         tuning.CYCLE,
@@ -104,6 +106,18 @@ def test_ranks_of_several_hosts_send_whole_tensors(monkeypatch):
     prepare()
     assert tuning.PIECES not in os.environ
     assert COPY not in os.environ
+
+
+def test_ranks_of_several_hosts_send_in_both_directions_at_once(monkeypatch):
+    launched(monkeypatch, TWO_HOSTS)
+    prepare()
+    assert os.environ[TCP] == "send"
+
+
+def test_ranks_of_several_hosts_keep_the_users_way_to_send(monkeypatch):
+    launched(monkeypatch, {**TWO_HOSTS, TCP: "send,put"})
+    assert prepare().yours == [f"{TCP}=send,put"]
+    assert os.environ[TCP] == "send,put"
 
 
 @pytest.mark.parametrize("gpu", [True, False])

@@ -1,5 +1,7 @@
 """Hosts that are several for all that a launcher sees, on this machine: namespaces on a switch, reached by ssh.
 
+Tests of several hosts (tests/engines, tests/attack) use them, and the benchmark of slow links.
+
 Each has its own network, name, processes, /tmp, /dev/shm and ssh daemon; the files elsewhere are this machine's, as on
 a shared disk. They end with the process that made them, however that ends: a host's first process waits for the end of
 its standard input, and the kernel takes the rest of its namespaces with it. Nothing of this machine is changed.
@@ -26,7 +28,7 @@ import psutil
 
 SWITCH = "HVDTRAIN_TEST_HOSTS"
 PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen")
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 _NETWORK = "10.77.0."  # the further ones are 10.78.0. and so on
@@ -169,7 +171,8 @@ class Hosts:
     def _in_switch(self, *arguments: str) -> None:
         _call("nsenter", "--target", str(self._pids["switch"]), "--net", "ip", *arguments)
 
-    def _line(self, host: str, command: Sequence[str], cwd: Path | None) -> list[str]:
+    def command(self, host: str, command: Sequence[str], *, cwd: Path | None = None) -> list[str]:
+        """Return the command line that runs `command` on a host."""
         return ["nsenter", "--target", str(self._pids[host]), *_NAMESPACES, f"--wd={cwd or self.folder}", *command]
 
     def run(
@@ -177,7 +180,7 @@ class Hosts:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host to its end; its output and errors come as one."""
         done = subprocess.run(
-            self._line(host, command, cwd), env={**self.environment, **variables}, stdin=subprocess.DEVNULL,
+            self.command(host, command, cwd=cwd), env={**self.environment, **variables}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode == 0 or not check, f"{host}: {' '.join(command)}: {done.stdout}"
@@ -189,7 +192,7 @@ class Hosts:
         """Start a command on a host, all its output going to `log`."""
         with log.open("wb") as out:
             return subprocess.Popen(
-                self._line(host, command, cwd), env={**self.environment, **variables}, stdin=subprocess.DEVNULL,
+                self.command(host, command, cwd=cwd), env={**self.environment, **variables}, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=out,
             )  # fmt: skip
 
@@ -212,8 +215,13 @@ class Hosts:
         self._in_switch("link", "set", host, "up")
 
 
+def output_of(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the system's programs, wherever daemons' are."""
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path()})
+
+
 def _call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path()})
+    done = output_of(*command)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
 
