@@ -75,6 +75,8 @@ PEERS = (
     Peer("gloo-fp16", "hvdtrain, Gloo, fp16", "hvdtrain", "horovodrun", ("--gloo",), {**_GLOO, **_FP16}, _OURS),
     Peer("mpi", "hvdtrain, Open MPI", "hvdtrain", "horovodrun", ("--mpi",), {}, _OURS),
     Peer("mpi-fp16", "hvdtrain, Open MPI, fp16", "hvdtrain", "horovodrun", ("--mpi",), _FP16, _OURS),
+    Peer("delayed", "Trainer, Delayed()", "trainer", "horovodrun", ("--mpi",),
+         {"BENCH_SYNC": "Delayed"}, _OURS, averages=False),
     Peer("local-sgd", "Trainer, LocalSGD(every=8)", "trainer", "horovodrun", ("--mpi",),
          {"BENCH_SYNC": "LocalSGD:8"}, _OURS, averages=False, cycle=8),
     Peer("diloco", "Trainer, DiLoCo(every=100)", "trainer", "horovodrun", ("--mpi",),
@@ -180,7 +182,7 @@ def _as_rows(link: Link, result: dict[str, Any]) -> dict[str, Any]:
     for peer in (each for each in PEERS if each.name in found):
         entry = found[peer.name]
         against_ddp = ratio(result, "ddp", peer.name)
-        if peer.averages:
+        if peer.cycle == 1 and peer.name != "alone":
             bounds[peer.name] = entry["step_ms"] / 1000 / bound_s(link, peer, compute_s)
         rows.append([
             peer.title, entry["step_ms"], round(entry["sent_bytes"] / 1e6, 2),
