@@ -25,11 +25,13 @@ import hvdtrain
 STRATEGIES: dict[str, dict[str, Any]] = {
     "none": {},
     "none, fp16": {"compression": "fp16"},
+    "Delayed()": {"sync": {"strategy": "Delayed"}},
     "LocalSGD(8)": {"sync": {"strategy": "LocalSGD", "every": 8}},
     "LocalSGD(32)": {"sync": {"strategy": "LocalSGD", "every": 32}},
     "LocalSGD(32, after_steps=78)": {"sync": {"strategy": "LocalSGD", "every": 32, "after_steps": 78}},
     "LocalSGD(32), fp16": {"sync": {"strategy": "LocalSGD", "every": 32}, "compression": "fp16"},
     "DiLoCo(32)": {"sync": {"strategy": "DiLoCo", "every": 32}},
+    "DiLoCo(100)": {"sync": {"strategy": "DiLoCo", "every": 100}},
     "DiLoCo(32, fragments=4, overlap=6)": {"sync": {"strategy": "DiLoCo", "every": 32, "fragments": 4, "overlap": 6}},
 }
 

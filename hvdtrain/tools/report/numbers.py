@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class Summary:
     step_s: float | None  # seconds of a step, the mean over ranks; median of intervals
     parts_s: dict[str, float]  # the same of "compute", "data", "reduction" and "other"
     slowest: Slowest | None
+    exchanges: str = ""  # the strategy by which ranks exchange weights every so many steps; then no number is a median
     allreduce_floor_s: float | None = None  # what reducing the gradients takes at least, where a measurement was given
 
 
@@ -61,7 +63,10 @@ def summarize(run: RecordedRun) -> Summary:
     hosts = run.environment.get("hosts")
     known = [str(host) for host in hosts] if isinstance(hosts, list) else []
     ends = [each.step[-1] for each in (intervals, run.epochs) if len(each.step)]
-    parts = {part: _median(mean(times[part])) for part in PARTS}
+    steps, exchanges = np.diff(intervals.step, prepend=0.0)[settled], _exchanges(run.config)
+    # Most intervals may be without an exchange, and a median of intervals then shows none.
+    typical = partial(_mean_of_steps, steps=steps) if exchanges else _median
+    parts = {part: typical(mean(times[part])) for part in PARTS}
     series = run.epochs if len(run.epochs.step) else intervals
     final = [(name, values[-1]) for name, values in series.metrics.items()]
     if intervals.ranks == 1:
@@ -76,10 +81,11 @@ def summarize(run: RecordedRun) -> Summary:
         global_step=int(max(ends)),
         metrics={name: float(last) for name, last in final if name not in SPEEDS and math.isfinite(last)},
         settled=is_settled,
-        samples_per_s=_samples_per_s(run, settled if is_settled else None),
-        step_s=_median(mean(times["step"])),
+        samples_per_s=_samples_per_s(run, settled if is_settled and not exchanges else None),
+        step_s=typical(mean(times["step"])),
         parts_s={part: value for part, value in parts.items() if value is not None},
-        slowest=_slowest(times, known, steps=np.diff(intervals.step, prepend=0.0)[settled]),
+        slowest=_slowest(times, known, steps=steps),
+        exchanges=exchanges,
     )
 
 
@@ -189,6 +195,19 @@ def _median(values: Floats) -> float | None:
     return float(np.median(finite)) if len(finite) else None
 
 
+def _mean_of_steps(values: Floats, *, steps: Floats) -> float | None:
+    """Return the mean over steps of values by interval."""
+    there = np.isfinite(values)
+    return float(np.average(values[there], weights=np.maximum(steps[there], 1.0))) if there.any() else None
+
+
+def _exchanges(config: dict[str, Any]) -> str:
+    """Return the strategy of a run in words if it exchanges weights every so many steps."""
+    given = config.get("sync")
+    sync: dict[str, Any] = given if isinstance(given, dict) else {}
+    return f"{sync['strategy']}(every={sync['every']})" if {"strategy", "every"} <= sync.keys() else ""
+
+
 def mean(values: Floats, *, axis: int = 1, weights: Floats | None = None) -> Floats:
     """Return the mean of the finite values, over ranks by default; unlike np.nanmean, NaN without a warning if none."""
     found: Floats = np.ma.filled(np.ma.average(np.ma.masked_invalid(values), axis=axis, weights=weights), np.nan)
@@ -202,7 +221,8 @@ def sentences(summary: Summary) -> list[str]:
         where = "At the end of the last epoch" if summary.epochs else "So far, within the first epoch"
         said.append(f"{where}: {', '.join(f'{name} {value:.4g}' for name, value in summary.metrics.items())}.")
     if summary.samples_per_s is not None:
-        said.append(f"Median throughput: {three_digits(summary.samples_per_s)} samples/s over all ranks.")
+        which = "Throughput" if summary.exchanges else "Median throughput"
+        said.append(f"{which}: {three_digits(summary.samples_per_s)} samples/s over all ranks.")
     if summary.step_s is not None:
         said.append(_step(summary))
     if summary.slowest is not None and summary.settled:
@@ -253,6 +273,11 @@ def _step(summary: Summary) -> str:
     parts = ", ".join(shares)
     if not summary.settled:
         return f"Only the first step was recorded, which also compiles and connects: {format_time(step)}: {parts}."
+    if summary.exchanges:
+        return (
+            f"A step takes {format_time(step)} on average, exchanges of weights by {summary.exchanges} included: "
+            f"{parts}.{verdict}"
+        )
     return f"A typical step takes {format_time(step)}: {parts}.{verdict}"
 
 

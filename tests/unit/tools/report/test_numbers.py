@@ -64,6 +64,30 @@ def test_it_is_said_in_plain_words(three):
     ]
 
 
+def test_exchanges_of_weights_that_few_intervals_have_count_in_the_mean(made, interval, epoch):
+    lines = [
+        interval(10, data=(0.0,), compute=(0.1,)),
+        *[interval(step, data=(0.0,), compute=(0.1,), rate=900.0) for step in (20, 30, 40)],
+        interval(50, data=(0.0,), compute=(0.1,), reduction=(0.9,), rate=90.0),
+        epoch(50, loss=0.5, samples_per_s=300.0, seconds=9.0),
+    ]
+    for line in lines[:-1]:
+        parts = line["rank_s"]
+        parts["step"] = [parts["compute"][0] + parts["reduction"][0]]
+        for part in parts.values():
+            part *= 2
+    config = {"sync": {"strategy": "DiLoCo", "every": 50, "lr": 0.7}}
+    found = summarize(read_run(made(lines, config=config)))
+    assert found.step_s == pytest.approx((3 * 0.1 + 1.0) / 4)
+    assert found.parts_s["reduction"] == pytest.approx(0.9 / 4)
+    assert found.samples_per_s == 300.0
+    said = " ".join(sentences(found))
+    assert "Throughput: 300 samples/s" in said
+    assert "A step takes 325 ms on average, exchanges of weights by DiLoCo(every=50) included: compute 100 ms" in said
+    plain = summarize(read_run(made(lines, "plain", config={"sync": None})))
+    assert (plain.step_s, plain.samples_per_s) == (pytest.approx(0.1), 900.0)
+
+
 def test_a_rank_that_waits_for_data_is_told_from_one_that_computes(made, interval):
     run = read_run(made([interval(s, data=(0.01, 0.31), compute=(0.1, 0.11)) for s in (1, 2)]))
     assert summarize(run).slowest.cause == "data"
