@@ -87,8 +87,8 @@ DEFECTS = (
     Defect(
         "losses: gradients are not multiplied by the number of ranks",
         "hvdtrain/torch/losses.py",
-        "self.counted[index].weight * size / self.expected",
-        "self.counted[index].weight / self.expected",
+        "(self._share if self.alone else size) / self.expected",
+        "(self._share if self.alone else 1) / self.expected",
         TRAINER,
     ),
     Defect(
@@ -265,8 +265,8 @@ DEFECTS = (
     Defect(
         "NaN policy: a step that is skipped leaves its samples in the metrics",
         "hvdtrain/torch/adapter.py",
-        "self._before.restore()",
-        "pass",
+        "self._before.restore()\n        update.optimizer.zero_grad()",
+        "pass\n        update.optimizer.zero_grad()",
         TRAINER,
     ),
     # Rates and signals
