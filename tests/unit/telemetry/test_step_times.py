@@ -216,7 +216,8 @@ for step in range(8):
         model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print(times.facts["samples_per_step"], times.summary().data_s >= 0.04)
+# One wait takes 0.02 s, two take 0.04; the summary scales them to the median step.
+print(times.facts["samples_per_step"], times.summary().data_s > 0.03)
 """
     done = python(code)
     assert done.stdout.split() == ["6", "True"], done.stderr
