@@ -33,7 +33,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")  # so that what is set here is taken back
         monkeypatch.delenv(name)
     monkeypatch.setattr(log_filter, "_set_here", False)
-    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorflow", sys)  # so that what a test imports by this name is taken back
+    monkeypatch.delitem(sys.modules, "tensorflow")
     monkeypatch.setattr(
         sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, log_filter._TensorFlowFinder)]
     )
