@@ -16,9 +16,11 @@ BENCH ?=
 
 # One process more than there are cores, at most 8: while some wait for what they started, others compute.
 WORKERS := $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
-UNIT := python -m pytest -n $(WORKERS) --dist loadfile tests/unit
+# A worker that dies ends the run: pytest-xdist can wait for ever for the tests that it had.
+WORKERS_OF_PYTEST := --dist loadfile --max-worker-restart 0
+UNIT := python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) tests/unit
 # Each of these starts ranks.
-THREE_AT_A_TIME := python -m pytest -n 3 --dist loadfile
+THREE_AT_A_TIME := python -m pytest -n 3 $(WORKERS_OF_PYTEST)
 
 # Debian's, of test-packages.
 TEST_PACKAGES := openssh-server iproute2 util-linux slurmctld slurmd slurm-client munge default-jre-headless

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hosts import path
+from benchmarks.hosts import path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("hvdtrain-n1", "hvdtrain-n2")
