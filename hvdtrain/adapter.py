@@ -30,6 +30,7 @@ class Options:
     nan_policy: str | None = None
     micro_batch: int | str | None = None
     sync: str | None = None  # the name of a strategy that lets ranks step alone
+    cutoff: bool = False  # whether steps are `OpenStep`s
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,28 @@ class Fault:
     loss: float  # this rank's mean over its batches
     batches: Sequence[Batch] | None = None  # of that step; None for the last one
     steps_ago: int = 0  # of ranks that stepped alone, and learn of it when they synchronize
+
+
+@dataclass
+class OpenStep:
+    """A step that may close before every rank is done (`Trainer(cutoff=...)`).
+
+    A rank reads and computes its batches one by one. When the step closes, ranks average what they have contributed.
+    """
+
+    planned: NDArray[np.int64]  # batches by rank, equal on all of them: shape (size,)
+    whole: NDArray[np.int64]  # the same of a step that closes when all ranks are done
+    samples: int  # of `whole`, over all ranks
+    needed: int  # the step closes when so many of the ranks that have batches are done
+    read: Callable[[], Batch]  # this rank's next batch, the same one until it is contributed
+    advance: Callable[[], None]
+    batches: list[Batch] = field(default_factory=list)  # what this rank has contributed
+    counts: NDArray[np.int64] | None = None  # batches that each rank has contributed, known when the step is done
+
+    def contribute(self) -> None:
+        """Count the batch that was read."""
+        self.batches.append(self.read())
+        self.advance()
 
 
 class Replica(Protocol):
@@ -144,6 +167,9 @@ class Adapter(Protocol):
         with local_count 0 adds nothing, but its rank takes part in the reduction.
         """
 
+    def open_step(self, step: OpenStep) -> None:
+        """Take a step that may close before every rank is done; needs `Options.cutoff`."""
+
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce the next steps' gradients over these ranks.
 
@@ -178,6 +204,9 @@ class Adapter(Protocol):
 
     def settle(self) -> None:
         """Synchronize what ranks still hold alone, such as running means; called after each epoch."""
+
+    def abandon(self) -> None:
+        """Stop what is in flight, because this rank's training has ended with an error. Not a collective."""
 
     def finish(self) -> Fault | None:
         """Change weights as the framework does when training ends; called after the last epoch and its checkpoint.

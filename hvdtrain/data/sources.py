@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data import sharding
+from hvdtrain.data.deal import Deal
 from hvdtrain.distributed import agreement, frameworks
 from hvdtrain.distributed.world import SoloWorld, World
 from hvdtrain.errors import HvdTrainError
@@ -49,6 +50,7 @@ class Consumed:
     samples: int = 0  # over all ranks
     batches: int = 0  # over all ranks; batches without samples count
     size: int = 1  # the number of ranks
+    deal: Deal | None = None  # what each rank has left, where they have taken different numbers of samples
 
 
 NOTHING = Consumed()
@@ -86,9 +88,16 @@ class Source(Protocol):
 
 @runtime_checkable
 class DivisibleSource(Source, Protocol):
-    """A source that can divide steps into parts of any size, because it reads samples by index."""
+    """A source that can give ranks parts of any size, because it reads samples by index.
 
-    shares: Sequence[int] | None  # samples of a whole step by rank, for the next `epoch`; None for equal parts
+    With `Consumed.deal`, a rank gets what it has left of its own part: it may have more batches than other ranks, and
+    `Batch.global_count` is unknown: that of this rank.
+    """
+
+    shares: Sequence[int] | None  # samples of a whole step by rank, from the next `rest` on; None for equal parts
+
+    def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
+        """Return this rank's batches of the rest of the epoch that `epoch` has begun, in the order drawn then."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +128,22 @@ class IndexedSource:
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches by index arithmetic: without communication, and without time for samples that are done."""
+        if after.deal is not None:
+            return self._own_part(epoch, after.deal)
         left = self._num_samples - after.samples
         steps = sharding.steps_per_epoch(left, batch_size=self._batch_size, size=self._world.size)
         return map(partial(self.batch, epoch, shuffle=shuffle, start=after.samples), range(steps))
+
+    def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
+        """Return batches of the rest of a shuffled epoch."""
+        return self.epoch(epoch, shuffle=True, after=after)
+
+    def _own_part(self, epoch: int, deal: Deal) -> Iterator[Batch]:
+        order = sharding.EpochOrder(self._num_samples, epoch=epoch, seed=self._seed)
+        for _, indices in deal.batches(order.at, self._num_samples, rank=self._world.rank, batch_size=self._batch_size):
+            item = self._fetch(indices)
+            count = len(indices)
+            yield Batch(*unpack(item), local_count=count, global_count=count, indices=indices, item=item)
 
     def example(self, epoch: int) -> Batch | None:
         """Return the epoch's first batch."""

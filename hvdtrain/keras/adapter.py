@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain.adapter import Fault, Options, Ranks, Reduce, State
+from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
 from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
@@ -30,6 +30,11 @@ from hvdtrain.keras.wrapping import adopt_optimizer
 
 log = logging.getLogger("hvdtrain")
 
+_NO_CUTOFF = (
+    "cutoff is for torch: Keras's compiled step computes a batch and applies its gradient at once. Received: a Keras "
+    "model with cutoff"
+)
+
 
 def make_adapter(
     model: keras.Model, *, optimizer: Any, loss: Any, metrics: Any, options: Options, world: World, step: Any = None
@@ -42,6 +47,8 @@ def make_adapter(
             "micro_batch is for torch: Keras's train_step computes a batch at once, and cannot be repeated. Use a "
             f"smaller batch_size, and accumulate. Received: micro_batch={options.micro_batch!r}"
         )
+    if options.cutoff:
+        raise ValueError(_NO_CUTOFF)
     if options.sync == "Delayed":
         raise ValueError("sync=Delayed() is for torch: Keras's compiled step applies the gradient that it computes.")
     if options.sync is not None and not model.built:
@@ -249,6 +256,13 @@ class KerasAdapter:
         """Return what Keras passes to batch hooks: running results, or what a step of the user's own returned."""
         results = self._model.get_metrics_result()
         return scalars(self._logs if self._logs and self._logs.keys() != results.keys() else results)
+
+    def open_step(self, step: OpenStep) -> None:
+        """Raise ValueError: see `make_adapter`."""
+        raise ValueError(_NO_CUTOFF)
+
+    def abandon(self) -> None:
+        """Do nothing: no exchange is in flight between steps."""
 
     def finish(self) -> None:
         """Replace the weights by their moving averages if the optimizer keeps any (use_ema), as Keras's fit does."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.sources import DivisibleSource, Source
+from hvdtrain.data.sources import Batch, Consumed, DivisibleSource, Source
 from hvdtrain.telemetry.interval import RankTimes, lower_median
 
 # New shares must forecast a step of at most this part of the present one's time. To leave equal parts takes more.
@@ -54,6 +54,7 @@ class Balance:
 
     def __init__(self, given: str | list[float], source: Source, *, size: int) -> None:
         self.shares: list[int] | None = None
+        self.has_changed = False  # since `rest` was called
         self._source = source
         self._by_speed = given == "speed" and size > 1
         self._batch_size, self._size = int(source.facts.get("batch_size") or 1), size
@@ -96,9 +97,16 @@ class Balance:
             f"{slowest} takes {seconds[slowest] / lower_median(seconds):.1f} times the median's time for a sample)"
         )
 
+    def rest(self, epoch: int, consumed: Consumed) -> Iterator[Batch]:
+        """Return this rank's batches of the rest of the epoch, by the present shares."""
+        assert isinstance(self._source, DivisibleSource)
+        self.has_changed = False
+        return self._source.rest(epoch, consumed)
+
     def _divide(self, shares: list[int]) -> None:
         assert isinstance(self._source, DivisibleSource)
         self._source.shares = self.shares = shares
+        self.has_changed = True
 
 
 def as_given(weights: Sequence[float], total: int) -> list[int]:

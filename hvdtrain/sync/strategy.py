@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import Adapter, Fault, Options, Ranks, Reduce, Replica, State
+from hvdtrain.adapter import Adapter, Fault, OpenStep, Options, Ranks, Reduce, Replica, State
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import World
 
@@ -91,6 +91,10 @@ class WrappedAdapter:
         self._adapter.train_step(batches)
         self.fault = self._adapter.fault
 
+    def open_step(self, step: OpenStep) -> None:
+        """Take a step that may close before every rank is done."""
+        self._adapter.open_step(step)
+
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce the next steps' gradients over these ranks."""
         self._adapter.reduce_over(ranks)
@@ -122,6 +126,10 @@ class WrappedAdapter:
     def settle(self) -> None:
         """Synchronize what ranks still hold alone."""
         self._adapter.settle()
+
+    def abandon(self) -> None:
+        """Stop what is in flight, after an error."""
+        self._adapter.abandon()
 
     def finish(self) -> Fault | None:
         """Change weights as the framework does when training ends."""

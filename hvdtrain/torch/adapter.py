@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import hvdtrain.torch as hvd
-from hvdtrain.adapter import Fault, Options, Ranks, Reduce, State
+from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
 from hvdtrain.data.sources import Batch, tree_map
 from hvdtrain.distributed import launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
@@ -27,6 +27,7 @@ from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.torch.micro_batches import MicroBatches
 from hvdtrain.torch.named_steps import END, Names
+from hvdtrain.torch.open_steps import OpenSteps
 from hvdtrain.torch.replica import Replica
 from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
@@ -86,6 +87,9 @@ class TorchAdapter:
         self._micro_batches = MicroBatches(options.micro_batch, model, world)
         undoes = options.nan_policy in ("skip", "stop") or options.micro_batch == "auto"
         self._before = BufferSnapshot(model, self._totals) if undoes else None
+        self._open_steps: OpenSteps | None = None
+        if options.cutoff and world.size > 1:
+            self._open_steps = OpenSteps(model, self._update, self._totals, self._forward, world, options)
 
     @property
     def learning_rates(self) -> list[float]:
@@ -133,6 +137,7 @@ class TorchAdapter:
 
     def start(self) -> None:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
+        self._end_open_steps()
         if self._reduced:
             hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
         for update in self._updates.values():
@@ -149,14 +154,28 @@ class TorchAdapter:
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""
+        step = partial(self._take_step, first=self._begin_step())
+        self.fault = self._micro_batches.run(step, batches, self._update, self._before)
+
+    def open_step(self, step: OpenStep) -> None:
+        """Contribute to a step while it is open, and apply the mean of what ranks have contributed."""
+        assert self._open_steps is not None
+        self._begin_step()
+        if self._before is not None:
+            self._before.take()
+        self.fault = self._open_steps.take(step)
+        if self.fault is not None and self._before is not None:
+            self._before.restore()
+
+    def _begin_step(self) -> bool:
+        """Let the model train; return whether this is the first step since metrics were reset."""
         first = not self._training
         if first:
             self._totals.clear()  # of an evaluation that was interrupted
             self._training = True
         if first or not self._model.training:
             self._model.train()
-        step = partial(self._take_step, first=first)
-        self.fault = self._micro_batches.run(step, batches, self._update, self._before)
+        return first
 
     def _take_step(self, batches: Sequence[Batch], *, first: bool) -> Fault | None:
         """Take a step over batches or micro-batches."""
@@ -274,8 +293,18 @@ class TorchAdapter:
         """Return this rank's metrics since they were started."""
         return self.metrics(lambda local: local, keep=True)
 
+    def abandon(self) -> None:
+        """Let no other rank wait for this one's steps."""
+        if self._open_steps is not None:
+            self._open_steps.abandon()
+
+    def _end_open_steps(self) -> None:
+        if self._open_steps is not None:
+            self._open_steps.end()
+
     def finish(self) -> Fault | None:
-        """Apply the gradient that is still in flight, with sync=Delayed()."""
+        """Apply the gradient that is still in flight, with sync=Delayed(), and end the thread of open steps."""
+        self._end_open_steps()
         return self._update.finish() if self._update.in_flight is not None else None
 
     def settle(self) -> None:

@@ -27,7 +27,7 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
     check_optimizers(optimizers)
     if options.micro_batch == "auto":
         _check_repeatable(model, several=list(optimizers) != [""])
-    if options.sync:
+    if options.sync or options.cutoff:
         _check_alone(model, optimizers, options)
     for optimizer in optimizers.values():
         if needs_closure(optimizer):
@@ -53,9 +53,17 @@ def _check_alone(model: nn.Module, optimizers: dict[str, Any], options: Options)
         and "all ranks repeat a step when one runs out of memory; use micro_batch=N",
     }
     what = "no step waits for other ranks" if options.sync == "Delayed" else "ranks step alone"
+    given = f"sync={options.sync}"
+    if options.cutoff:
+        given, what = "cutoff", "ranks contribute different batches to a step"
+        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        reasons["BatchNorm"] = norms and "its statistics would depend on what was cut off; use LayerNorm or GroupNorm"
+        reasons[f"micro_batch={options.micro_batch}"] = (
+            options.micro_batch is not None and "batches are cut off whole; use a smaller batch_size and accumulate"
+        )
     for received, reason in reasons.items():
         if reason:
-            raise ValueError(f"With sync={options.sync}, {what}. Received: {received}: {reason}.")
+            raise ValueError(f"With {given}, {what}. Received: {received}: {reason}.")
 
 
 def _check_repeatable(model: nn.Module, *, several: bool) -> None:

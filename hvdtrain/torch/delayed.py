@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,15 +18,11 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine
-from hvdtrain.torch.compression import Compression, FP16Compressor
-from hvdtrain.torch.engine import Handle
-from hvdtrain.torch.reduce_ops import BF16Exchange, Reduction, submit
+from hvdtrain.torch.gradient_exchange import GradientExchange
+from hvdtrain.torch.reduce_ops import Reduction, submit
 from hvdtrain.torch.reduction_unit import drain
 
 _PREFIX, _META = "sync.gradient.", "delayed"  # in `State.arrays` and `State.meta`
-# Smaller gradients of one type and device travel in one tensor. To copy one costs less than to negotiate it alone.
-_SMALL_BYTES = 2**18
-_POLL_S = 0.001
 
 
 @dataclass
@@ -146,17 +140,16 @@ class _Sent:
 
     def __init__(self, parameters: list[Parameter], origin: Origin, fault: Fault | None, compression: str) -> None:
         self._parameters, self._origin, self.fault = parameters, origin, fault
-        self._how = Reduction(engine.Average, process_set=engine.global_set())
+        ranks = engine.global_set()
         flags = [float(p.grad is not None) for p in parameters]
         numbers = torch.tensor([origin.total or 0.0, *flags], dtype=torch.float64)
-        how = Reduction(engine.Sum, process_set=self._how.process_set)
+        how = Reduction(engine.Sum, process_set=ranks)
         self._numbers = submit([numbers], how, "delayed.numbers", in_place=True, counted=False)
         gradients = [torch.zeros_like(p).detach() if p.grad is None else p.grad.detach() for p in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self._parts = [_Part([gradients[i] for i in members], members) for members in _groups(gradients, compression)]
-        for index, part in enumerate(self._parts):
-            part.start(self._how, f"delayed.{index}", compression)
+        how = Reduction(engine.Average, process_set=ranks)
+        self._exchange = GradientExchange(gradients, how, name="delayed", compression=compression)
 
     @property
     def is_stale(self) -> bool:
@@ -169,13 +162,12 @@ class _Sent:
         origin = self._origin
         if origin.total is not None:
             origin.total = total
-        results: dict[int, Tensor] = {}
-        for part in self._parts:
-            results |= part.wait()
+        results = self._exchange.wait()
         correction = 1.0
         if origin.total and abs(total - origin.expected) > 1e-5 * origin.expected:
             correction = origin.expected / total  # as `Reducer` does
-        gradients = {p: results[i] for i, p in enumerate(self._parameters) if present[i]}
+        means = zip(self._parameters, results, present, strict=True)
+        gradients = {parameter: mean for parameter, mean, there in means if there}
         if correction != 1.0:
             for each in gradients.values():
                 each.mul_(correction)
@@ -184,85 +176,4 @@ class _Sent:
     def drain(self) -> None:
         """Wait without a result."""
         drain(self._numbers)
-        for part in self._parts:
-            part.drain()
-
-
-class _Part:
-    """Gradients that are reduced in one operation."""
-
-    def __init__(self, gradients: list[Tensor], members: list[int]) -> None:
-        self._gradients, self._members = gradients, members
-        self._handle: Any = None
-        self._thread: _SecondHalf | None = None
-
-    def start(self, how: Reduction, name: str, compression: str) -> None:
-        """Send them."""
-        if compression == "bf16":
-            self._handle = BF16Exchange(self._gradients, how, name)
-            self._thread = _SecondHalf(self._handle.first_half)
-            self._thread.start()
-            return
-        alone = len(self._gradients) == 1
-        flat = self._gradients[0] if alone else torch.cat([each.reshape(-1) for each in self._gradients])
-        sent, _ = (FP16Compressor if compression == "fp16" else Compression.none).compress(flat)
-        self._handle = submit([sent], how, name, in_place=True, counted=False)
-
-    def wait(self) -> dict[int, Tensor]:
-        """Return the means by the gradients' numbers."""
-        if self._thread is not None:
-            self._thread.finish()
-        results = self._handle.wait()
-        if self._thread is None and len(self._gradients) > 1:
-            parts = results[0].split([each.numel() for each in self._gradients])
-            results = [part.view(each.shape) for part, each in zip(parts, self._gradients, strict=True)]
-        means = [result.to(each.dtype) for result, each in zip(results, self._gradients, strict=True)]
-        return dict(zip(self._members, means, strict=True))
-
-    def drain(self) -> None:
-        """Wait without a result."""
-        if self._thread is not None:
-            self._thread.join()
-        drain(self._handle)
-
-
-class _SecondHalf(threading.Thread):
-    """Starts the second half of a bf16 exchange when the first one is done, on every rank, while steps compute.
-
-    If the step started it, the second half would run after the computation. And rank 0, which waits alone before it
-    writes a checkpoint, would wait for halves that other ranks have not started.
-    """
-
-    def __init__(self, first_half: Handle) -> None:
-        super().__init__(name="hvdtrain-bf16", daemon=True)
-        self._first_half = first_half
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Poll: to wait in Horovod could hold Python's lock."""
-        try:
-            while not (self._first_half.is_stale or self._first_half.poll()):
-                time.sleep(_POLL_S)
-            self._first_half.wait()
-        except Exception as error:  # noqa: BLE001 - raised where the step waits
-            self._error = error
-
-    def finish(self) -> None:
-        """Wait until the second half is in flight; raise what went wrong."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-
-def _groups(gradients: Sequence[Tensor], compression: str) -> list[list[int]]:
-    """Return numbers of gradients that travel in one operation: small ones together, with bf16 all of a device."""
-    groups: list[list[int]] = []
-    together: dict[Any, list[int]] = {}
-    for index, each in enumerate(gradients):
-        if compression == "bf16":
-            together.setdefault(each.device, []).append(index)
-        elif each.nbytes < _SMALL_BYTES:
-            together.setdefault((each.device, each.dtype), []).append(index)
-        else:
-            groups.append([index])
-    return [*groups, *together.values()]
+        self._exchange.drain()

@@ -113,6 +113,16 @@ class LossWeights:
         if self._has_peers:  # until labels have counted, no sum is known: exchange it
             self.expected = self.per_sample * self._samples or self._exchange(self.weight)
 
+    def begin_open(self, samples: int) -> float | None:
+        """Begin a step of up to so many samples, whose batches are counted one by one (`OpenStep`).
+
+        Returns:
+            The sum of all ranks' weights for which losses are scaled; None for losses that are sums.
+        """
+        self.counted, self._samples, self.alone = [], samples, False
+        self.expected = (self.per_sample or 1.0) * samples if self._exchanged else float(samples)
+        return None if self._sums else self.expected
+
     def expect(self, index: int, total: float | None = None) -> None:
         """Expect a sum before backward over batch `index`; every rank calls it after each forward of an own step.
 

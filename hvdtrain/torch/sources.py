@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.data import sharding
+from hvdtrain.data.deal import Deal
 from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, Source, as_batch, unpack
 from hvdtrain.distributed.world import World, current
 
@@ -141,13 +142,20 @@ class LoaderSource:
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches; whether they are shuffled, the user's DataLoader says."""
-        if self.shares is not None:
-            return self._dealt(_DealtBatches(self._sampler, self._batch_size, self.shares, self._world), epoch, after)
-        return self._as_batches(self.items(epoch, after), self._sampler.shard(), after)
+        self._sampler.set_epoch(epoch)
+        return self.rest(epoch, after)
 
-    def _dealt(self, batches: _DealtBatches, epoch: int, after: Consumed) -> Iterator[Batch]:
-        """Return batches of as many samples as this rank's share."""
-        self._sampler.set_epoch(epoch, start=after.samples)
+    def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
+        """Return batches of the rest of the epoch in the order that `epoch` has drawn."""
+        self._sampler.start = after.samples
+        if after.deal is not None:
+            return self._dealt(_OwnBatches(self._sampler, self._batch_size, after.deal, self._world), epoch)
+        if self.shares is not None:
+            return self._dealt(_DividedBatches(self._sampler, self._batch_size, self.shares, self._world), epoch)
+        return self._as_batches(self._items(epoch), self._sampler.shard(), after)
+
+    def _dealt(self, batches: _DealtBatches, epoch: int) -> Iterator[Batch]:
+        """Return batches of any number of samples."""
         order: Any = batches
         if self._seeded is not None:
             order = SeededBatches(batches, self._seeded.dataset._hvd_dataset)
@@ -183,13 +191,17 @@ class LoaderSource:
             indices = mine[first : first + local]
             yield Batch(*unpack(filler), local_count=local, global_count=held, indices=indices, item=filler)
 
-    def items(self, epoch: int, after: Consumed = NOTHING) -> Iterator[tuple[Any, int, int]]:
+    def items(self, epoch: int) -> Iterator[tuple[Any, int, int]]:
         """Return (what the loader yields, or None without samples left; samples of this rank; of all ranks)."""
-        self._sampler.set_epoch(epoch, start=after.samples)
+        self._sampler.set_epoch(epoch)
+        return self._items(epoch)
+
+    def _items(self, epoch: int) -> Iterator[tuple[Any, int, int]]:
+        start = self._sampler.start
         if self._seeded is not None:
             rank, size = self._world.rank, self._world.size
-            self._seeded.begin(count(after.samples + rank, size * self._batch_size), self._sampler.seed, epoch)
-        return self._counted(iter(self._loader), self._sampler.num_samples - after.samples)
+            self._seeded.begin(count(start + rank, size * self._batch_size), self._sampler.seed, epoch)
+        return self._counted(iter(self._loader), self._sampler.num_samples - start)
 
     def _counted(self, batches: Iterator[Any], left: int) -> Iterator[tuple[Any, int, int]]:
         rank, size, batch_size = self._world.rank, self._world.size, self._batch_size
@@ -246,21 +258,14 @@ class _Part(NamedTuple):
 
 
 class _DealtBatches:
-    """A batch sampler that divides each step's samples by the ranks' shares; it begins at the sampler's `start`."""
+    """A batch sampler whose batches have any number of samples."""
 
-    def __init__(self, sampler: ShardSampler, batch_size: int, shares: Sequence[int], world: World) -> None:
-        self._sampler, self._shares, self._rank = sampler, shares, world.rank
-        self._step = batch_size * world.size
+    def __init__(self, sampler: ShardSampler, batch_size: int, world: World) -> None:
+        self._sampler, self._batch_size, self._world = sampler, batch_size, world
 
     def parts(self) -> Iterator[_Part]:
         """Yield this rank's part of each step that is left, also empty ones."""
-        at = self._sampler._order()
-        for begin in range(self._sampler.start, self._sampler.num_samples, self._step):
-            held = min(self._step, self._sampler.num_samples - begin)
-            ends = sharding.deal(held, self._shares)
-            first, last = begin + ends[self._rank], begin + ends[self._rank + 1]
-            largest = max(b - a for a, b in pairwise(ends))
-            yield _Part(first, at(np.arange(first, last, dtype=np.int64)).tolist(), held, largest)
+        raise NotImplementedError
 
     def any_sample(self) -> int:
         """Return the index of some sample."""
@@ -271,6 +276,38 @@ class _DealtBatches:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class _DividedBatches(_DealtBatches):
+    """Divides each step's samples by the ranks' shares; it begins at the sampler's `start`."""
+
+    def __init__(self, sampler: ShardSampler, batch_size: int, shares: Sequence[int], world: World) -> None:
+        super().__init__(sampler, batch_size, world)
+        self._shares = shares
+
+    def parts(self) -> Iterator[_Part]:
+        """Yield this rank's part of each step that is left, also empty ones."""
+        at, step, rank = self._sampler._order(), self._batch_size * self._world.size, self._world.rank
+        for begin in range(self._sampler.start, self._sampler.num_samples, step):
+            held = min(step, self._sampler.num_samples - begin)
+            ends = sharding.deal(held, self._shares)
+            first, last = begin + ends[rank], begin + ends[rank + 1]
+            largest = max(b - a for a, b in pairwise(ends))
+            yield _Part(first, at(np.arange(first, last, dtype=np.int64)).tolist(), held, largest)
+
+
+class _OwnBatches(_DealtBatches):
+    """The batches that this rank has left of its own part."""
+
+    def __init__(self, sampler: ShardSampler, batch_size: int, deal: Deal, world: World) -> None:
+        super().__init__(sampler, batch_size, world)
+        self._deal = deal
+
+    def parts(self) -> Iterator[_Part]:
+        """Yield them."""
+        where = {"rank": self._world.rank, "batch_size": self._batch_size}
+        for first, indices in self._deal.batches(self._sampler._order(), self._sampler.num_samples, **where):
+            yield _Part(first, indices.tolist(), len(indices), len(indices))
 
 
 class BatchRequest(NamedTuple):

@@ -142,6 +142,20 @@ class Update:
             self._reduce()  # before unscale_ tests for infinity: ranks must agree to skip a step
         return self._refuses()
 
+    def begin_open(self, samples: int) -> float | None:
+        """Begin a step of up to so many samples that may close early; see `LossWeights.begin_open`."""
+        self.optimizer._hvd_reducer.detach()  # backward must send nothing
+        self.optimizer.zero_grad()
+        return self.weights.begin_open(samples)
+
+    def is_mean_refused(self, gradients: dict[nn.Parameter, torch.Tensor], weight: float, samples: int) -> bool:
+        """Step with the mean over ranks of such a step's gradients, or return True, as `is_refused` does."""
+        self.weights.learn(weight, samples)
+        self._counts_nothing = not weight
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        return self._refuses()
+
     def _checks(self) -> bool:
         """Return whether this step is refused if its gradient is not finite."""
         # A scaler skips non-finite steps by itself and lowers its scale, until the scale is 1.
@@ -196,14 +210,22 @@ class Update:
 
     def late_fault(self) -> Fault:
         """Return why the gradient of the step before was refused, and drop it."""
-        name = self._first_non_finite()
+        name = self.drop_gradients()
         own = None if self._late is None else self._late.fault
-        self.optimizer.zero_grad()
         return replace(own, reduced=name) if own else Fault(name, None, float("nan"), (), steps_ago=1)
 
     def _first_non_finite(self) -> str:
-        found = first_non_finite((p, p.grad) for p in self.parameters)
-        return "none" if found is None else self._names[found]
+        return self.name_of(first_non_finite((p, p.grad) for p in self.parameters)) or "none"
+
+    def name_of(self, parameter: nn.Parameter | None) -> str | None:
+        """Return a parameter's name."""
+        return None if parameter is None else self._names[parameter]
+
+    def drop_gradients(self) -> str:
+        """Drop the gradients of a step that was refused; return the first parameter whose gradient is not finite."""
+        name = self._first_non_finite()
+        self.optimizer.zero_grad()
+        return name
 
     def finish(self) -> Fault | None:
         """Apply the last step's gradient, which no later step will; return why it was refused."""

@@ -17,6 +17,7 @@ from hvdtrain.callbacks.progress import Progress
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.callbacks.stragglers import Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck
+from hvdtrain.sync.cutoff import Record
 from hvdtrain.sync.strategy import Strategy
 from hvdtrain.system import scratch
 from hvdtrain.training import learning_rate
@@ -51,6 +52,7 @@ def as_config(
     nan_policy: str | None,
     micro_batch: int | str | None,
     sync: Strategy | None,
+    cutoff: float | Record | None,
     seed: int,
 ) -> dict[str, Any]:
     """Return the Trainer's options as JSON, which all ranks compare and checkpoints keep; ValueError for a bad one."""
@@ -65,6 +67,8 @@ def as_config(
         check_positive("micro_batch", micro_batch, int)
     if clip_norm is not None:
         check_positive("clip_norm", clip_norm, float)
+    if sync is not None and cutoff is not None:
+        raise ValueError(f"cutoff is for ranks that reduce gradients in every step. Received: cutoff and sync={sync}")
     check_choice("lr_scaling", lr_scaling, tuple(learning_rate.FACTORS))
     if warmup_epochs < 0:
         raise ValueError(f"warmup_epochs must be >= 0. Received: warmup_epochs={warmup_epochs}")
@@ -75,6 +79,7 @@ def as_config(
         "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
         "compression": compression, "nan_policy": nan_policy, "seed": int(seed),
         "sync": sync and sync.config,
+        "cutoff": cutoff if isinstance(cutoff, float) else None,  # a record is of this run alone
         "micro_batch": int(micro_batch) if isinstance(micro_batch, np.integer) else micro_batch,
     }  # fmt: skip
 

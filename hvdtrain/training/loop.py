@@ -22,7 +22,9 @@ from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext,
 from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
+from hvdtrain.errors import CheckpointError
 from hvdtrain.sync.balance import Balance
+from hvdtrain.sync.cutoff import OpenSteps, Record
 from hvdtrain.telemetry.interval import Heartbeat
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
@@ -52,6 +54,8 @@ class Loop:
         self.budget = Budget()
         self.validation = Validation(adapter, context)
         self.balance: Balance | None = None  # of this fit
+        self.cutoff: float | Record | None = None
+        self._open_steps: OpenSteps | None = None  # of this fit, with a cutoff
         self.commits: FitState | None = None  # the last commit, in an elastic job
         self._context = context
         self._world = context.world
@@ -92,6 +96,7 @@ class Loop:
             "position": asdict(replace(self.progress, seconds=seconds)),
             "history": self.history,
             "validations": self.history.validations,
+            "cutoffs": self.history.cutoffs,
             "part": self._part,
             "metrics": last,
             "data": self._facts,
@@ -108,7 +113,7 @@ class Loop:
             self._loaded, self._held = found.meta, found.arrays
             self._facts = found.meta["data"]
             self.progress = RunProgress.from_json(found.meta["position"])
-            self.history = History(found.meta["history"], found.meta.get("validations", ()))
+            self.history = History(found.meta["history"], found.meta.get("validations", ()), found.meta.get("cutoffs"))
             self._part, self._ended = found.meta.get("part"), None
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
@@ -165,9 +170,15 @@ class Loop:
             self.progress, self.history, self._held, self._part = RunProgress(), History(), {}, None
         elif self.progress.step:
             check_data(meta["data"], facts)
+            if self.progress.consumed.deal is not None and self.cutoff is None:
+                raise CheckpointError(
+                    "The checkpoint was taken within an epoch with cutoff, where ranks have different samples left. "
+                    f"Received: cutoff={self.cutoff}. Resume with cutoff, or from a checkpoint of an epoch's end."
+                )
             # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
             here = steps_done(self.progress.consumed, facts, size=self._world.size, accumulate=self._accumulate)
-            self._ahead = here - self.progress.step
+            dealt_here = self.progress.consumed.deal is not None and self.progress.consumed.size == self._world.size
+            self._ahead = 0 if dealt_here else here - self.progress.step
         self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
         self._checkpoints = checkpoints
         self._savers |= {each.options: each for each in checkpoints}
@@ -201,6 +212,10 @@ class Loop:
     def run(self, train: Source) -> None:
         """Run the epochs that are left."""
         hooks, context = self._hooks, self._context
+        self._open_steps = None
+        if self.cutoff is not None:
+            how: dict[str, Any] = {"accumulate": self._accumulate, "record": self.history.cutoffs}
+            self._open_steps = OpenSteps(self.cutoff, train, world=self._world, **how)
         try:
             for hook in hooks:
                 hook.on_fit_begin(context)
@@ -228,6 +243,9 @@ class Loop:
                 hook.on_fit_end(context)
             for each in self._checkpoints:
                 each.wait()
+        except BaseException:
+            self._adapter.abandon()
+            raise
         finally:
             hooks.close()
 
@@ -328,12 +346,20 @@ class Loop:
                 load_rank_state(adapter, {name.removeprefix("begin."): array for name, array in begin.items()})
             now = rank_state.random_states() | adapter.rank_state
             self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
+            if self._open_steps is not None:
+                progress.consumed = self._open_steps.begin(progress.consumed)
             batches = source.epoch(epoch, shuffle=True, after=progress.consumed)
+            if self._open_steps is not None:
+                self._open_steps.read(batches)
             if resumed_at:
                 load_rank_state(adapter, held)
             recorder.ended("outside")
             while not self._ending:
-                group = list(itertools.islice(batches, self._accumulate))
+                group: Any
+                if self._open_steps is not None:
+                    group = self._open_steps.next(epoch, number=progress.global_step)
+                else:
+                    group = list(itertools.islice(batches, self._accumulate))
                 recorder.ended("data" if group else "outside")
                 if not group:
                     break
@@ -342,17 +368,22 @@ class Loop:
                     hook.on_step_begin(context, step)
                 self._set_learning_rate(step)
                 recorder.ended("other")
-                adapter.train_step(group)
+                if self._open_steps is not None:
+                    adapter.open_step(group)
+                else:
+                    adapter.train_step(group)
                 recorder.ended("compute")
                 if self._nan_policy.must_stop(adapter.fault, group, at=f"Step {step + 1} of epoch {epoch + 1}"):
                     self._save_and_wait()
                     stopped = True
                     break
-                progress.advance(group, size=self._world.size)
-                shares = self.balance and self.balance.shares
+                if self._open_steps is not None:
+                    progress.advance(self._open_steps.took(group, number=progress.global_step))
+                else:
+                    progress.advance(progress.after(group, size=self._world.size))
                 self._end_step(step)
-                if self.balance is not None and self.balance.shares != shares:
-                    batches = source.epoch(epoch, shuffle=True, after=progress.consumed)
+                if self.balance is not None and self.balance.has_changed:
+                    batches = self.balance.rest(epoch, progress.consumed)
                 recorder.ended("other")
             if resumed_at and not stopped and progress.step == resumed_at:  # the epoch's steps were all taken before
                 example = source.example(epoch)
@@ -373,6 +404,8 @@ class Loop:
             adapter.reset_metrics()
             adapter.settle()
             return None
+        if self._open_steps is not None and self._world.is_root and (line := self._open_steps.describe()):
+            log.info("%s", line)
         if not progress.consumed.samples:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated once per epoch."
@@ -405,7 +438,7 @@ class Loop:
         spent_s = math.inf if self.stop_within_epoch else self._earlier_s() + self._pace.seconds
         requested = preemption.requested() is not None
         changed = self.commits is not None and self.commits.hosts_have_changed
-        waits = self._adapter.in_flight
+        waits = self._adapter.in_flight or (self._open_steps is not None and self._open_steps.was_cut)
         report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s, postponed=waits)
         if report is not None:
             self._ending = self._ending or report.spent_s >= limit_s

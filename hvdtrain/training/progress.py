@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdtrain.callbacks.base import RunId
 from hvdtrain.callbacks.run_folder import default_name
+from hvdtrain.data.deal import Deal
 from hvdtrain.data.sources import NOTHING, Batch, Consumed, Source
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError
@@ -29,13 +30,19 @@ class History(dict[str, list[float]]):
 
     Attributes:
         validations: {"global_step": ..., "val_loss": ...} of each validation within an epoch (`validate_every`).
+        cutoffs: for each optimizer step that was closed before all ranks were done, by its number in the run, from 0:
+            how many batches each rank has contributed. `Trainer(cutoff=history.cutoffs)` repeats the run.
     """
 
     def __init__(
-        self, epochs: Mapping[str, list[float]] | None = None, validations: Iterable[Mapping[str, float]] = ()
+        self,
+        epochs: Mapping[str, list[float]] | None = None,
+        validations: Iterable[Mapping[str, float]] = (),
+        cutoffs: Mapping[Any, Sequence[int]] | None = None,
     ) -> None:
         super().__init__(epochs or {})
         self.validations = [dict(each) for each in validations]
+        self.cutoffs = {int(step): list(counts) for step, counts in (cutoffs or {}).items()}  # JSON has no int keys
 
     def add(self, logs: dict[str, float]) -> None:
         """Append one epoch."""
@@ -72,12 +79,16 @@ class RunProgress:
     consumed: Consumed = NOTHING  # what has been read of the epoch's data
     seconds: float = 0.0  # training time of the epoch, up to the checkpoint that the run resumed from
 
-    def advance(self, batches: Sequence[Batch], *, size: int) -> None:
-        """Count a step over `batches`."""
+    def advance(self, consumed: Consumed) -> None:
+        """Count a step, after which so much of the epoch is done."""
         self.step += 1
         self.global_step += 1
+        self.consumed = consumed
+
+    def after(self, batches: Sequence[Batch], *, size: int) -> Consumed:
+        """Return what is done of the epoch after a step over `batches`."""
         done = batches[-1].done
-        self.consumed = Consumed(
+        return Consumed(
             self.consumed.samples + sum(batch.global_count for batch in batches),
             self.consumed.batches + size * len(batches) if done is None else done,
             size,
@@ -104,7 +115,8 @@ class RunProgress:
         """Return what `asdict` was called on, a later version's too, which may have more fields."""
         known = {name: value[name] for name in ("epoch", "step", "global_step", "seconds")}
         consumed = {name: value["consumed"][name] for name in ("samples", "batches", "size")}
-        return cls(**known, consumed=Consumed(**consumed))
+        deal = value["consumed"].get("deal")
+        return cls(**known, consumed=Consumed(**consumed, deal=deal and Deal.from_json(deal)))
 
 
 def steps_done(consumed: Consumed, facts: dict[str, Any], *, size: int, accumulate: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvdtrain.distributed.world import World, init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync import as_strategy
 from hvdtrain.sync.balance import Balance, check_balance
+from hvdtrain.sync.cutoff import check_cutoff
 from hvdtrain.sync.strategy import Strategy
 from hvdtrain.training import checkpointing, learning_rate, preemption
 from hvdtrain.training.arguments import (
@@ -69,6 +70,9 @@ class Trainer:
         sync: when ranks synchronize: None in every step; `hvdtrain.Delayed` in every step, but one step late, for
             PyTorch; `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks, every so many. Checkpoints,
             validation and stops that are due between two synchronizations come after the next one.
+        cutoff: for torch, with `accumulate`: a step closes when this share of the ranks have computed all their
+            batches, and the others send what they have. Batches that were cut off are computed in later steps of the
+            epoch. See `History.cutoffs` for what was cut, and how to repeat it.
         nan_policy: what to do about a non-finite gradient. All ranks detect it in the same step, and no rank takes that
             step. "raise" ends the run with an error; "stop" ends it with a checkpoint, if there is a checkpoint_dir,
             and returns the History so far; "skip" continues with the next step. The message names the step, the rank,
@@ -107,6 +111,7 @@ class Trainer:
         precision: str = "fp32",
         compression: str = "none",
         sync: Strategy | None = None,
+        cutoff: float | Mapping[int, Sequence[int]] | None = None,
         nan_policy: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -117,18 +122,20 @@ class Trainer:
         self.decisions: list[str] = []
         self.steps_per_epoch: int | None = None
         strategy = as_strategy(sync)
+        self._cutoff = check_cutoff(cutoff)
         self._config = as_config(
             lr_scaling=lr_scaling, warmup_epochs=warmup_epochs, accumulate=accumulate, clip_norm=clip_norm,
             precision=precision, compression=compression, nan_policy=nan_policy, micro_batch=micro_batch, sync=strategy,
-            seed=(self.world.seed or 0) if seed is None else seed,
+            cutoff=self._cutoff, seed=(self.world.seed or 0) if seed is None else seed,
         )  # fmt: skip
         # In an elastic job a new rank makes its Trainer alone; its first collective call is in `fit`.
         self._elastic = launch_environment.is_elastic()
         if not self._elastic:
-            agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
+            given = {**self._config, "cutoff": self._cutoff}
+            agreement.require_equal(given, world=self.world, what="the Trainer's options")
         options = Options(
             accumulate, clip_norm, precision, compression, nan_policy, micro_batch,
-            sync=None if strategy is None else type(strategy).__name__,
+            sync=None if strategy is None else type(strategy).__name__, cutoff=self._cutoff is not None,
         )  # fmt: skip
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
             model, optimizer=optimizer, loss=loss, step=step, metrics=metrics, options=options, world=self.world
@@ -222,6 +229,8 @@ class Trainer:
             if validation is None:
                 raise ValueError(f"validate_every needs validation. Received: validate_every={validate_every!r}")
         check_choice("resume", resume, ("auto", "never"))
+        if balance is not None and self._cutoff is not None:
+            raise ValueError(f"balance and cutoff cannot be combined. Received: balance={balance!r} and a cutoff")
         self._adapter.class_weight = as_class_weight(class_weight)
 
         run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)
@@ -273,6 +282,7 @@ class Trainer:
         source = as_source(train, **of_rank)
         check_end(source.facts, loop.budget)
         loop.balance = None if balance is None else Balance(balance, source, size=self.world.size)
+        loop.cutoff = None if self.world.size == 1 else self._cutoff
         if loop.balance is not None and self._adapter.couples_samples and self.world.is_root:
             log.warning(
                 "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "

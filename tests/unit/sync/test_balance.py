@@ -175,3 +175,30 @@ def test_data_that_can_only_be_iterated_is_refused():
     stream = IteratedSource(lambda epoch, shuffle, after: iter(()), world=FakeWorld(0, 2))
     with pytest.raises(TypeError, match=r"divides steps sample by sample\. Received: data that can only be iterated"):
         Balance("speed", stream, size=2)
+
+
+def test_new_shares_leave_the_order_that_a_sampler_of_the_users_own_has_drawn():
+    torch = pytest.importorskip("torch")
+
+    class Order(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(np.random.permutation(48).tolist())  # noqa: NPY002 - another order each time
+
+        def __len__(self):
+            return 48
+
+    class Drawing(FakeWorld):
+        def broadcast(self, array, *, name=None):
+            return array
+
+    loader = torch.utils.data.DataLoader(range(48), batch_size=BATCH, sampler=Order())
+    of_rank = as_source(loader, batch_size=BATCH, world=Drawing(0, 1), seed=0)
+    batches, used = of_rank.epoch(0, shuffle=True), []
+    for _ in range(5):
+        used += next(batches).indices.tolist()
+    balance = Balance([1.0], of_rank, size=1)
+    assert balance.has_changed
+    for batch in balance.rest(0, Consumed(samples=5 * BATCH)):
+        used += batch.indices.tolist()
+    assert not balance.has_changed
+    assert sorted(used) == list(range(48))

@@ -1,0 +1,86 @@
+"""Which samples of an epoch each rank has left, where ranks have taken different numbers of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.sharding import Indices, Shard
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How positions in the epoch's order are dealt to ranks; equal on all ranks.
+
+    What is dealt are the positions in `left`, and then all from `start` on. Rank r gets every size-th of them, from the
+    r-th on, as in `sharding`; it has taken the first `taken[r]` of its own.
+
+    Attributes:
+        taken: samples, by rank.
+        start: the positions from here on are dealt.
+        left: earlier positions, which were not used; a tuple, because checkpoints hold it as JSON.
+    """
+
+    taken: tuple[int, ...]
+    start: int = 0
+    left: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Deal:
+        """Return what `asdict` was called on."""
+        return cls(tuple(value["taken"]), int(value["start"]), tuple(value["left"]))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.taken)
+
+    def total(self, num_samples: int) -> int:
+        """Return the number of positions that were dealt, of an epoch of `num_samples`."""
+        return len(self.left) + num_samples - self.start
+
+    def remaining(self, num_samples: int) -> Indices:
+        """Return how many samples each rank has left: shape (size,)."""
+        total = self.total(num_samples)
+        return np.array([len(range(rank, total, self.size)) - taken for rank, taken in enumerate(self.taken)])
+
+    def positions(self, places: Indices) -> Indices:
+        """Return the positions at `places` of what is dealt: int64, of the shape of `places`."""
+        moved = places - len(self.left) + self.start
+        if not self.left:
+            return moved
+        left = np.array(self.left, np.int64)
+        return np.where(places < len(left), left[np.minimum(places, len(left) - 1)], moved)
+
+    def batches(
+        self, at: Callable[[Indices], Indices], num_samples: int, *, rank: int, batch_size: int
+    ) -> Iterator[tuple[int, Indices]]:
+        """Yield the batches that a rank has left: the first sample's position, and the samples.
+
+        Args:
+            at: the epoch's order, from positions to samples.
+            num_samples: of the epoch.
+            rank: whose batches.
+            batch_size: samples of a batch; the last one may have fewer.
+        """
+        part = range(rank, self.total(num_samples), self.size)
+        mine = Shard(lambda places: at(self.positions(places)), part)
+        for first in range(self.taken[rank], len(part), batch_size):
+            (position,) = self.positions(np.array(part[first : first + 1])).tolist()
+            yield position, mine[first : first + batch_size]
+
+    def take(self, samples: Sequence[int]) -> Deal:
+        """Return the deal after each rank has taken so many samples more."""
+        return replace(self, taken=tuple(int(a + b) for a, b in zip(self.taken, samples, strict=True)))
+
+    def again(self, num_samples: int, *, size: int) -> Deal:
+        """Deal all that is left to `size` ranks; what was left over comes first."""
+        total = self.total(num_samples)
+        # From here on no rank has taken a sample.
+        untouched = min(total, max(len(self.left), max(self.taken) * self.size))
+        places = [np.arange(rank + taken * self.size, untouched, self.size) for rank, taken in enumerate(self.taken)]
+        left = self.positions(np.sort(np.concatenate(places)))
+        return Deal((0,) * size, self.start + untouched - len(self.left), tuple(left.tolist()))

@@ -1,0 +1,179 @@
+"""Steps that close before every rank is done: the others send what they have, and their samples come back."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.adapter import OpenStep
+from hvdtrain.data.deal import Deal
+from hvdtrain.data.sources import Batch, Consumed, DivisibleSource, Source
+from hvdtrain.distributed.world import World
+
+log = logging.getLogger("hvdtrain")
+
+Record = dict[int, list[int]]  # for each step that was cut, by its number in the run: batches by rank
+
+# A slow rank could postpone for ever what needs all ranks: after so many steps that were cut, they wait for it.
+_MOST_CUT_IN_A_ROW = 10
+_ROUNDING = 1e-9  # 0.9 * 10 is 9 ranks
+
+
+def check_cutoff(given: Any) -> float | Record | None:
+    """Return the Trainer's cutoff: a share of the ranks, or the record of a run; ValueError unless it is one."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        try:
+            record = {int(step): [int(count) for count in counts] for step, counts in given.items()}
+        except (TypeError, ValueError):
+            record = {0: [-1]}
+        if all(counts and min(counts) >= 0 and step >= 0 for step, counts in record.items()):
+            return record
+    elif not isinstance(given, bool) and isinstance(given, int | float) and 0 < given <= 1:
+        return float(given)
+    raise ValueError(
+        "cutoff must be a share of the ranks, in (0, 1], or `history.cutoffs` of an earlier run. "
+        f"Received: cutoff={given!r}"
+    )
+
+
+class OpenSteps:
+    """Plans the steps of an epoch; equal on all ranks, which learn after each step what every rank has contributed.
+
+    A rank reads its own part of the epoch batch by batch. What it did not contribute to one step is the first that it
+    computes in the next one. When a rank has too little left for a whole step, and another one has more, all that is
+    left is dealt again: at an epoch's end, each sample was used once.
+
+    Args:
+        given: the share of the ranks that closes a step, or the record of a run, whose steps are repeated.
+        record: gets the steps that were cut.
+    """
+
+    def __init__(self, given: float | Record, source: Source, *, world: World, accumulate: int, record: Record) -> None:
+        if not isinstance(source, DivisibleSource):
+            raise TypeError(
+                "cutoff gives samples that were cut off to other ranks. Received: data that can only be iterated, in "
+                "whole batches. Give arrays, a map-style dataset, or a DataLoader with a batch_size."
+            )
+        self.record = record
+        self._share = given if isinstance(given, float) else 1.0
+        self._replayed: Record = {} if isinstance(given, float) else given
+        self._source, self._world, self._accumulate = source, world, accumulate
+        self._num_samples = int(source.facts["number of samples"])
+        self._batch_size = int(source.facts["batch_size"])
+        self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
+        self._deal, self._consumed = Deal((0,) * world.size), Consumed()
+        if isinstance(given, float) and self._needed(world.size) == world.size and world.is_root:
+            log.warning(
+                "cutoff=%s of %d ranks waits for all of them: no step is cut. Give at most %s.",
+                given, world.size, math.floor(100 * (world.size - 1) / world.size) / 100,
+            )  # fmt: skip
+        for step, counts in self._replayed.items():
+            if len(counts) != world.size or max(counts) > accumulate:
+                raise ValueError(
+                    f"cutoff's record must be of {world.size} ranks and at most accumulate={accumulate} batches each. "
+                    f"Received: {counts} in step {step}"
+                )
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether a rank may be behind after the last step; False after many such steps in a row."""
+        return 0 < self._cut_in_a_row < _MOST_CUT_IN_A_ROW
+
+    def begin(self, consumed: Consumed) -> Consumed:
+        """Begin an epoch, or resume it; return what is done of it, with what each rank has left."""
+        size = self._world.size
+        self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
+        deal = consumed.deal
+        if deal is None:
+            deal = Deal((0,) * size, start=consumed.samples)
+        elif deal.size != size:
+            deal = deal.again(self._num_samples, size=size)
+        self._deal, self._consumed = deal, replace(consumed, size=size, deal=deal)
+        return self._consumed
+
+    def read(self, batches: Iterator[Batch]) -> None:
+        """Read this rank's batches from here."""
+        self._batches = _Ahead(batches)
+
+    def next(self, epoch: int, *, number: int) -> OpenStep | None:
+        """Return the next step, which has this number in the run; None at the epoch's end."""
+        left = self._batches_left()
+        if len(set(self._deal.taken)) > 1 and left.any() and left.min() < self._accumulate:
+            self._deal = self._deal.again(self._num_samples, size=self._world.size)
+            assert isinstance(self._source, DivisibleSource)
+            self.read(self._source.rest(epoch, replace(self._consumed, deal=self._deal)))
+            left = self._batches_left()
+        whole = np.minimum(left, self._accumulate)
+        if not whole.any():
+            return None
+        planned = np.array(self._replayed.get(number, whole), np.int64)
+        if (planned > whole).any() or not planned.any():
+            raise ValueError(
+                f"cutoff's record is of a run with other data, batch_size or accumulate. Received: {planned.tolist()} "
+                f"batches in step {number}, where ranks have {whole.tolist()} left."
+            )
+        samples = int(np.minimum(whole * self._batch_size, self._deal.remaining(self._num_samples)).sum())
+        needed = self._needed(int(np.count_nonzero(planned)))
+        return OpenStep(planned, whole, samples, needed, self._batches.peek, self._batches.advance)
+
+    def took(self, step: OpenStep, *, number: int) -> Consumed:
+        """Count what ranks have contributed to a step, and record it if that is not all; return what is done now."""
+        counts = step.counts
+        assert counts is not None
+        samples = np.minimum(counts * self._batch_size, self._deal.remaining(self._num_samples)).tolist()
+        lacking = int((step.whole - counts).sum())
+        self._steps += 1
+        self._cut_in_a_row = self._cut_in_a_row + 1 if lacking else 0
+        if lacking:
+            self.record[number] = counts.tolist()
+            self._steps_cut += 1
+            self._batches_cut += lacking
+        done = self._consumed
+        self._deal = self._deal.take(samples)
+        self._consumed = replace(
+            done, samples=done.samples + sum(samples), batches=done.batches + int(counts.sum()), deal=self._deal
+        )
+        return self._consumed
+
+    def describe(self) -> str | None:
+        """Return a log line on the steps of the epoch that were cut; None if there were none."""
+        if not self._steps_cut:
+            return None
+        return (
+            f"cutoff: {self._steps_cut} of {self._steps} steps were closed before all ranks were done; "
+            f"{self._batches_cut} batches were computed in later steps instead"
+        )
+
+    def _needed(self, ranks: int) -> int:
+        """Return how many of these ranks must be done for a step to close."""
+        return max(1, math.ceil(self._share * ranks - _ROUNDING))
+
+    def _batches_left(self) -> NDArray[np.int64]:
+        left: NDArray[np.int64] = -(-self._deal.remaining(self._num_samples) // self._batch_size)
+        return left
+
+
+class _Ahead:
+    """An iterator whose next item can be read before it is taken."""
+
+    def __init__(self, items: Iterator[Batch]) -> None:
+        self._items = items
+        self._next: list[Batch] = []
+
+    def peek(self) -> Batch:
+        """Return the next item, the same one until `advance`."""
+        if not self._next:
+            self._next = [next(self._items)]
+        return self._next[0]
+
+    def advance(self) -> None:
+        """Take that item."""
+        self._next = []

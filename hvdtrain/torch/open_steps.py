@@ -1,0 +1,318 @@
+"""Steps that close before every rank is done: what ranks have contributed until then is averaged.
+
+A rank that is stalled, in its data or in a batch, cannot send what it has. So a thread of each rank does: it asks the
+threads of other ranks how many are done, and once a step closes, all of them average what their ranks have contributed.
+A rank that is behind takes the steps that it has missed one after the other, without computing, and is up to date.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from hvdtrain.adapter import Fault, OpenStep, Options
+from hvdtrain.distributed import rank_state
+from hvdtrain.distributed.recorder import recorder
+from hvdtrain.distributed.world import World
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch import engine, training_state
+from hvdtrain.torch.gradient_exchange import GradientExchange
+from hvdtrain.torch.losses import Counted
+from hvdtrain.torch.metrics import Totals
+from hvdtrain.torch.reduce_ops import Reduction, submit
+from hvdtrain.torch.update import BufferSnapshot, Update, all_finite, first_non_finite
+
+Forward = Callable[..., tuple[Tensor, Counted]]
+
+# Each is a gradient in memory. When a rank is so many steps behind, the others wait for it.
+_MOST_BEHIND = 8
+# Closing as soon as enough ranks are done would cut off ranks that are almost done, in every step.
+_GRACE_BATCHES = 0.25
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.01  # between two questions how many ranks are done
+_PAUSES_PER_STEP = 100
+_ROUNDING = 1e-9
+
+
+@dataclass
+class _Contribution:
+    """What this rank has contributed to the open step."""
+
+    gradients: dict[Parameter, Tensor] = field(default_factory=dict)  # sums over batches
+    weight: float = 0.0
+    samples: int = 0
+    batches: int = 0
+
+
+@dataclass
+class _Open:
+    """The step that this rank computes: what its thread must know of it."""
+
+    planned: int = 0  # this rank's batches
+    working: int = 1  # ranks that have batches
+    needed: int = 1  # how many of these close the step
+    expected: float | None = None  # the sum of weights for which losses are scaled; None for losses that are sums
+
+
+class Mean(NamedTuple):
+    """What all ranks have contributed to a step, equal on all of them but for `fault`."""
+
+    counts: NDArray[np.int64]  # batches by rank
+    weight: float
+    samples: int
+    gradients: dict[Parameter, Tensor]
+    fault: Parameter | None  # the first parameter whose gradient on this rank is not finite
+
+
+class OpenExchange(threading.Thread):
+    """Closes steps and averages what ranks have contributed, one step after the other, on all ranks alike."""
+
+    def __init__(self, parameters: Sequence[Parameter], options: Options, world: World) -> None:
+        super().__init__(name="hvdtrain-open-steps", daemon=True)
+        self._parameters, self._world = list(parameters), world
+        self._compression, self._checks = options.compression, options.nan_policy is not None
+        self._changed = threading.Condition()
+        self._opened = self._closed = 0  # steps
+        self._open = _Open()
+        self._own = _Contribution()
+        self._opened_at, self._batch_s, self._step_s = 0.0, 0.0, 0.0  # this rank's last times
+        self._means: deque[Mean] = deque()
+        self._news = self._stops = self._fails = False
+        self._error: BaseException | None = None
+
+    # The main thread
+
+    def open(self, step: OpenStep, *, expected: float | None) -> None:
+        """Begin to contribute to the next step; it may be closed already."""
+        working = int(np.count_nonzero(step.planned))
+        with self._changed:
+            self._opened += 1
+            self._open = _Open(int(step.planned[self._world.rank]), working, step.needed, expected)
+            self._opened_at, self._news = time.monotonic(), True
+            self._changed.notify_all()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank can contribute to its step."""
+        return self._closed < self._opened and self._error is None
+
+    def contribute(self, weight: float, samples: int) -> bool:
+        """Take the parameters' gradients as those of one batch more; False where the step has closed meanwhile."""
+        with self._changed:
+            if not self.is_open:
+                return False
+            own = self._own
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    self._add(parameter)
+            own.weight, own.samples, own.batches = own.weight + weight, own.samples + samples, own.batches + 1
+            if own.batches == self._open.planned:
+                took_s = time.monotonic() - self._opened_at
+                # The smallest, roughly: a batch that stalled is no sign of how long others take.
+                self._batch_s = min(took_s / own.batches, 1.1 * self._batch_s or took_s)
+                self._news = True
+                self._changed.notify_all()
+            return True
+
+    def _add(self, parameter: Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            raise HvdTrainError(
+                f"cutoff averages dense gradients. Received: a sparse gradient of shape {tuple(parameter.shape)} on "
+                f"rank {self._world.rank}. Use Embedding(sparse=False), or leave out cutoff."
+            )
+        if parameter in self._own.gradients:
+            self._own.gradients[parameter].add_(gradient)
+        else:
+            self._own.gradients[parameter] = gradient.detach()
+        parameter.grad = None
+
+    def wait(self) -> Mean:
+        """Return the mean of the oldest step that was opened and not waited for."""
+        with recorder.waiting(), self._changed:
+            self._changed.wait_for(lambda: self._means or self._error is not None)
+            if not self._means:
+                assert self._error is not None
+                raise self._error
+            self._changed.notify_all()
+            return self._means.popleft()
+
+    def end(self) -> None:
+        """End the thread; a collective, after the last step. It has ended already where a rank has failed."""
+        with self._changed:
+            self._stops = self._news = True
+            self._changed.notify_all()
+        self.join()
+
+    def fail(self) -> None:
+        """Let the threads of all ranks end, because this rank takes no further step."""
+        with self._changed:
+            self._fails = self._news = True
+            self._changed.notify_all()
+
+    # The thread
+
+    def run(self) -> None:
+        """Close steps and average, until all ranks stop or one fails."""
+        try:
+            with torch.no_grad():
+                while self._close_next():
+                    mean = self._average()
+                    with self._changed:
+                        self._means.append(mean)
+                        self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - raised where the main thread waits
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _close_next(self) -> bool:
+        """Wait until the next step closes; False where all ranks stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._means) < _MOST_BEHIND or self._stops or self._fails)
+        began, enough_at = time.monotonic(), None
+        while True:
+            with self._changed:
+                mine = self._flags(enough_at)
+                self._news = False
+            done, everyone, in_time, failed, stops = _sum(mine, "cutoff.done")
+            if failed:
+                raise engine.module().HorovodInternalError("Another rank's training has ended with an error.")
+            if stops > self._world.size - 0.5:
+                return False
+            if done > 1 - _ROUNDING and enough_at is None:
+                enough_at = time.monotonic()
+            if everyone > 1 - _ROUNDING or (enough_at is not None and in_time):
+                self._step_s = time.monotonic() - began
+                return True
+            with self._changed:
+                pause_s = min(max(self._step_s / _PAUSES_PER_STEP, _LEAST_PAUSE_S), _MOST_PAUSE_S)
+                self._changed.wait_for(lambda: self._news, pause_s)
+
+    def _flags(self, enough_at: float | None) -> list[float]:
+        """Return what the ranks' threads add up, of the step that is to be closed.
+
+        Ranks that have opened it know how many of them are needed; a rank that is behind does not. So a rank that is
+        done counts as its part of what is needed: a sum of 1 is enough.
+        """
+        computes = self._opened == self._closed + 1
+        is_done = computes and self._open.planned > 0 and self._own.batches == self._open.planned
+        waited = enough_at is not None and time.monotonic() - enough_at >= _GRACE_BATCHES * self._batch_s
+        done = 1.0 if is_done else 0.0
+        return [done / self._open.needed, done / self._open.working, is_done and waited, self._fails, self._stops]
+
+    def _average(self) -> Mean:
+        """Close the step, and average over ranks what they have contributed."""
+        with self._changed:
+            own, self._own = self._own, _Contribution()
+            expected = self._open.expected if self._opened > self._closed else 1.0
+            self._closed += 1
+        size, rank = self._world.size, self._world.rank
+        counts = [float(own.batches * (rank == each)) for each in range(size)]
+        trained = [p for p in self._parameters if p.requires_grad]
+        there = [float(p in own.gradients) for p in trained]
+        weight, samples, *others = _sum([own.weight, own.samples, *counts, *there], "cutoff.numbers")
+        fault = None
+        if self._checks and not all_finite([*own.gradients.values()]):
+            fault = first_non_finite(own.gradients.items())
+        sent = [p for p, present in zip(trained, others[size:], strict=True) if present] if weight else []
+        gradients = [own.gradients[p] if p in own.gradients else torch.zeros_like(p).detach() for p in sent]
+        if gradients:
+            # Before they are added up: a half-precision sum of what is to be divided could overflow.
+            torch._foreach_mul_(gradients, (1.0 if expected is None else expected / weight) / size)
+            add = Reduction(engine.Sum, process_set=engine.global_set())
+            gradients = GradientExchange(gradients, add, name="cutoff", compression=self._compression).wait()
+        batches = np.array(others[:size]).round().astype(np.int64)
+        return Mean(batches, weight, round(samples), dict(zip(sent, gradients, strict=True)), fault)
+
+
+def _sum(numbers: Sequence[float], name: str) -> list[float]:
+    """Add up numbers over ranks; Horovod waits without Python's lock."""
+    mine = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+    add = Reduction(engine.Sum, process_set=engine.global_set())
+    total: list[float] = submit([mine], add, name, in_place=True, counted=False).wait()[0].tolist()
+    return total
+
+
+class OpenSteps:
+    """Takes a rank's open steps, with one optimizer.
+
+    Args:
+        forward: a batch and what counts of it -> its mean loss and what counts; adds to the metrics.
+    """
+
+    def __init__(
+        self, model: nn.Module, update: Update, totals: Totals, forward: Forward, world: World, options: Options
+    ) -> None:
+        self._update, self._forward, self._world, self._options = update, forward, world, options
+        self._before = BufferSnapshot(model, totals)
+        self._exchange: OpenExchange | None = None
+        self._losses: list[Tensor] = []
+        self._generation = engine.generation
+
+    def take(self, step: OpenStep) -> Fault | None:
+        """Take a step: contribute to it while it is open, then apply the mean."""
+        update = self._update
+        if self._exchange is None:
+            self._generation = engine.generation
+            self._exchange = OpenExchange(update.parameters, self._options, self._world)
+            self._exchange.start()
+        exchange, self._losses = self._exchange, []
+        expected = update.begin_open(step.samples)
+        exchange.open(step, expected=expected)
+        while exchange.is_open and len(step.batches) < step.planned[self._world.rank]:
+            if not self._compute(exchange, step):
+                break
+        mean = exchange.wait()
+        step.counts = mean.counts
+        if not update.is_mean_refused(mean.gradients, mean.weight, mean.samples):
+            return None
+        loss = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+        return Fault(update.drop_gradients(), update.name_of(mean.fault), loss, list(step.batches))
+
+    def _compute(self, exchange: OpenExchange, step: OpenStep) -> bool:
+        """Compute a batch and contribute it; return False, and undo what it changed, where the step has closed."""
+        update, weights = self._update, self._update.weights
+        recorder.ended("compute")
+        batch = step.read()
+        recorder.ended("data")
+        if not exchange.is_open:
+            return False
+        self._before.take()
+        random = rank_state.random_states() | training_state.random_states()
+        loss, counted = self._forward(batch, weights.count(batch))
+        weights.counted.append(counted)
+        if counted.weight:
+            update.backward(loss, weights.factor(-1))
+        if exchange.contribute(counted.weight, batch.local_count):
+            self._losses.append(loss.detach())
+            step.contribute()
+            return True
+        # A run that repeats this one's record never computes this batch here.
+        self._before.restore()
+        rank_state.set_random_states(random)
+        training_state.set_random_states(random)
+        update.optimizer.zero_grad()
+        return False
+
+    def end(self) -> None:
+        """End the thread. A collective, unless a rank has failed or Horovod was shut down, which ends it too."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        if self._generation == engine.generation:
+            exchange.end()
+
+    def abandon(self) -> None:
+        """End the threads of all ranks: this rank takes no further step."""
+        if self._exchange is not None:
+            self._exchange.fail()

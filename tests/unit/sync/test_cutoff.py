@@ -1,0 +1,232 @@
+"""Which batches ranks take of steps that are cut: every sample once, from a record or a checkpoint too."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.data.deal import Deal
+from hvdtrain.data.sources import Consumed, IteratedSource, as_source
+from hvdtrain.distributed.world import SoloWorld
+from hvdtrain.sync.cutoff import OpenSteps, check_cutoff
+
+BATCH, ACCUMULATE = 3, 4
+
+
+class FakeWorld(SoloWorld):
+    def __init__(self, rank, size):
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def allgather_object(self, value, *, name=None):
+        return [value] * self.size
+
+
+def source(num_samples, rank, size, data=None):
+    x = np.arange(num_samples)[:, None]
+    return as_source((x,) if data is None else data, batch_size=BATCH, world=FakeWorld(rank, size))
+
+
+class Run:
+    """An epoch of several ranks in one process; `counts` says how many of its planned batches each contributes."""
+
+    def __init__(self, num_samples, size, share=0.5, consumed=Consumed(), data=None):  # noqa: B008 - frozen
+        self.size, self.record, self.used, self.number = size, {}, [], 0
+        self.sources = [source(num_samples, rank, size, data) for rank in range(size)]
+        self.ranks = [
+            OpenSteps(share, each, world=FakeWorld(rank, size), accumulate=ACCUMULATE, record=self.record)
+            for rank, each in enumerate(self.sources)
+        ]
+        for steps, each in zip(self.ranks, self.sources, strict=True):
+            self.consumed = steps.begin(consumed)
+            steps.read(each.epoch(0, shuffle=True, after=self.consumed))
+
+    def step(self, counts):
+        steps = [each.next(0, number=self.number) for each in self.ranks]
+        if steps[0] is None:
+            assert steps == [None] * self.size
+            return False
+        contributed = np.array(counts(steps[0]))
+        for rank, step in enumerate(steps):
+            for _ in range(contributed[rank]):
+                self.used += step.read().indices.tolist()
+                step.contribute()
+            step.counts = contributed
+        found = [asdict(each.took(step, number=self.number)) for each, step in zip(self.ranks, steps, strict=True)]
+        assert found == [found[0]] * self.size
+        self.number += 1
+        self.consumed = Consumed(**{**found[0], "deal": Deal.from_json(json.loads(json.dumps(found[0]["deal"])))})
+        return True
+
+    def finish(self, counts):
+        while self.step(counts):
+            assert self.number < 1000
+        return self
+
+
+def everything(step):
+    return step.planned
+
+
+def draw_counts(data):
+    """Return a function: enough of the ranks contribute all of their batches, the others any number."""
+
+    def counts(step):
+        working = np.flatnonzero(step.planned)
+        done = data.draw(st.permutations(working.tolist()))[: step.needed]
+        return [
+            int(each) if rank in done else data.draw(st.integers(0, int(each)))
+            for rank, each in enumerate(step.planned)
+        ]
+
+    return counts
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 150), size=st.integers(2, 4), share=st.sampled_from([0.25, 0.5, 0.75]), data=st.data())
+def test_every_sample_is_used_once_an_epoch_whatever_is_cut(n, size, share, data):
+    run = Run(n, size, share).finish(draw_counts(data))
+    assert sorted(run.used) == list(range(n))
+    assert run.consumed.samples == n
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 150), size=st.integers(2, 3), stop=st.integers(0, 12), to=st.integers(2, 4), data=st.data())
+def test_a_resumed_epoch_uses_every_sample_once_on_any_number_of_ranks(n, size, stop, to, data):
+    run = Run(n, size)
+    while run.number < stop and run.step(draw_counts(data)):
+        pass
+    resumed = Run(n, to, consumed=run.consumed if run.number else Consumed()).finish(draw_counts(data))
+    assert sorted(run.used + resumed.used) == list(range(n))
+
+
+@pytest.mark.parametrize("num_samples", [1, 11, 72, 100])
+def test_without_a_cut_ranks_take_the_batches_of_ordinary_steps(num_samples):
+    run = Run(num_samples, 3).finish(everything)
+    batches = [list(source(num_samples, rank, 3).epoch(0, shuffle=True)) for rank in range(3)]
+    expected = []
+    for begin in range(0, len(batches[0]), ACCUMULATE):
+        for rank in range(3):
+            for each in batches[rank][begin : begin + ACCUMULATE]:
+                expected += each.indices.tolist()
+    assert run.used == expected
+    assert run.record == {}
+    assert run.ranks[0].describe() is None
+
+
+def test_a_batch_that_was_cut_off_is_the_ranks_next_one():
+    run = Run(200, 2)
+    steps = [each.next(0, number=0) for each in run.ranks]
+    first = steps[1].read()
+    steps[1].contribute()
+    second = steps[1].read()  # read, and then cut off
+    for each, step in zip(run.ranks, steps, strict=True):
+        step.counts = np.array([4, 1])
+        each.took(step, number=0)
+    assert run.ranks[1].next(0, number=1).read() is second is not first
+
+
+def test_the_record_of_a_run_repeats_it():
+    cut = iter([[4, 2, 4], [3, 4, 4], [4, 0, 4], [1, 4, 4]])
+    run = Run(150, 3).finish(lambda step: np.minimum(next(cut, step.planned), step.planned))
+    assert set(run.record) == {0, 1, 2, 3}
+    again = Run(150, 3, share=run.record).finish(everything)
+    assert (again.used, again.record) == (run.used, run.record)
+    assert run.ranks[0].describe().startswith("cutoff: 4 of ")
+
+
+def test_what_needs_all_ranks_waits_for_a_step_without_a_cut_but_not_for_ever():
+    run, seen = Run(2000, 2), []
+    for _ in range(14):
+        run.step(lambda step: [4, 3])
+        seen.append(run.ranks[0].was_cut)
+    assert seen == [True] * 9 + [False] * 5
+    run.step(everything)
+    assert not run.ranks[0].was_cut
+    run.step(lambda step: [4, 3])
+    assert run.ranks[0].was_cut
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "needed"), [(0.9, 10, 9), (0.9, 4, 4), (0.75, 4, 3), (0.5, 3, 2), (0.01, 3, 1), (1, 3, 3)]
+)
+def test_a_step_closes_when_the_share_of_the_ranks_is_done(share, size, needed):
+    step = Run(500, size, float(share)).ranks[0].next(0, number=0)
+    assert step.needed == needed
+    assert step.planned.tolist() == step.whole.tolist() == [ACCUMULATE] * size
+    assert step.samples == ACCUMULATE * BATCH * size
+
+
+def test_a_share_of_which_no_rank_is_left_out_is_a_warning(caplog):
+    Run(100, 4, 0.9)
+    assert "cutoff=0.9 of 4 ranks waits for all of them: no step is cut. Give at most 0.75." in caplog.text
+
+
+def test_samples_of_a_loader_are_used_once_also_with_an_order_of_its_own():
+    torch = pytest.importorskip("torch")
+
+    class Order(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(np.random.permutation(60).tolist())  # noqa: NPY002 - another order each time
+
+        def __len__(self):
+            return 60
+
+    class Shared(FakeWorld):
+        drawn = []
+
+        def broadcast(self, array, *, name=None):
+            Shared.drawn += [array] if self.rank == 0 else []
+            return Shared.drawn[-1]
+
+    def of(rank):
+        loader = torch.utils.data.DataLoader(range(60), batch_size=BATCH, sampler=Order())
+        return as_source(loader, batch_size=BATCH, world=Shared(rank, 2))
+
+    record = {}
+    ranks = [OpenSteps(0.5, of(r), world=Shared(r, 2), accumulate=ACCUMULATE, record=record) for r in range(2)]
+    for steps in ranks:
+        steps.read(steps._source.epoch(0, shuffle=True, after=steps.begin(Consumed())))
+    used, number = [], 0
+    while (planned := [each.next(0, number=number) for each in ranks])[0] is not None:
+        counts = np.minimum([4, 1], planned[0].planned)
+        for rank, step in enumerate(planned):
+            for _ in range(counts[rank]):
+                used += step.read().item.tolist()
+                step.contribute()
+            step.counts = counts
+            ranks[rank].took(step, number=number)
+        number += 1
+    assert sorted(used) == list(range(60))
+    assert len(Shared.drawn) == 1
+
+
+@pytest.mark.parametrize("given", [0, -0.5, 1.5, True, "0.9", [0.9], {0: [4, -1]}, {-1: [4, 4]}, {"a": [1]}, {0: 4}])
+def test_what_is_no_cutoff_is_refused(given):
+    with pytest.raises(ValueError, match=re.escape(f"Received: cutoff={given!r}")):
+        check_cutoff(given)
+
+
+def test_a_record_comes_back_from_json():
+    assert check_cutoff(json.loads(json.dumps({7: [4, 2]}))) == {7: [4, 2]}
+
+
+def test_a_record_of_another_run_is_refused():
+    with pytest.raises(ValueError, match=r"of 3 ranks and at most accumulate=4 .* Received: \[4, 2\] in step 0"):
+        Run(100, 3, {0: [4, 2]})
+    with pytest.raises(ValueError, match=r"Received: \[4, 5\] in step 0"):
+        Run(100, 2, {0: [4, 5]})
+    with pytest.raises(ValueError, match=r"Received: \[4, 4\] batches in step 0, where ranks have \[1, 1\] left"):
+        Run(5, 2, {0: [4, 4]}).step(everything)
+
+
+def test_data_that_can_only_be_iterated_is_refused():
+    batches = IteratedSource(lambda *_: iter(()), world=FakeWorld(0, 2))
+    with pytest.raises(TypeError, match="cutoff gives samples that were cut off to other ranks"):
+        OpenSteps(0.5, batches, world=FakeWorld(0, 2), accumulate=1, record={})
