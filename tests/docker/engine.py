@@ -180,7 +180,7 @@ def _certificates() -> str:
 
 @contextlib.contextmanager
 def pip_configuration() -> Iterator[str]:
-    """Yield this machine's pip configuration for a build: folders in it are served on the loopback interface."""
+    """Yield this machine's pip configuration for a build: paths in it are served on the loopback interface."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
@@ -192,21 +192,27 @@ def pip_configuration() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder, _served(Path(folder)) as address:
         lines = ["[global]"]
         for name, value in settings.items():
+            if name == "cert":  # pip reads no certificates from an address
+                lines.append(f"cert = {value}")
+                continue
             words = (_as_served(word, Path(folder), address) for word in value.replace("\\n", " ").split())
             lines.append(f"{name} = {' '.join(words)}")
         yield "\n".join(lines) + "\n"
 
 
 def _as_served(word: str, folder: Path, address: str) -> str:
-    """Return a folder's address on the server; an index links to files beside itself: what is above it is served."""
+    """Return the address on the server of a path: of a folder, or of a file, such as that of constraints.
+
+    An index links to files beside itself: what is above it is served.
+    """
     path = Path(word.removeprefix("file://"))
-    if not path.is_absolute() or not path.is_dir():
+    if not path.is_absolute() or not path.exists():
         return word
-    above = path.parent if word.startswith("file://") else path
+    above = path.parent if word.startswith("file://") and path.is_dir() else path
     link = folder / above.as_posix().strip("/").replace("/", "-")
     if not link.is_symlink():
         link.symlink_to(above)
-    return "/".join((address, link.name, *path.relative_to(above).parts)) + "/"
+    return "/".join((address, link.name, *path.relative_to(above).parts)) + "/" * path.is_dir()
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
