@@ -209,7 +209,8 @@ def install_packages(setup: Setup, pinned: dict[str, str], *, gpu: bool) -> None
     """Install everything that comes from a package index.
 
     Unpacking the large wheels is most of the time and takes one core each, so torch, TensorFlow and the rest go side
-    by side, each without the others in it; a last pip adds what torch and TensorFlow need and checks the whole.
+    by side, each without the others in it; a last pip adds what needs torch or TensorFlow, and what these need, and
+    checks the whole.
 
     A GPU machine gets no TensorFlow: its GPU build brings the NCCL of CUDA 12 over that of CUDA 13, and Horovod's GPU
     operations do not compile beside its CPU build. It gets nvcc from wheels, in the version that torch's own ask for.
@@ -238,7 +239,7 @@ def install_packages(setup: Setup, pinned: dict[str, str], *, gpu: bool) -> None
         setup.require(problem.result(), f"Installing {what}")
     needs = "what torch and TensorFlow need" if tensorflow else "what torch needs"
     what = f"JAX, nvcc, and {needs}" if gpu else needs
-    whole = setup.pip("-e", f"{setup.root}[{tools},{frameworks}]")
+    whole = setup.pip("-e", f"{setup.root}[{tools},{frameworks},metrics]")
     setup.require(setup.run(whole, what), "Installing hvdtrain")
 
 

@@ -38,7 +38,7 @@ print(json.dumps({
 
 def install(setup: Setup, extra: Sequence[str]) -> None:
     """Install hvdtrain and the newest frameworks in one resolution, so that they go together."""
-    command = setup.pip("--upgrade", *FRAMEWORKS, *extra, "-e", f"{ROOT}[dev,examples]")
+    command = setup.pip("--upgrade", *FRAMEWORKS, *extra, "-e", f"{ROOT}[dev,examples,metrics]")
     setup.require(setup.run(command, f"the newest {', '.join(FRAMEWORKS)}"), "Installing the frameworks")
 
 

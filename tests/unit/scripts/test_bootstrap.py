@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from hvdtrain.system import toolchain
 
@@ -100,9 +103,37 @@ def test_a_python_that_tensorflow_has_no_wheels_for_gets_torch_and_jax(
     bootstrap.install_packages(setup, pinned, gpu=False)
     assert not any("tensorflow-cpu" in command or "tensorflow==" in command for command in setup.commands)
     assert any("torch==" in command for command in setup.commands)
-    assert setup.commands[-1].endswith("[dev,examples,jax,keras,torch]")
+    assert setup.commands[-1].endswith("[dev,examples,jax,keras,torch,metrics]")
     assert "has no wheels for Python 3.14" in setup.notes[0]
     assert "KERAS_BACKEND=torch" in setup.notes[0]
+
+
+def test_what_is_installed_beside_torchs_cpu_build_needs_no_torch(tmp_path: Path) -> None:
+    """Else pip, which does not see the build beside it, downloads a CUDA build: 3 GB, and a Triton that stays."""
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    setup = FakeSetup(tmp_path)
+    bootstrap.install_packages(setup, bootstrap.pins(ROOT / "pyproject.toml"), gpu=False)
+    beside = next(command for command in setup.commands if command.endswith("[dev,examples,jax,keras]"))
+    found: set[str] = set()
+    for name in beside[:-1].partition("[")[2].split(","):
+        found |= needed([each for each in extras[name] if not each.startswith("hvdtrain")], known=found)
+    assert {"keras", "numpy", "pytest"} <= found
+    assert not {"torch", "tensorflow", "tensorflow-cpu"} & found
+
+
+def needed(requirements: Sequence[str], *, extras: Set[str] = frozenset(), known: Set[str] = frozenset()) -> set[str]:
+    """Return the names of all packages that these requirements bring, as far as they are installed here."""
+    found: set[str] = set()
+    for requirement in map(Requirement, requirements):
+        applies = requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in {"", *extras})
+        if not applies or requirement.name in found | known:
+            continue
+        found.add(requirement.name)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            more = importlib.metadata.requires(requirement.name) or []
+            found |= needed(more, extras=requirement.extras, known=found | known)
+    return found
 
 
 def test_nvcc_comes_in_the_version_that_torch_asks_for() -> None:
