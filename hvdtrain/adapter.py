@@ -113,6 +113,9 @@ class Replica(Protocol):
 
     def weights(self) -> list[Any]:
         """Return the weights that are trained."""
+    def identities(self) -> list[int]:
+        """Return which weights these are: others after one is frozen, or trained again."""
+
 
     def set_weights(self, arrays: Sequence[Any]) -> None:
         """Replace them."""

@@ -27,7 +27,7 @@ class Replica:
 
     def agree(self) -> None:
         """Make counters the largest of any rank, and loss scales the smallest."""
-        counters = [v for v in self._state() if not _is_moment(v)]
+        _, counters = self._state()
         scales = [each.dynamic_scale for each in all_optimizers(self._model) if hasattr(each, "dynamic_scale")]
         sign = np.array([-1.0 if any(v is scale for scale in scales) else 1.0 for v in counters])
         mine = np.array([number(v) for v in counters]) * sign
@@ -39,6 +39,10 @@ class Replica:
         """Return this one: a strategy has asked `is_asynchronous` before it divides the weights."""
         return [self]
 
+    def identities(self) -> list[int]:
+        """Return which weights these are."""
+        return [id(v) for v in self._model.trainable_variables]
+
     def weights(self) -> list[Array]:
         """Return the weights that are trained, flat."""
         return _flat(self._model.trainable_variables)
@@ -49,11 +53,11 @@ class Replica:
 
     def moments(self) -> list[Array]:
         """Return momentum, Adam's averages, moving averages of weights, flat."""
-        return _flat([v for v in self._state() if _is_moment(v)])
+        return _flat(self._state()[0])
 
     def set_moments(self, arrays: Sequence[Array]) -> None:
         """Replace them."""
-        _unflatten(arrays, [v for v in self._state() if _is_moment(v)])
+        _unflatten(arrays, self._state()[0])
 
     def mean(self, arrays: Sequence[Array], *, name: str, compression: str) -> Callable[[], list[Array]]:
         """Average over all ranks at once; Horovod cannot add up bfloat16, so only float16 makes less traffic."""
@@ -74,18 +78,21 @@ class Replica:
         """Return a copy of the array."""
         return array.astype(like.dtype)
 
-    def _state(self) -> list[Any]:
-        """Return the optimizers' variables, without gradients that are being accumulated: zeros between steps."""
+    def _state(self) -> tuple[list[Any], list[Any]]:
+        """Return the optimizers' variables that have values for weights, and those that count or scale.
+
+        Without gradients that are being accumulated, which are zeros between steps.
+        """
         optimizers = all_optimizers(self._model)
         inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
         sums = {id(v) for each in inner for v in getattr(each, "_accumulated_gradients", None) or ()}
         found = {id(v): v for each in optimizers for v in each.variables if id(v) not in sums}
-        return list(found.values())
-
-
-def _is_moment(variable: Any) -> bool:
-    # TensorFlow's shapes are true of a scalar too, so the rank is counted.
-    return len(variable.shape) > 0 and "float" in keras.backend.standardize_dtype(variable.dtype)
+        # Also the momentum of a scalar weight is a scalar.
+        names = ("_learning_rate", "dynamic_scale")
+        numbers = {id(getattr(each, name, None)) for each in [*optimizers, *inner] for name in names}
+        is_moment = {i: "float" in keras.backend.standardize_dtype(v.dtype) for i, v in found.items()}
+        moments = [v for i, v in found.items() if is_moment[i] and i not in numbers]
+        return moments, [v for i, v in found.items() if not is_moment[i] or i in numbers]
 
 
 def _groups(variables: Sequence[Any]) -> dict[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hvdtrain.adapter import Replica
@@ -34,12 +35,16 @@ class Outer:
 
     def begin(self) -> None:
         """Note the weights that ranks agree on, before their first step alone."""
-        if self._keeps_anchor and self._anchor is None:
+        if self._keeps_anchor:
+            # Again each time: a callback may have changed the weights, and those in half precision are rounded.
             self._anchor = self.replica.weights()
 
-    def forget(self) -> None:
-        """Forget what ranks agreed on; the velocity stays."""
-        self._anchor, self._sent, self._wait = None, [], None
+    def drop(self) -> None:
+        """Drop an exchange in flight, of a `fit` that an error has ended; the velocity stays."""
+        with suppress(Exception):  # wait: the operations' names and memory are needed again
+            if self._wait is not None:
+                self._wait()
+        self._wait, self._sent = None, []
 
     def start(self, *, name: str, compression: str, keep: bool = False) -> None:
         """Start to average the change of the weights; with `keep`, for a `finish` some steps later."""

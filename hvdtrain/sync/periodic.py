@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +11,7 @@ from hvdtrain.adapter import Adapter, Fault, Options, Ranks, State
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
+from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync.outer import Outer
 from hvdtrain.sync.strategy import WrappedAdapter
 
@@ -58,6 +58,7 @@ class PeriodicAdapter(WrappedAdapter):
         self._fault_at = 0
         self._outers: list[Outer] = []
         recorder.exchanges = recorder.exchanges or 0
+        self._identities: list[list[int]] = []  # of the weights that they synchronize
 
     @property
     def in_sync(self) -> bool:
@@ -75,32 +76,39 @@ class PeriodicAdapter(WrappedAdapter):
 
     def start(self) -> None:
         """Broadcast the root's weights, optimizer state and velocity."""
-        for outer in self._outers:  # of a fit that an error has ended
-            with suppress(Exception):
-                outer.finish()
-            outer.forget()
+        for outer in self._outers:
+            outer.drop()
+        self._alone, self._is_requested, self._faulty, self._refused = 0, False, None, 0
         super().start()
-        if self._world.size > 1:
-            root = self._world.broadcast_object([self._steps, any(o.velocity for o in self._outers)], name="sync")
-            self._steps = root[0]
-            for outer in self._make_outers() if root[1] else ():
-                like = outer.replica.weights()
-                mine = outer.velocity if self._world.is_root else like
-                host = [outer.replica.to_host(each) for each in mine]
-                received = [self._world.broadcast(each, name="sync.velocity") for each in host]
-                outer.velocity = [outer.replica.from_host(a, each) for a, each in zip(received, like, strict=True)]
-        self._alone, self._is_requested, self._faulty = 0, False, None
+        if self._world.size == 1:
+            return
+        root = self._world.broadcast_object([self._steps, any(o.velocity for o in self._outers)], name="sync")
+        self._steps = root[0]
+        for outer in self._make_outers() if root[1] else ():
+            like = outer.replica.weights()
+            mine = outer.velocity if self._world.is_root else like
+            host = [outer.replica.to_host(each) for each in mine]
+            received = [self._world.broadcast(each, name="sync.velocity") for each in host]
+            outer.velocity = [outer.replica.from_host(a, each) for a, each in zip(received, like, strict=True)]
 
     def _make_outers(self) -> list[Outer]:
-        """Return the outer optimizer of each fragment; a model that its first batch builds has none before."""
+        """Return the outer optimizer of each fragment: new ones if other weights are trained than before."""
         period = self._period
-        if not self._outers:
+        parts = self._adapter.replica().parts(period.fragments)
+        identities = [part.identities() for part in parts]
+        if identities != self._identities:
+            if self._alone:
+                raise HvdTrainError(
+                    "Weights were frozen, or are trained again, between two synchronizations of sync=..., where ranks "
+                    "hold different values of them. Do it in on_epoch_begin, or where trainer.in_sync is True. "
+                    f"Received: other trained weights after step {self._steps} on rank {self._world.rank}"
+                )
             # Changes are needed where they are compressed, which weights would not survive, or weighed, or overlap.
             keeps = self._compression != "none" or (period.lr, period.momentum) != (1.0, 0.0) or period.is_streaming
-            parts = self._adapter.replica().parts(period.fragments)
             how = {"lr": period.lr, "momentum": period.momentum}
             self._outers = [Outer(part, **how, keeps_anchor=keeps) for part in parts]
         return self._outers
+            self._identities = identities
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take a step alone, and synchronize what is due; the first `after_steps` are synchronous."""
@@ -148,16 +156,16 @@ class PeriodicAdapter(WrappedAdapter):
 
     def _synchronize(self) -> None:
         """Make all weights and optimizer state equal on all ranks."""
-        replica = self._adapter.replica()
+        replica, outers = self._adapter.replica(), self._make_outers()
         replica.agree()
-        for outer in self._outers:
+        for outer in outers:
             outer.finish()
-        for index, outer in enumerate(self._outers):
+        for index, outer in enumerate(outers):
             outer.start(name=f"sync.{index}", compression=self._compression)
         # A second moment is too small for float16.
         moments_as = "none" if self._compression == "none" else "bf16"
         moments = replica.mean(replica.moments(), name="sync.moments", compression=moments_as)
-        for outer in self._outers:
+        for outer in outers:
             outer.finish()
         replica.set_moments(moments())
         self._alone, self._is_requested = 0, False
@@ -194,7 +202,7 @@ class PeriodicAdapter(WrappedAdapter):
         meta = dict(state.meta)
         own = meta.pop("sync", {"steps": 0, "fragments": 0})
         self._adapter.load_state(replace(state, arrays=others, meta=meta))
-        self._steps, self._alone, self._outers = own["steps"], 0, []
+        self._steps, self._alone, self._outers, self._identities = own["steps"], 0, [], []
         fits = self._period.momentum and own["fragments"] == self._period.fragments
         for number, outer in enumerate(self._make_outers() if velocities and fits else ()):
             outer.velocity = [

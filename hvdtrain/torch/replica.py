@@ -36,17 +36,28 @@ class Replica:
         """Give all ranks the same entries of optimizer state; counters become the largest, loss scales the smallest."""
         parameters = [(each, p) for each, _ in self._optimizers.values() for p in _trained(each)]
         scalers = [scaler for _, scaler in self._optimizers.values() if scaler.is_enabled()]
-        has_state = [bool(optimizer.state.get(p)) for optimizer, p in parameters]
+        has_state = np.array([bool(optimizer.state.get(p)) for optimizer, p in parameters], np.float64)
         scales = [-scaler.state_dict()[name] for scaler in scalers for name in _SCALE]
-        found = self._world.allreduce(np.array([*has_state, *scales], np.float64), "max", name="replica").tolist()
-        for (optimizer, parameter), here, there in zip(parameters, has_state, found, strict=False):
-            if there and not here:
-                optimizer.state[parameter] = _empty_state(optimizer, parameter)
-        agreed = iter(found[len(parameters) :])
+        mine = np.array([*has_state, *-has_state, *scales], np.float64)
+        found = self._world.allreduce(mine, "max", name="replica")
+        anywhere, nowhere_missing = found[: len(parameters)], -found[len(parameters) : 2 * len(parameters)]
+        self._add_missing(parameters, np.flatnonzero(anywhere != nowhere_missing).tolist())
+        agreed = iter(found[2 * len(parameters) :].tolist())
         for scaler in scalers:
             scale, growth = -next(agreed), -next(agreed)
             scaler.load_state_dict(scaler.state_dict() | dict(zip(_SCALE, (scale, int(growth)), strict=True)))
         self._agree_on_counters()
+
+    def _add_missing(self, parameters: Sequence[tuple[Any, Parameter]], lacking: list[int]) -> None:
+        """Add the state of parameters that only other ranks have trained, as entries of zeros."""
+        if not lacking:
+            return
+        mine = {str(i): _described(*parameters[i]) for i in lacking if parameters[i][0].state.get(parameters[i][1])}
+        everyones = self._world.allgather_object(mine, name="replica.entries")
+        known = {number: entries for each in reversed(everyones) for number, entries in each.items()}
+        for number in (i for i in lacking if str(i) not in mine):
+            optimizer, parameter = parameters[number]
+            optimizer.state[parameter] = _zeros(known[str(number)], parameter)
 
     def _agree_on_counters(self) -> None:
         counters = list(self._counters())
@@ -62,11 +73,15 @@ class Replica:
 
     def parts(self, number: int) -> list[adapter.Replica]:
         """Return replicas of parts of the weights, in their order."""
-        parameters = [p for optimizer, _ in self._optimizers.values() for p in _trained(optimizer)]
+        parameters = self._parameters()
         ends = np.cumsum([p.numel() for p in parameters])
         places = np.minimum((ends - 1) * number // ends[-1], number - 1).tolist()
         members = [[p for p, place in zip(parameters, places, strict=True) if place == part] for part in range(number)]
         return [Replica(self._optimizers, self._world, only) for only in members]
+
+    def identities(self) -> list[int]:
+        """Return which weights these are."""
+        return [id(p) for p in self._parameters()]
 
     def weights(self) -> list[Tensor]:
         """Return the weights that are trained, flat."""
@@ -115,32 +130,35 @@ class Replica:
         """Return it as a tensor like another one."""
         return torch.from_numpy(array.copy()).to(like)
 
-    def _weights(self) -> list[Tensor]:
+    def _parameters(self) -> Sequence[Parameter]:
         if self._only is not None:
-            return [p.detach() for p in self._only]
-        return [p.detach() for optimizer, _ in self._optimizers.values() for p in _trained(optimizer)]
+            return self._only
+        return [p for optimizer, _ in self._optimizers.values() for p in _trained(optimizer)]
 
-    def _states(self) -> Iterator[dict[str, Any]]:
+    def _weights(self) -> list[Tensor]:
+        return [p.detach() for p in self._parameters()]
+
+    def _entries(self) -> Iterator[tuple[Parameter, dict[str, Any], str]]:
         for optimizer, _ in self._optimizers.values():
             for parameter in _trained(optimizer):
-                yield optimizer.state.get(parameter, {})
+                state = optimizer.state.get(parameter, {})
+                yield from ((parameter, state, name) for name in sorted(state))
 
     def _moments(self) -> list[Tensor]:
-        held = [state[name] for state in self._states() for name in sorted(state)]
-        return [each for each in held if isinstance(each, Tensor) and each.dim()]
+        return [state[name] for parameter, state, name in self._entries() if _is_moment(parameter, name, state[name])]
 
     def _counters(self) -> Iterator[tuple[dict[str, Any], str]]:
-        for state in self._states():
-            for name in sorted(state):
-                value = state[name]
-                if _is_number(value) or (isinstance(value, Tensor) and not value.dim()):
-                    yield state, name
-                elif not (value is None or (isinstance(value, Tensor) and value.is_floating_point())):
-                    raise ValueError(
-                        f"Ranks cannot average what this optimizer keeps for a weight. Received: {name} of type "
-                        f"{value.dtype if isinstance(value, Tensor) else type(value).__name__} on rank "
-                        f"{self._world.rank}. Use another optimizer, or synchronize in every step (sync=None)."
-                    )
+        for parameter, state, name in self._entries():
+            value = state[name]
+            if value is None or _is_moment(parameter, name, value):
+                continue
+            if not (_is_number(value) or (isinstance(value, Tensor) and not value.dim())):
+                raise ValueError(
+                    f"Ranks cannot average what this optimizer keeps for a weight. Received: {name} of type "
+                    f"{value.dtype if isinstance(value, Tensor) else type(value).__name__} on rank "
+                    f"{self._world.rank}. Use another optimizer, or synchronize in every step (sync=None)."
+                )
+            yield state, name
 
 
 def _trained(optimizer: Any) -> list[Parameter]:
@@ -151,21 +169,33 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _empty_state(optimizer: Any, parameter: Parameter) -> dict[str, Any]:
-    """Return the state of a parameter that has not been trained here, with the entries of another one of its group."""
-    own = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
-    candidates = [p for group in [*own, *optimizer.param_groups] for p in group["params"]]
-    known = next((p for p in candidates if optimizer.state.get(p)), None)
-    if known is None:
-        return {}
-    state: dict[str, Any] = {}
-    for name, value in optimizer.state[known].items():
-        if isinstance(value, Tensor):
-            like = parameter if value.shape == known.shape else value
-            state[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
-        else:
-            state[name] = type(value)() if _is_number(value) else value
-    return state
+def _is_moment(parameter: Parameter, name: str, value: Any) -> bool:
+    """Return whether an entry has a value for each weight, or for rows of them; a scalar weight has scalars of both."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.dim() > 0 or (parameter.dim() == 0 and name != "step")
+
+
+def _described(optimizer: Any, parameter: Parameter) -> dict[str, Any]:
+    """Return the entries of a parameter's state as JSON: a tensor's shape, type and place, or a number."""
+    return {
+        name: [[*value.shape], str(value.dtype).removeprefix("torch."), value.device == parameter.device]
+        if isinstance(value, Tensor)
+        else (0 * value if _is_number(value) else None)
+        for name, value in optimizer.state[parameter].items()
+    }
+
+
+def _zeros(entries: dict[str, Any], parameter: Parameter) -> dict[str, Any]:
+    """Return state with these entries, all of them zero."""
+    return {
+        name: torch.zeros(
+            each[0], dtype=getattr(torch, each[1]), device=parameter.device if each[2] else torch.device("cpu")
+        )
+        if isinstance(each, list)
+        else each
+        for name, each in entries.items()
+    }
 
 
 def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:

@@ -26,6 +26,24 @@ def test_moments_are_what_has_a_value_for_each_weight():
     assert [each.shape for each in replica.moments()] == [(3 * 6,)]  # two of Adam and the moving average
 
 
+class Scaled(keras.layers.Layer):
+    """Has one weight, without dimensions."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), name="scale")
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
+def test_the_momentum_of_a_scalar_weight_is_a_moment_and_a_loss_scale_is_none():
+    model = keras.Sequential([keras.Input((2,)), Scaled()])
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.9))
+    model.compile(optimizer=optimizer, loss="mse")
+    optimizer.build(model.trainable_variables)
+    assert [each.shape for each in Replica(model, SoloWorld()).moments()] == [(1,)]
+
+
 def test_what_is_set_is_read():
     model = compiled()
     replica = Replica(model, SoloWorld())
