@@ -72,6 +72,8 @@ class Fault:
     loss: float  # this rank's mean over its batches
     batches: Sequence[Batch] | None = None  # of that step; None for the last one
     steps_ago: int = 0  # of ranks that stepped alone, and learn of it when they synchronize
+    in_a_row: int | None = None  # steps that a rank did not take, up to now; None where every step reports a fault
+    is_late: bool = False  # whether ranks have taken the step after which they learn of it
 
 
 @dataclass
@@ -111,11 +113,11 @@ class Replica(Protocol):
     def parts(self, number: int) -> list[Replica]:
         """Return so many replicas of about equal size, each of a part of the weights; some may be empty."""
 
-    def weights(self) -> list[Any]:
-        """Return the weights that are trained."""
     def identities(self) -> list[int]:
         """Return which weights these are: others after one is frozen, or trained again."""
 
+    def weights(self) -> list[Any]:
+        """Return the weights that are trained."""
 
     def set_weights(self, arrays: Sequence[Any]) -> None:
         """Replace them."""

@@ -56,12 +56,20 @@ class EMA(Callback):
     def on_step_end(self, trainer: RunContext, step: int) -> None:
         """Update the averages if that is due, and ranks hold equal weights."""
         self._steps += trainer.step_taken
+        self._update_if_due(trainer)
+
+    def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:
+        """Update averages that waited for ranks to hold equal weights, as they do after an epoch."""
+        self._update_if_due(trainer)
+
+    def _update_if_due(self, trainer: RunContext) -> None:
         if self._steps >= self._every and trainer.in_sync:
             self._averages.update(1.0 - self._decay**self._steps)
             self._steps = 0
 
     def on_validation_begin(self, trainer: RunContext) -> None:
         """Give the model the averages."""
+        self._update_if_due(trainer)
         self._averages.show()
 
     def on_validation_end(self, trainer: RunContext, logs: Logs) -> None:

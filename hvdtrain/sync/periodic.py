@@ -56,9 +56,10 @@ class PeriodicAdapter(WrappedAdapter):
         self._is_requested = False
         self._faulty: Fault | None = None  # this rank's first since then
         self._fault_at = 0
+        self._refused = 0  # this rank's steps in a row that it did not take, up to the last one
         self._outers: list[Outer] = []
-        recorder.exchanges = recorder.exchanges or 0
         self._identities: list[list[int]] = []  # of the weights that they synchronize
+        recorder.exchanges = recorder.exchanges or 0
 
     @property
     def in_sync(self) -> bool:
@@ -107,8 +108,8 @@ class PeriodicAdapter(WrappedAdapter):
             keeps = self._compression != "none" or (period.lr, period.momentum) != (1.0, 0.0) or period.is_streaming
             how = {"lr": period.lr, "momentum": period.momentum}
             self._outers = [Outer(part, **how, keeps_anchor=keeps) for part in parts]
-        return self._outers
             self._identities = identities
+        return self._outers
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take a step alone, and synchronize what is due; the first `after_steps` are synchronous."""
@@ -126,6 +127,7 @@ class PeriodicAdapter(WrappedAdapter):
         self.fault = None
         self._steps += 1
         self._alone += 1
+        self._refused = 0 if self._adapter.fault is None else self._refused + 1
         if self._adapter.fault is not None and self._faulty is None:
             self._faulty, self._fault_at = replace(self._adapter.fault, batches=batches), self._steps
         done = self._steps - period.after_steps
@@ -178,10 +180,11 @@ class PeriodicAdapter(WrappedAdapter):
             return
         mine = self._faulty is not None
         ago = self._steps - self._fault_at if mine else 0
-        found, largest = self._world.allreduce(np.array([mine, ago], np.int64), "max", name="sync.faults").tolist()
+        numbers = np.array([mine, ago, self._refused], np.int64)
+        found, ago, in_a_row = self._world.allreduce(numbers, "max", name="sync.faults").tolist()
         if found:
             fault = self._faulty or Fault("another rank's", None, float("nan"))
-            self.fault = replace(fault, steps_ago=largest)
+            self.fault = replace(fault, steps_ago=ago, in_a_row=max(1, in_a_row), is_late=True)
         self._faulty = None
 
     def state(self) -> State:

@@ -206,13 +206,13 @@ class Update:
         if not self._checks() or all_finite([p.grad for p in self.parameters]):
             return None
         mean = float(torch.stack(self._losses).mean())
-        return Fault("", self._first_non_finite(), mean, self._batches, steps_ago=1)
+        return Fault("", self._first_non_finite(), mean, self._batches, steps_ago=1, is_late=True)
 
     def late_fault(self) -> Fault:
         """Return why the gradient of the step before was refused, and drop it."""
         name = self.drop_gradients()
         own = None if self._late is None else self._late.fault
-        return replace(own, reduced=name) if own else Fault(name, None, float("nan"), (), steps_ago=1)
+        return replace(own, reduced=name) if own else Fault(name, None, float("nan"), (), steps_ago=1, is_late=True)
 
     def _first_non_finite(self) -> str:
         return self.name_of(first_non_finite((p, p.grad) for p in self.parameters)) or "none"

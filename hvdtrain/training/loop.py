@@ -182,6 +182,8 @@ class Loop:
         self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
         self._checkpoints = checkpoints
         self._savers |= {each.options: each for each in checkpoints}
+        for each in self._savers.values():  # of a fit that an error has ended
+            each.is_late = False
         for each in checkpoints:
             each.saved_at = self.progress.global_step
             if not self.is_finished:  # else nothing will be written
@@ -255,6 +257,7 @@ class Loop:
         `logs` are the metrics of an epoch, or of the part of it that was left of the run.
         """
         epoch = self.progress.epoch
+        self._validation_is_due = False
         logs |= self._validated_here() or self.validation.run(self._hooks, within_epoch=False)
         if self._ended is not None:  # save before callbacks end an epoch that a longer run resumes
             self._part = self._ended.meta["part"] = self._ended.meta["metrics"] = dict(logs)
@@ -267,8 +270,8 @@ class Loop:
         for hook in self._hooks:
             hook.on_epoch_end(self._context, epoch, logs)
         for each in self._checkpoints:
-            if each.options.is_due_after(epoch, logs) and self._ended is None:
-                self._save(each)
+            each.is_late |= each.options.is_due_after(epoch, logs) and self._ended is None
+        self._save_late()
         self._commit()
         stop = self.agree_to_stop(after_epoch=True)
         self._ending = self._ending or stop or self._is_spent()
@@ -373,14 +376,16 @@ class Loop:
                 else:
                     adapter.train_step(group)
                 recorder.ended("compute")
-                if self._nan_policy.must_stop(adapter.fault, group, at=f"Step {step + 1} of epoch {epoch + 1}"):
+                fault = adapter.fault
+                stopped = self._nan_policy.must_stop(fault, group, at=f"Step {step + 1} of epoch {epoch + 1}")
+                if not stopped or (fault is not None and fault.is_late):
+                    if self._open_steps is not None:
+                        progress.advance(self._open_steps.took(group, number=progress.global_step))
+                    else:
+                        progress.advance(progress.after(group, size=self._world.size))
+                if stopped:
                     self._save_and_wait()
-                    stopped = True
                     break
-                if self._open_steps is not None:
-                    progress.advance(self._open_steps.took(group, number=progress.global_step))
-                else:
-                    progress.advance(progress.after(group, size=self._world.size))
                 self._end_step(step)
                 if self.balance is not None and self.balance.has_changed:
                     batches = self.balance.rest(epoch, progress.consumed)
@@ -393,6 +398,11 @@ class Loop:
             if self._ending and not progress.has_read(source):
                 ended = self.snapshot()
                 self._ended = replace(ended, meta={**ended.meta, "history": deepcopy(self.history)})
+            if not adapter.in_sync:
+                adapter.settle()  # only now ranks learn of steps that one of them has left out
+                stopped = self._nan_policy.must_stop(adapter.fault, (), at=f"The last step of epoch {epoch + 1}")
+                if stopped:
+                    self._save_and_wait()
         except BaseException:
             # Drop this epoch's counts, so that the next one does not contain them. A second error would hide the first.
             with suppress(Exception):

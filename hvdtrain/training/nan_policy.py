@@ -51,7 +51,7 @@ class NanPolicy:
         if fault is None:
             self._in_a_row = 0
             return False
-        self._in_a_row += 1
+        self._in_a_row = self._in_a_row + 1 if fault.in_a_row is None else fault.in_a_row
         ago = f", about {fault.steps_ago} steps later" if fault.steps_ago > 1 else ", a step later" * fault.steps_ago
         text = f"{at}{ago}: "
         reports = enumerate(self._world.allgather_object(_report(fault, fault.batches or batches), name="nan_policy"))
@@ -73,7 +73,8 @@ class NanPolicy:
         if self._in_a_row > _MOST_IN_A_ROW:
             raise NonFiniteError(f"{text} That was the {self._in_a_row}th step in a row which could not be taken.")
         if self._world.is_root:
-            log.warning("%s %s.", text, "Skipped" if self._policy == "skip" else "Training stops before this step")
+            stops = "Training stops" if fault.is_late else "Training stops before this step"
+            log.warning("%s %s.", text, "Skipped" if self._policy == "skip" else stops)
         return self._policy == "stop"
 
 

@@ -326,6 +326,12 @@ class Trainer:
 
         What can only be iterated has no order that ranks could share: a TypeError.
         """
+        if not self.in_sync:
+            raise HvdTrainError(
+                "predict() was called between two synchronizations of sync=..., where each rank holds weights of its "
+                "own, and predicts a part. Call it where trainer.in_sync is True, as in on_epoch_end. "
+                f"Received: predict() after step {self.global_step} on rank {self.world.rank}"
+            )
         return predict(self._adapter, self.world, x, batch_size=batch_size)
 
     def save(self, directory: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hvdtrain
-from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.callbacks import EMA, Callback, Checkpoint
 from hvdtrain.errors import HvdTrainError
 
 BATCH, SAMPLES = 4, 46
@@ -152,3 +152,17 @@ def test_a_model_in_half_precision_resumes_bit_for_bit(world, shared_tmp_path):
     train(shared_tmp_path / "stopped", 1)
     for ours, theirs in zip(train(shared_tmp_path / "stopped", 4), straight, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("sync", [hvdtrain.LocalSGD(100), hvdtrain.DiLoCo(4, fragments=2, overlap=1)], ids=str)
+def test_averages_of_weights_are_updated_where_ranks_synchronize_after_an_epoch(world, sync):
+    net, average = model(), EMA(0.0, every=1)  # retains nothing: equal to the weights once it is updated
+    before = net[0].weight.detach().clone()
+    trainer = fit(net, "sgd", sync, hooks=[average])
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    with average.averaged():
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(value, weights[name], atol=0, rtol=0)
+    assert trainer.in_sync
+    assert not torch.equal(net[0].weight, before)
