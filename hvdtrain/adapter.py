@@ -61,6 +61,7 @@ class State:
     unsettled: frozenset[str] = frozenset()  # arrays that each rank changes by itself until `Adapter.settle`
     trained: frozenset[str] = frozenset()  # arrays that gradients change
     frozen: frozenset[str] = frozenset()  # weights that are not trained; statistics and other buffers are not weights
+    pending: frozenset[str] = frozenset()  # arrays of an update that is still to be made
 
 
 @dataclass(frozen=True)

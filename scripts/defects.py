@@ -423,7 +423,7 @@ DEFECTS = (
     Defect(
         "sync: the gradient in flight is not in checkpoints",
         "hvdtrain/torch/adapter.py",
-        "            state.arrays |= arrays\n",
+        "arrays=state.arrays | arrays, ",
         "",
         ALONE,
     ),

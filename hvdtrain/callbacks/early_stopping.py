@@ -87,7 +87,10 @@ class EarlyStopping(Callback):
         self._judged_at = trainer.global_step
         if self._improves(value, place):
             if self._restore_best:
-                self._best_state = _settled(trainer.state(), trainer.world) if trainer.in_epoch else trainer.state()
+                best = _settled(trainer.state(), trainer.world) if trainer.in_epoch else trainer.state()
+                # Without an update that is still to be made, as with sync=Delayed(): it would change the best weights.
+                weights = {name: array for name, array in best.arrays.items() if name not in best.pending}
+                self._best_state = replace(best, arrays=weights)
         elif self._stop_if_exhausted():
             if trainer.world.is_root:
                 log.info("stop: %s has not improved since %s", self._monitor, self._best_place or "the beginning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -332,8 +333,7 @@ class TorchAdapter:
         state = training_state.capture(self._model, self._optimizers())
         if self._update.in_flight is not None:
             arrays, meta = self._update.in_flight.state()
-            state.arrays |= arrays
-            state.meta |= meta
+            state = replace(state, arrays=state.arrays | arrays, meta=state.meta | meta, pending=frozenset(arrays))
         return state
 
     def load_state(self, state: State) -> None:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import hvdtrain  # noqa: E402
 import hvdtrain.torch as hvd  # noqa: E402
-from hvdtrain.callbacks import Callback  # noqa: E402
+from hvdtrain.callbacks import Callback, EarlyStopping  # noqa: E402
 from hvdtrain.data import sharding  # noqa: E402
 from hvdtrain.errors import HvdTrainError, NonFiniteError  # noqa: E402
 from hvdtrain.sync import as_strategy  # noqa: E402
@@ -194,3 +194,16 @@ def test_a_step_that_is_skipped_leaves_running_statistics_finite():
     trainer = fit(net, (x, y), nan_policy="skip", epochs=1)
     assert all(bool(each.isfinite().all()) for each in net.state_dict().values())
     assert np.isfinite(trainer.history["loss"]).all()
+
+
+def test_the_best_weights_are_restored_without_the_gradient_that_was_in_flight():
+    net, held_out = model(), tuple(each[:7] for each in data())
+    trainer = hvdtrain.Trainer(
+        net, optimizer=torch.optim.SGD(net.parameters(), lr=3.0, momentum=0.9), loss=torch.nn.CrossEntropyLoss(),
+        sync=hvdtrain.Delayed(),
+    )  # fmt: skip
+    stop = EarlyStopping("val_loss", patience=1, restore_best=True)
+    options = {"epochs": 20, "batch_size": BATCH, "progress": False, "run_dir": None, "callbacks": [stop]}
+    history = trainer.fit(data(), validation=held_out, **options)
+    assert len(history["val_loss"]) < 20
+    assert trainer.evaluate(held_out)["loss"] == pytest.approx(min(history["val_loss"]), rel=1e-5)
