@@ -202,6 +202,11 @@ def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device],
     """Return tensors by how they travel: in their own type, halves as float32."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"Weights of {tensor.dtype} cannot be averaged over ranks. Received: shape {tuple(tensor.shape)}. "
+                "Train their real and imaginary parts."
+            )
         wide = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
         groups.setdefault((wide, tensor.device), []).append(tensor)
     return groups

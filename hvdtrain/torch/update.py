@@ -261,8 +261,10 @@ class Update:
         parameters = [p for p in self.parameters if p.requires_grad]
         if all(p.grad is None for p in parameters):
             known = [p for p in parameters if self.optimizer.state.get(p)]  # others may be trained on no rank
+            # SparseAdam refuses dense gradients.
+            layout = torch.sparse_coo if isinstance(self.optimizer, torch.optim.SparseAdam) else None
             for parameter in known or parameters:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, layout=layout)
 
     def give_up(self) -> None:
         """Take part in the step's collectives without this rank's gradients; no rank takes the step."""

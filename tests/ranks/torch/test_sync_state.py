@@ -75,6 +75,37 @@ def test_a_rank_that_took_no_step_yet_gets_the_optimizer_state_of_the_others(wor
     assert names[0] == names[1]
 
 
+@pytest.mark.world_size(2)
+def test_a_rank_without_samples_steps_with_sparse_gradients_as_the_others(world):
+    net = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    trainer = hvdtrain.Trainer(
+        net, optimizer=torch.optim.SparseAdam([net[0].weight]), loss=torch.nn.CrossEntropyLoss(),
+        sync=hvdtrain.LocalSGD(2),
+    )  # fmt: skip
+    x = torch.arange(BATCH * 2 + 1)[:, None] % 8  # one sample is left for a step of two ranks
+    trainer.fit((x, x[:, 0] % 3), epochs=2, batch_size=BATCH, progress=False, run_dir=None)
+    assert_equal_on_all_ranks(world, net)
+
+
+class Turned(torch.nn.Module):
+    """Has a complex weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 3)
+        self.turn = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.linear(x) * self.turn).imag
+
+
+@pytest.mark.world_size(2)
+def test_complex_weights_are_refused(world):
+    net = Turned()
+    with pytest.raises(TypeError, match=r"Weights of torch\.complex64 cannot be averaged over ranks\. Received: shape"):
+        fit(net, "sgd", hvdtrain.LocalSGD(2))
+
+
 class Scaled(torch.nn.Module):
     """A linear layer, and a weight without dimensions, as CLIP has one."""
 
