@@ -51,8 +51,10 @@ class DistributedMixin(keras.optimizers.Optimizer):
 
     def reduce(self, *, alone: bool) -> bool:
         """Reduce gradients from the next step on, or do not; return whether a compiled step must be compiled again."""
-        changes = self._hvd_state.alone != alone
-        self._hvd_state.alone = alone
+        state = self._hvd_state
+        if alone and state.number is None and self._hvd_how.active():
+            self.agree_on_model()  # before a step, which loss scaling may end early on one rank alone
+        changes, state.alone = state.alone != alone, alone
         return changes and keras.backend.backend() != "torch"
 
     def set_batch_weight(self, value: float) -> None:
@@ -95,7 +97,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
     @_backend.untraced
     def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> Any:
         state = self._hvd_state
-        if state.number is None and self._hvd_how.active():
+        if state.number is None and self._hvd_how.active() and not state.alone:
             self.agree_on_model()
         state.reached, state.has_gradients = 1, True
         state.variables = list(trainable_variables)

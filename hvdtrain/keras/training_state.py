@@ -56,12 +56,13 @@ def restore(state: State, model: keras.Model) -> None:
         raise ValueError(f"{model.name} is not built: call it on a batch, or give it an Input, before loading weights")
     build_optimizer(model)
     current = _variables(model)
-    for name in [*current, *state.arrays]:
+    saved = {name: array for name, array in state.arrays.items() if not name.startswith("sync.")}  # a strategy's own
+    for name in [*current, *saved]:
         here = tuple(current[name].shape) if name in current else "missing"
-        there = state.arrays[name].shape if name in state.arrays else "missing"
+        there = saved[name].shape if name in saved else "missing"
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
-    _load(current, state.arrays)
+    _load(current, saved)
 
 
 def build_optimizer(model: keras.Model, optimizer: Any = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_trainer import BATCH, data
+from test_trainer import BATCH, assert_equal_on_all_ranks, data
 
 import hvdtrain
 from hvdtrain import checkpoint
@@ -28,6 +28,17 @@ def test_a_step_left_out_after_the_last_synchronization_is_reported_when_the_epo
     trainer = kit.trainer(kit.model(), nan_policy="raise", sync=hvdtrain.LocalSGD(100))
     with pytest.raises(NonFiniteError, match=r"The last step of epoch 1.*: on rank [01] \(.*of the samples "):
         trainer.fit(poisoned(FIRST), epochs=2, batch_size=BATCH, progress=False)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.every_backend
+def test_a_rank_whose_first_step_overflows_alone_steps_on_with_the_others(kit, world):
+    """Loss scaling leaves out the step of this rank, and all that the other one does in it."""
+    net = kit.model()
+    trainer = kit.trainer(net, precision="fp16", sync=hvdtrain.LocalSGD(3))
+    trainer.fit(poisoned(FIRST), epochs=1, batch_size=BATCH, progress=False)
+    assert all(np.isfinite(each).all() for each in kit.weights(net))
+    assert_equal_on_all_ranks(world, kit.weights(net))
 
 
 class Begun(Callback):
@@ -82,3 +93,14 @@ def test_ranks_with_different_weights_do_not_predict(kit, world):
     trainer = kit.trainer(kit.model(), sync=hvdtrain.LocalSGD(3))
     with pytest.raises(HvdTrainError, match=r"predict\(\) was called between two synchronizations of sync=.*in_sync"):
         trainer.fit(data(48), epochs=1, batch_size=BATCH, progress=False, callbacks=[PredictAt()])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.on_keras
+def test_a_run_continues_without_its_strategy(kit, world, shared_tmp_path):
+    options = {"batch_size": BATCH, "progress": False, "checkpoint_dir": str(shared_tmp_path)}
+    kit.trainer(kit.model(), sync=hvdtrain.DiLoCo(3)).fit(data(48), epochs=1, **options)
+    net = kit.model(seed=5)
+    history = kit.trainer(net).fit(data(48), epochs=2, **options)
+    assert len(history["loss"]) == 2
+    assert_equal_on_all_ranks(world, kit.weights(net))
