@@ -92,6 +92,7 @@ class Progress(Callback):
         self._rows = self._rows + np.stack(list(vars(interval.times).values())) * interval.steps
         if not trainer.world.is_root:
             return
+        self._write_decisions(trainer)
         place, steps = _place(trainer, interval.epoch), trainer.steps_per_epoch
         words = [*_metrics(interval.metrics), _UNITS["samples_per_s"].format(interval.samples_per_s)]
         words.append(_UNITS["learning_rate"].format(interval.learning_rate))
@@ -100,7 +101,7 @@ class Progress(Callback):
         if trainer.config.get("steps"):
             limits.append(trainer.config["steps"] - interval.global_step)
         if limits:
-            steps_left = min(limits)
+            steps_left = max(0, min(limits))  # with a cutoff, an epoch may have more steps
             left = f"{_clock(steps_left * interval.seconds / interval.steps)} left"
         if self._live is not None:
             _draw(self._live, place, interval.step, steps, left=left, words="  ".join(words))
@@ -119,6 +120,7 @@ class Progress(Callback):
         """Print the epoch's metrics, then its speed over all ranks."""
         if not trainer.world.is_root or self._style == "off":
             return
+        self._write_decisions(trainer)
         speed = [template.format(logs[name]) for name, template in _UNITS.items() if name in logs]
         self._write("  ".join([_place(trainer, epoch), *_metrics(logs), *speed]))
         self._printed = time.monotonic()
@@ -130,7 +132,7 @@ class Progress(Callback):
             times = RankTimes(*(self._rows / self._steps))
             seconds, measured_s = time.monotonic() - self._began, self._steps * float(times.step.max())
             self._write(_summary(trainer, times, seconds, measured_s=measured_s))
-        if trainer.world.is_root and self._style not in ("off", "epochs"):
+        if trainer.world.is_root:
             self._write_decisions(trainer)
 
     def close(self) -> None:
@@ -142,7 +144,7 @@ class Progress(Callback):
     def _write_decisions(self, trainer: RunContext) -> None:
         """Print new decisions, unless the log has shown them."""
         new, self._said = trainer.decisions[self._said :], len(trainer.decisions)
-        if not log.isEnabledFor(logging.INFO):  # Python's default
+        if self._style not in ("off", "epochs") and not log.isEnabledFor(logging.INFO):  # Python's default
             for line in new:
                 self._write(line)
 

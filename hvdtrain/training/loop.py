@@ -144,6 +144,12 @@ class Loop:
         if self.commits is not None:
             self.commits.commit(self.snapshot())
 
+    def _note(self, decision: str | None) -> None:
+        """Log what the run has decided, and let callbacks show it."""
+        if decision is not None and self._world.is_root:
+            self._context.decisions.append(decision)
+            log.info("%s", decision)
+
     # Epochs
 
     def begin(
@@ -236,9 +242,7 @@ class Loop:
                 if each.options.every_epochs and each.saved_at != self.progress.global_step:
                     self._save(each)
                 each.wait()
-                if (best := each.describe_best()) is not None:
-                    context.decisions.append(best)
-                    log.info("%s", best)
+                self._note(each.describe_best())
             fault = self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
             self._nan_policy.must_stop(fault, (), at="The last step")
             for hook in hooks:
@@ -414,8 +418,8 @@ class Loop:
             adapter.reset_metrics()
             adapter.settle()
             return None
-        if self._open_steps is not None and self._world.is_root and (line := self._open_steps.describe()):
-            log.info("%s", line)
+        if self._open_steps is not None:
+            self._note(self._open_steps.describe())
         if not progress.consumed.samples:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated once per epoch."
@@ -462,10 +466,8 @@ class Loop:
             self.commits.begin_next_round()
         if report is None:
             return
-        changed_shares = None if self.balance is None else self.balance.observe(report.times)
-        if changed_shares is not None and self._world.is_root:
-            context.decisions.append(changed_shares)
-            log.info("%s", changed_shares)
+        if self.balance is not None:
+            self._note(self.balance.observe(report.times))
         interval = self._pace.interval(report, self.progress)
         for hook in self._hooks:
             hook.on_interval(context, interval)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -21,6 +22,38 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 # Triton, of torch's builds for GPUs, crashes where TensorFlow was loaded before it: both bring LLVM.
 with contextlib.suppress(ImportError):
     importlib.import_module("triton")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_starts_horovod():
+    """Fail a test that starts Horovod in this process: MPI starts once, and the next start would end the process."""
+    yield
+    basics = getattr(sys.modules.get("horovod.torch.mpi_ops"), "_basics", None)
+    library = getattr(basics, "MPI_LIB_CTYPES", None)
+    if library is not None and library.horovod_is_initialized():
+        pytest.fail("this test has started Horovod: use the fixture `alone`, `hvd` or `make`, or a process of its own")
+
+
+@pytest.fixture
+def hvd(monkeypatch):
+    """hvdtrain.torch on its stand-in for one process, whether or not Horovod is installed."""
+    import hvdtrain.torch as hvdtrain_torch
+    from hvdtrain.torch import engine
+
+    monkeypatch.setenv("HVDTRAIN_SOLO", "1")
+    monkeypatch.setattr(world, "_loaded", {})
+    monkeypatch.setattr(engine, "_module", None)
+    hvdtrain_torch.init()
+    yield hvdtrain_torch
+    hvdtrain_torch.shutdown()
+
+
+@pytest.fixture
+def alone(hvd):
+    """Let Trainers of a test be one process's: a process whose MPI has ended cannot start Horovod again."""
+    world.use(world.SoloWorld())
+    yield
+    world.use(None)
 
 
 @pytest.fixture

@@ -90,6 +90,18 @@ def test_what_was_decided_is_shown_unless_the_log_says_it(capsys, caplog):
     assert capsys.readouterr().out == ""
 
 
+def test_what_is_decided_during_an_epoch_is_shown_before_its_metrics(capsys):
+    run, progress = trainer(), Progress("lines")
+    progress.on_fit_begin(run)
+    run.decisions.append("cutoff: 2 of 9 steps were closed before all ranks were done")
+    progress.on_epoch_end(run, 0, {"loss": 0.5})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == run.decisions[0]
+    assert said[1].startswith("epoch 1/3")
+    progress.on_epoch_end(run, 1, {"loss": 0.5})
+    assert run.decisions[0] not in capsys.readouterr().out
+
+
 def test_where_the_length_is_unknown_nothing_is_made_up(capsys, clock):
     watch(Progress("lines", every_s=0), clock, interval(10), steps=None)
     assert (

@@ -16,6 +16,8 @@ from hvdtrain.data import sharding  # noqa: E402
 from hvdtrain.errors import HvdTrainError, NonFiniteError  # noqa: E402
 from hvdtrain.sync import as_strategy  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 SAMPLES, BATCH = 22, 4
 
 

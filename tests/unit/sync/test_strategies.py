@@ -12,6 +12,8 @@ import hvdtrain  # noqa: E402
 import hvdtrain.torch as hvd  # noqa: E402
 from hvdtrain.sync import as_strategy  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 def trainer(net=None, **options):
     net = net or torch.nn.Linear(2, 3)

@@ -14,6 +14,8 @@ from torch import nn
 
 import hvdtrain
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 X = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(22) % 3
 QUIET = {"progress": False, "run_dir": None}
