@@ -304,9 +304,12 @@ class TorchAdapter:
             self._open_steps.end()
 
     def finish(self) -> Fault | None:
-        """Apply the gradient that is still in flight, with sync=Delayed(), and end the thread of open steps."""
+        """Apply the gradient that is still in flight, with sync=Delayed(); leave the model to others."""
         self._end_open_steps()
-        return self._update.finish() if self._update.in_flight is not None else None
+        fault = self._update.finish() if self._update.in_flight is not None else None
+        for update in self._updates.values():
+            update.detach()
+        return fault
 
     def settle(self) -> None:
         """Average running statistics over ranks; counters become the largest."""

@@ -51,6 +51,7 @@ class Update:
             compression = getattr(hvd.Compression, options.compression)
             named = names.parameters(model)
             self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
+        self.detach()
         self.in_flight: GradientInFlight | None = None  # for sync=Delayed()
         if options.sync == "Delayed":
             self.in_flight = GradientInFlight(names.parameters(model), options.compression, world)
@@ -94,6 +95,14 @@ class Update:
         if self.in_flight is not None:
             self.in_flight.share()
 
+    def detach(self) -> None:
+        """Let a backward pass send nothing; `synchronize` puts the hooks back, in the first step of a fit.
+
+        Between fits, a rank may compute gradients alone, and another Trainer may train the same parameters.
+        """
+        if self._distributed:
+            self.optimizer._hvd_reducer.detach()
+
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce gradients over these ranks, from the next step on; see `Adapter.reduce_over`."""
         self._reduced, self.weights.alone = self._distributed and ranks == "all", ranks != "all"
@@ -111,8 +120,7 @@ class Update:
         # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
         passes = len(batches) if everyone else sum(1 for each in self.weights.counted if each.weight)
         if self.in_flight is not None:
-            if self._distributed:
-                self.optimizer._hvd_reducer.detach()  # backward must send nothing
+            self.detach()
             self._batches = batches
         elif self._reduced and passes and (first or passes != self.optimizer.backward_passes_per_step):
             self.optimizer.set_backward_passes_per_step(passes)
@@ -144,7 +152,7 @@ class Update:
 
     def begin_open(self, samples: int) -> float | None:
         """Begin a step of up to so many samples that may close early; see `LossWeights.begin_open`."""
-        self.optimizer._hvd_reducer.detach()  # backward must send nothing
+        self.detach()
         self.optimizer.zero_grad()
         return self.weights.begin_open(samples)
 

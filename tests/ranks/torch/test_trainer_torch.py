@@ -95,3 +95,35 @@ def test_targets_that_do_not_count_weigh_nothing_on_any_rank():
         plain.step()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def head_trainer(model, parameters):
+    return hvdtrain.Trainer(
+        model, optimizer=torch.optim.SGD(parameters, lr=0.1), loss=torch.nn.CrossEntropyLoss(), seed=0
+    )
+
+
+@pytest.mark.world_size(2)
+def test_two_trainers_train_one_model_in_turn_and_between_fits_a_rank_may_compute_gradients_alone():
+    """As transfer learning does: the head first, then all layers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    alone = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    alone.load_state_dict(model.state_dict())
+    x, y = X[:8], Y[:8]  # each epoch is one step
+    head, whole = head_trainer(model, model[2].parameters()), head_trainer(model, model.parameters())
+    for trainer in (head, whole, head):
+        trainer.fit((x, y), epochs=2, batch_size=4, progress=False)
+        if hvd.rank() == 0:
+            for _ in range(2):
+                model(torch.from_numpy(x)).sum().backward()
+            model.zero_grad()
+    for parameters in (alone[2].parameters(), alone.parameters(), alone[2].parameters()):
+        plain = torch.optim.SGD(parameters, lr=0.1)
+        for _ in range(2):
+            alone.zero_grad()
+            torch.nn.CrossEntropyLoss()(alone(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+            plain.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    assert all_equal(model)
