@@ -222,7 +222,7 @@ class TorchAdapter:
                 weight = found.count if found else 0.0
                 mine += weight
                 # A rank without samples learns here which optimizer the others have chosen.
-                chosen, total = self._names.agree(name, mine, begun if index else None)
+                chosen, total = self._names.agree(name, mine, begun if index else None, first=not number)
                 if not index:
                     begun = chosen
                     if chosen != END:

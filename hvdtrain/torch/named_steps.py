@@ -21,13 +21,15 @@ class Names:
     def __init__(self, names: Sequence[str], world: World) -> None:
         self._choices, self._world = [*names, END], world
 
-    def agree(self, name: str | None, weight: float, begun: str | None = None) -> tuple[str, float]:
+    def agree(
+        self, name: str | None, weight: float, begun: str | None = None, *, first: bool = False
+    ) -> tuple[str, float]:
         """Return what all ranks yield, and the sum of their weights; a rank without samples has no name.
 
-        `begun` is what the step's first batch has yielded, if this is another one.
+        `begun` is what the step's first batch has yielded, if this is another one. `first` is True for the first yield.
 
         Raises:
-            ValueError: on every rank, if one yields an unknown name.
+            ValueError: on every rank, if one yields an unknown name, or none yields anything.
             DesyncError: on every rank, if they yield different names.
         """
         mine = [float(name == choice) for choice in self._choices]
@@ -39,6 +41,8 @@ class Names:
         chosen = [choice for choice, ranks in zip(self._choices, votes, strict=True) if ranks]
         if unknown or len(chosen) != 1 or begun not in (None, chosen[0]):
             self._refuse(name, is_unknown=bool(unknown))
+        if first and chosen == [END]:
+            raise ValueError(f"{self._wanted()} Received: no yield on any rank.")
         return chosen[0], total
 
     def check(self, name: str) -> None:

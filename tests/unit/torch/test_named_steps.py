@@ -127,6 +127,7 @@ def test_a_checkpoint_holds_every_optimizer_by_name(own, tmp_path):
             lambda m, b: iter([("c", hvdtrain.Loss(m["a"](b[0]).mean()))]),
             "of an optimizer: 'b', 'a'.*'c' on rank 0",
         ),
+        (lambda m, b: iter([]), "of an optimizer: 'b', 'a'. Received: no yield on any rank"),
         (lambda m, b: iter([("a", 1.0)]), "must return a hvdtrain.Loss. Received: a float"),
     ],
 )
