@@ -147,6 +147,8 @@ class _Metric:
             for index, owner in enumerate(owners.values())
             for state, default in owner._defaults.items()
         ]
+        if several and known:
+            self._refuse_unknown_reductions(torchmetrics.Metric, size=world.size)
         self._sums = {
             full: default
             for full, owner, state, default in self._states
@@ -169,6 +171,21 @@ class _Metric:
             elif isinstance(each, collection) and each._enable_compute_groups is True:
                 # Which metrics share a state is guessed from the first batch, and that is another one on each rank.
                 each._enable_compute_groups, each._groups_checked, each._groups = False, False, {}
+
+    def _refuse_unknown_reductions(self, base: Any, *, size: int) -> None:
+        """Raise ValueError if a tensor state of the user's own metric says nothing of how ranks' values are combined.
+
+        torchmetrics would stack the values. Its own metrics combine these in `compute`; the user's would take them for
+        the values of one process.
+        """
+        for _, owner, state, default in self._states:
+            kinds = [kind for kind in type(owner).__mro__ if kind.__module__.startswith("torchmetrics.")]
+            if isinstance(default, torch.Tensor) and owner._reductions[state] is None and kinds == [base]:
+                raise ValueError(
+                    "A metric must say how the states of ranks are combined. Received: no dist_reduce_fx for "
+                    f'{state} of {type(owner).__name__}, on {size} rank(s). Use add_state(..., dist_reduce_fx="sum"), '
+                    "or a function of the ranks' stacked values."
+                )
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Add a batch. Not in inference mode, whose tensors cannot be changed outside it."""

@@ -265,6 +265,31 @@ class Own:
         self.largest = []
 
 
+class Macro(torchmetrics.Metric):
+    """A metric whose states name no reduction: add_state's default."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("correct", torch.zeros(CLASSES))
+        self.add_state("total", torch.zeros(CLASSES))
+
+    def update(self, outputs, targets):
+        hits = torch.nn.functional.one_hot(targets, CLASSES)
+        self.total += hits.sum(0)
+        self.correct += hits[outputs.argmax(1) == targets].sum(0)
+
+    def compute(self):
+        return (self.correct / self.total).mean()  # of the states of all ranks, stacked, another number
+
+
+def test_a_state_that_names_no_reduction_is_refused_on_several_ranks():
+    make([Macro()], SoloWorld())
+    make(regressions(), Threads(1, 2))  # torchmetrics' own combine stacked states themselves
+    for metric in (Macro(), torchmetrics.MetricCollection([Macro()])):
+        with pytest.raises(ValueError, match=r"no dist_reduce_fx for correct of Macro, on 2 rank"):
+            make([metric], Threads(1, 2))
+
+
 @pytest.mark.parametrize("metric", [Own(), wrappers.Running(regression.MeanSquaredError(), 2)])
 def test_a_metric_without_a_known_reduction_is_refused_on_several_ranks(metric):
     with pytest.raises(ValueError, match=rf"{type(metric).__name__}.*on 2 rank\(s\).*one value per sample"):
