@@ -123,14 +123,29 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
 
     Pickled bytes come from this run's own ranks, which run this program; nothing is read from disk.
     """
+    refuse_graph("broadcast_object")
     module, options = basics.running(), {"name": name, **in_set(process_set)}
     return obj if module is None else module.broadcast_object(obj, root_rank=root_rank, **options)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any | None = None) -> list[Any]:
     """Return every rank's `obj`, in rank order."""
+    refuse_graph("allgather_object")
     module, options = basics.running(), {"name": name, **in_set(process_set)}
     return [obj] if module is None else list(module.allgather_object(obj, **options))
+
+
+def refuse_graph(name: str) -> None:
+    """Raise RuntimeError in a graph that TensorFlow is tracing: there are no values that could be sent."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    if not tf.executing_eagerly():
+        raise RuntimeError(
+            f"hvd.{name} needs values, and a graph has none. Received: a call in a tf.function. Call it outside of "
+            "the function; hvdtrain.tensorflow has broadcast_variables for graphs."
+        )
 
 
 def _run(kind: str, tensor: Any, *args: Any, name: str | None, process_set: Any | None, **options: Any) -> Any:

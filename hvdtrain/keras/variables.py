@@ -44,6 +44,7 @@ def broadcast_variables(
         raise ValueError(f"root_rank must be a rank in [0, {size}). Received: root_rank={root_rank}")
     if basics.members(process_set) <= 1 or not variables:
         return
+    ops.refuse_graph("keras.broadcast_variables")
     agree(variables, what="variables to broadcast", process_set=process_set)
     for bucket in small_together([num_bytes(v) for v in variables], limit=CHUNK_BYTES, room=CHUNK_BYTES):
         _broadcast([variables[i] for i in bucket], root_rank, process_set)

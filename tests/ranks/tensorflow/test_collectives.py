@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdtrain.keras
 import hvdtrain.tensorflow as hvd
 from hvdtrain.errors import DesyncError, NotInitializedError
 from hvdtrain.keras import basics
@@ -116,6 +117,19 @@ def test_ranks_with_different_variables_are_told_before_anything_is_sent():
         hvd.broadcast_variables(them, root_rank=0)
     with pytest.raises(RuntimeError, match="no global variables"):
         hvd.broadcast_global_variables(0)
+
+
+def test_what_cannot_be_part_of_a_graph_says_so_on_every_rank():
+    variable = tf.Variable([1.0])
+    for call in (
+        lambda: hvdtrain.keras.broadcast_variables([variable]),
+        lambda: hvdtrain.keras.broadcast_object({"epoch": 1}),
+        lambda: hvdtrain.keras.allgather_object(1),
+        lambda: hvd.broadcast_object({"epoch": 1}),
+        lambda: hvd.allgather_object(1),
+    ):
+        with pytest.raises(RuntimeError, match=r"Received: a call in a tf\.function\. Call it outside"):
+            tf.function(call, autograph=False)()
 
 
 def test_batches_of_any_length_are_normalized_as_one():
