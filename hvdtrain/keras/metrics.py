@@ -6,6 +6,7 @@ metrics of the user's own, the first batch shows it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -138,3 +139,33 @@ def _refusal(name: str, received: str) -> str:
         f"{name}, whose {received}. Return one value per sample from a function (y_true, y_pred), or keep sums in the "
         "state, as keras.metrics.Mean does with total and count, and compute the rest in result()."
     )
+
+
+def weigh_losses_by_samples(model: keras.Model) -> None:
+    """Let a batch weigh its samples in the losses of single outputs, also where a graph does not know their number.
+
+    Keras reads the number from the static shape of the outputs. On TensorFlow that is None once a batch had another
+    length, and then a batch would weigh 1.
+    """
+    compiled = model._compile_loss
+    if compiled is None or keras.backend.backend() != "tensorflow":
+        return
+    original = compiled.call
+
+    @functools.wraps(original)
+    def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        count = keras.ops.shape(keras.tree.flatten(y_pred)[0])[0]  # a tensor, where it is not static
+        means = [] if isinstance(count, int) else compiled.metrics
+        for mean in means:
+            mean.update_state = functools.partial(_update_weighted, type(mean).update_state, mean, count)
+        try:
+            return original(y_true, y_pred, sample_weight)
+        finally:
+            for mean in means:
+                del mean.update_state
+
+    compiled.call = call
+
+
+def _update_weighted(update: Any, mean: Any, count: Any, value: Any, sample_weight: Any = None) -> Any:
+    return update(mean, value, sample_weight=keras.ops.cast(count, mean.dtype))
