@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import sys
 
 import hypothesis
 import pytest
@@ -25,13 +24,14 @@ with contextlib.suppress(ImportError):
 
 
 @pytest.fixture(autouse=True)
-def _nobody_starts_horovod():
+def _nobody_starts_horovod(monkeypatch):
     """Fail a test that starts Horovod in this process: MPI starts once, and the next start would end the process."""
-    yield
-    basics = getattr(sys.modules.get("horovod.torch.mpi_ops"), "_basics", None)
-    library = getattr(basics, "MPI_LIB_CTYPES", None)
-    if library is not None and library.horovod_is_initialized():
-        pytest.fail("this test has started Horovod: use the fixture `alone`, `hvd` or `make`, or a process of its own")
+
+    def refuse(*args, **kwargs):
+        pytest.fail("this test starts Horovod: use the fixture `alone`, `hvd` or `make`, or a process of its own")
+
+    with contextlib.suppress(ImportError):
+        monkeypatch.setattr(importlib.import_module("horovod.common.basics").HorovodBasics, "init", refuse)
 
 
 @pytest.fixture

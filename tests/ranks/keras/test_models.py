@@ -85,6 +85,11 @@ class Gan(keras.Model):
         return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
 
 
+def needs_several_optimizers():
+    if BACKEND == "jax":
+        pytest.skip("a step on JAX has the state of one optimizer")
+
+
 def gan(clip_norm=None):
     model = Gan()
     options = {"momentum": 0.9, "global_clipnorm": clip_norm}
@@ -208,6 +213,7 @@ class StopAt(Callback):
 
 @pytest.mark.world_size(2)
 def test_a_gan_resumes_with_both_optimizers(kit, shared_tmp_path):
+    needs_several_optimizers()
     straight = hvdtrain.Trainer(gan())
     fit(straight)
     with pytest.raises(InterruptedError):
@@ -291,6 +297,7 @@ def test_a_train_step_with_one_optimizer_trains_as_in_one_process(kit):
 
 @pytest.mark.world_size(2)
 def test_steps_that_are_not_reduced_are_found(kit):
+    needs_several_optimizers()
     hidden = keras.optimizers.SGD(0.2)
     with pytest.raises(ValueError, match="called no optimizer that reduces"):
         fit(hvdtrain.Trainer(one_optimizer((lambda model: hidden, slice(None)))))
@@ -302,6 +309,7 @@ def test_steps_that_are_not_reduced_are_found(kit):
 
 @pytest.mark.world_size(2)
 def test_what_several_optimizers_cannot_do_is_refused(kit):
+    needs_several_optimizers()
     for options in ({"accumulate": 2}, {"nan_policy": "skip"}, {"precision": "fp16"}):
         with pytest.raises(ValueError, match=r"needs a model with one optimizer.*d_optimizer, g_optimizer"):
             hvdtrain.Trainer(gan(), **options)

@@ -71,6 +71,7 @@ def test_counters_become_the_largest_and_loss_scales_the_smallest():
     assert float(model.optimizer.dynamic_scale) == 59.0
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_model_that_is_not_built_is_refused():
     model = keras.Sequential([keras.layers.Dense(3)])
     with pytest.raises(ValueError, match=r"Give .* a keras\.Input, or build it\. Received: sync=LocalSGD, and a model"):

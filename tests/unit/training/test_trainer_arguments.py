@@ -143,11 +143,7 @@ def test_evaluating_within_an_epoch_is_refused_and_an_interrupted_epoch_leaves_n
     assert round(history["samples_per_s"][0] * history["seconds"][0]) == 6
 
 
-def test_a_distributed_optimizer_is_refused(make, net, request):
-    import hvdtrain.torch as hvd
-
-    hvd.init()
-    request.addfinalizer(hvd.shutdown)  # other files' tests begin before init
+def test_a_distributed_optimizer_is_refused(make, net, hvd):
     model = net()
     with pytest.raises(ValueError, match="must be the plain one"):
         make(model, optimizer=hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
