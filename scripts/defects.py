@@ -363,6 +363,35 @@ DEFECTS = (
         "1.0 if batch.local_count else 0.0",
         ranks("trainer-keras-torch", "weights_of_one_process"),
     ),
+    # Steps that close early
+    Defect(
+        "cutoff: a mean is divided by what was planned, not by what came",
+        "hvdtrain/torch/open_steps.py",
+        "(1.0 if expected is None else expected / weight)",
+        "1.0",
+        ranks("torch", "cutoff and the_mean_of_a_step"),
+    ),
+    Defect(
+        "cutoff: a batch that comes too late counts in metrics",
+        "hvdtrain/torch/open_steps.py",
+        "        self._before.restore()\n",
+        "",
+        ranks("torch", "cutoff and counted_once"),
+    ),
+    Defect(
+        "cutoff: a batch that comes too late draws random numbers",
+        "hvdtrain/torch/open_steps.py",
+        "        training_state.set_random_states(random)\n",
+        "",
+        ranks("torch", "cutoff and record_of_a_run"),
+    ),
+    Defect(
+        "cutoff: what was left over once is lost when the rest is dealt again",
+        "hvdtrain/data/deal.py",
+        "max(len(self.left), max(self.taken) * self.size)",
+        "max(self.taken) * self.size",
+        unit("data/test_deal.py"),
+    ),
     # Ranks that step alone
     Defect(
         "sync: a rank that steps alone does not weigh its share of a tail",

@@ -70,7 +70,7 @@ class OpenSteps:
         self._batch_size = int(source.facts["batch_size"])
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
         self._deal, self._consumed = Deal((0,) * world.size), Consumed()
-        if isinstance(given, float) and self._needed(world.size) == world.size and world.is_root:
+        if isinstance(given, float) and self._needed(world.size) == world.size > 1 and world.is_root:
             log.warning(
                 "cutoff=%s of %d ranks waits for all of them: no step is cut. Give at most %s.",
                 given, world.size, math.floor(100 * (world.size - 1) / world.size) / 100,

@@ -89,7 +89,7 @@ class TorchAdapter:
         undoes = options.nan_policy in ("skip", "stop") or options.micro_batch == "auto"
         self._before = BufferSnapshot(model, self._totals) if undoes else None
         self._open_steps: OpenSteps | None = None
-        if options.cutoff and world.size > 1:
+        if options.cutoff:
             self._open_steps = OpenSteps(model, self._update, self._totals, self._forward, world, options)
 
     @property
@@ -161,6 +161,12 @@ class TorchAdapter:
     def open_step(self, step: OpenStep) -> None:
         """Contribute to a step while it is open, and apply the mean of what ranks have contributed."""
         assert self._open_steps is not None
+        if self._world.size == 1:  # nobody closes it early
+            for _ in range(int(step.planned[0])):
+                step.contribute()
+            self.train_step(step.batches)
+            step.counts = step.planned
+            return
         self._begin_step()
         if self._before is not None:
             self._before.take()

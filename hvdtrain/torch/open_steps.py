@@ -147,11 +147,13 @@ class OpenExchange(threading.Thread):
             return self._means.popleft()
 
     def end(self) -> None:
-        """End the thread; a collective, after the last step. It has ended already where a rank has failed."""
+        """End the thread; a collective, after the last step. Where this rank has failed, it ends by itself."""
         with self._changed:
             self._stops = self._news = True
             self._changed.notify_all()
         self.join()
+        if self._error is not None and not self._fails:
+            raise self._error
 
     def fail(self) -> None:
         """Let the threads of all ranks end, because this rank takes no further step."""

@@ -282,7 +282,7 @@ class Trainer:
         source = as_source(train, **of_rank)
         check_end(source.facts, loop.budget)
         loop.balance = None if balance is None else Balance(balance, source, size=self.world.size)
-        loop.cutoff = None if self.world.size == 1 else self._cutoff
+        loop.cutoff = self._cutoff
         if loop.balance is not None and self._adapter.couples_samples and self.world.is_root:
             log.warning(
                 "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "

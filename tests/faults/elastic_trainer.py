@@ -1,7 +1,7 @@
 """`Trainer.fit` in an elastic job, and alone with the same global batches: FOLDER SCENARIO FRAMEWORK [MORE].
 
 If MORE is a number of seconds, these end the run and no number of epochs does. If it is "local", ranks step alone and
-synchronize after every two steps.
+synchronize after every two steps. If it is "cutoff", steps may close early; here none does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from hvdtrain.callbacks import Callback, Checkpoint, Logger
 FRAMEWORK = sys.argv[3]
 MORE = sys.argv[4] if len(sys.argv) > 4 else None
 SYNC = hvdtrain.LocalSGD(2) if MORE == "local" else None
-SECONDS = float(MORE) if MORE and SYNC is None else None
+CUTOFF = 1.0 if MORE == "cutoff" else None
+SECONDS = float(MORE) if MORE and not (SYNC or CUTOFF) else None
 SAMPLES, BATCH, EPOCHS, COMMIT_EVERY, FAULT_STEP = 96, 4, 3, 3, 7
 # Global batches before and after what happens, and the step from which the run goes on.
 BEFORE, AFTER, GOES_ON_AT = (BATCH, 2 * BATCH, 7) if SCENARIO == "grow" else (2 * BATCH, BATCH, 6)
@@ -41,7 +42,7 @@ def make() -> hvdtrain.Trainer:
         torch.manual_seed(5 + (world.rank if HOST != "alone" else 0))
         net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
         optimizer, loss = torch.optim.Adam(net.parameters(), lr=0.01), torch.nn.CrossEntropyLoss()
-        return hvdtrain.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], sync=SYNC)
+        return hvdtrain.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], sync=SYNC, cutoff=CUTOFF)
     import keras
 
     keras.utils.set_random_seed(5 + (world.rank if HOST != "alone" else 0))

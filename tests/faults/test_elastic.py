@@ -223,6 +223,18 @@ def test_ranks_that_step_alone_go_on_from_where_they_were_equal_last(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("scenario", ["kill-1", "grow"])
+def test_steps_that_may_close_early_go_on_with_more_ranks_and_with_one(scenario: str, tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_trainer.py", scenario, "torch", "cutoff")
+    end = job.together("end") if scenario == "grow" else job.one("end")
+    straight = alone(tmp_path, "elastic_trainer.py", scenario, "torch", "cutoff")
+    assert end["step"] == straight["step"]
+    for name, weights in straight["weights"].items():
+        np.testing.assert_allclose(end["weights"][name], weights, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
 def test_seconds_end_an_elastic_run_on_all_ranks_after_the_same_step_and_count_earlier_rounds(tmp_path: Path) -> None:
     job = run(tmp_path, "elastic_trainer.py", "grow", "torch", "20")
     begin, end = job.together("begin"), job.together("end")

@@ -154,6 +154,27 @@ def test_a_run_with_a_strategy_that_is_killed_ends_bit_for_bit_as_one_that_is_no
     row(f"kill -9 of a rank, {word}", 1, f"same bits; training again after {took_s:.1f} s")
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_record_of_a_killed_run_with_a_cutoff_repeats_it_bit_for_bit(tmp_path, row):
+    """What is cut off depends on time. So a run that nobody kills takes the steps that the killed one recorded."""
+    folder, again = tmp_path / "killed", tmp_path / "again"
+    with started(folder, "torch", "cutoff", restarts=1, step_s=0.03) as process:
+        took_s = seconds_until_training(folder, kill_at(folder, 1, 18, process), process)
+        (folder / "hold").unlink()
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output[-4000:]
+    end = json.loads((folder / "end.json").read_text())
+    again.mkdir()
+    (again / "record.json").write_text(json.dumps(end["cutoffs"]))
+    straight = run(again, "torch", "cutoff")
+    for what in ("cutoffs", "sha256", "history"):
+        assert end[what] == straight[what]
+    cut = len(end["cutoffs"])
+    assert cut
+    row(f"kill -9 of a rank, cutoff ({cut} steps cut)", 1, f"same bits as its record; training after {took_s:.1f} s")
+
+
 # tests/ranks/training/test_budgets.py proves it with an exception for the kill.
 @pytest.mark.long
 @pytest.mark.timeout(300)

@@ -2,7 +2,8 @@
 
 It trains three epochs with a checkpoint often.
 With the word "fixed" it draws nothing at random, with "validating" it validates within epochs. With the name of a
-strategy ranks synchronize as it says, with "unequal" they take unequal parts of a step.
+strategy ranks synchronize as it says, with "unequal" they take unequal parts of a step. With "cutoff" rank 1 stalls now
+and then, and steps close early; or they close as the file record.json says.
 
 It says which process each rank is, and in the end what everything comes to, bit for bit.
 """
@@ -10,6 +11,7 @@ It says which process each rank is, and in the end what everything comes to, bit
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -30,6 +32,13 @@ TIMES = {"samples_per_s", "seconds"}
 STRATEGIES = {"LocalSGD": hvdtrain.LocalSGD(5), "DiLoCo": hvdtrain.DiLoCo(5), "Delayed": hvdtrain.Delayed()}
 SYNC = next((STRATEGIES[word] for word in sys.argv if word in STRATEGIES), None)
 
+RECORD = FOLDER / "record.json"
+CUTOFF = {}
+if "cutoff" in sys.argv:
+    CUTOFF = {"cutoff": json.loads(RECORD.read_text()) if RECORD.exists() else 0.5, "accumulate": 2}
+BATCH = itertools.count()
+BATCHES = CUTOFF.get("accumulate", 1)
+
 world = hvdtrain.init("torch" if FRAMEWORK == "torch" else "keras")
 (FOLDER / f"pid-{world.rank}").write_text(str(os.getpid()))
 generator = np.random.default_rng(0)
@@ -44,9 +53,11 @@ def torch_trainer():
     net = torch.nn.Sequential(
         torch.nn.Linear(6, 64), torch.nn.ReLU(), torch.nn.Dropout(DROPOUT), torch.nn.Linear(64, 2)
     )
+    if CUTOFF and world.rank == 1 and not RECORD.exists():
+        net.register_forward_pre_hook(lambda *_: time.sleep(0.05 * (next(BATCH) % 5 == 0)))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     loss = torch.nn.CrossEntropyLoss()
-    return hvdtrain.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], sync=SYNC)
+    return hvdtrain.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], sync=SYNC, **CUTOFF)
 
 
 def keras_trainer():
@@ -85,7 +96,7 @@ history = trainer.fit(
     (x, y),
     validation=(x[:50], y[:50]),
     epochs=EPOCHS,
-    batch_size=GLOBAL_BATCH // world.size,
+    batch_size=GLOBAL_BATCH // world.size // BATCHES,
     validate_every=VALIDATE_EVERY,
     balance=[3, 1] if "unequal" in sys.argv else None,
     callbacks=[Pace(), Checkpoint(FOLDER / "checkpoints", every_steps=2)],
@@ -100,6 +111,7 @@ if world.is_root:
         "sha256": digest.hexdigest(),
         "history": {name: values for name, values in history.items() if name not in TIMES},
         "validations": history.validations,
+        "cutoffs": history.cutoffs,
         "weights": {name: state.arrays[name].ravel().tolist() for name in sorted(state.arrays) if "model." in name},
     }
     (FOLDER / "end.json").write_text(json.dumps(end))

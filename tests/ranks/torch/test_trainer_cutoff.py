@@ -44,7 +44,7 @@ def sgd(net):
 
 
 class Rows(torch.utils.data.Dataset):
-    """Samples by index; reading may take a rank as long as other ranks need to close some steps without it."""
+    """Samples by index; to read one may take a rank until other ranks have closed some steps without it."""
 
     def __init__(self, world, stalls, num_samples=SAMPLES):
         self.x, self.y = data(num_samples)
@@ -60,16 +60,21 @@ class Rows(torch.utils.data.Dataset):
 
 
 def wait_for_others(trainer, steps):
+    if not steps:
+        return
     exchange = trainer._adapter._open_steps._exchange
     behind = exchange._closed + steps
     until = time.monotonic() + 30
-    while steps and exchange._closed < behind:
+    while exchange._closed < behind:
         assert time.monotonic() < until, f"other ranks closed {exchange._closed} steps, and not {behind}"
         time.sleep(0.001)
 
 
-def fit(net, world, *, stalls=STALLS, hooks=(), epochs=2, cutoff=0.5, rows=None, loader=None, **options):
-    rows = Rows(world, stalls) if rows is None else rows
+def fit(net, world, *, stalls=STALLS, hooks=(), epochs=2, cutoff=0.5, rows=None, loader=None, where="data", **options):
+    """Train; rank 1 stalls in its data, or in a forward pass, which it then leaves out."""
+    rows = Rows(world, stalls if where == "data" else {}) if rows is None else rows
+    in_forward = dict(stalls if where == "forward" and world.rank == 1 else {})
+    net.register_forward_pre_hook(lambda *_: wait_for_others(rows.trainer, in_forward.pop(trainer.global_step, 0)))
     options.setdefault("loss", torch.nn.CrossEntropyLoss())
     options.setdefault("optimizer", sgd(net))
     trainer = rows.trainer = hvdtrain.Trainer(net, cutoff=cutoff, accumulate=ACCUMULATE, **options)
@@ -151,8 +156,10 @@ def test_the_mean_of_a_step_is_that_of_what_ranks_have_contributed(world, option
 
 
 @pytest.mark.world_size(2, 3)
-def test_every_sample_is_used_once_an_epoch_and_counted_once(world):
-    trainer = fit(model(), world, metrics=["accuracy"])
+@pytest.mark.parametrize("where", ["data", "forward"])
+def test_every_sample_is_used_once_an_epoch_and_counted_once(world, where):
+    trainer = fit(model(), world, metrics=["accuracy"], where=where)
+    assert trainer.history.cutoffs
     steps = everybodys_steps(world, trainer)
     epochs = np.cumsum([len(rows) for rows in steps])
     assert (epochs == SAMPLES).sum() == 1
@@ -197,11 +204,12 @@ def test_without_a_stall_it_trains_the_weights_of_ordinary_steps(world):
 
 
 @pytest.mark.world_size(2, 3)
-def test_the_record_of_a_run_repeats_it_bit_for_bit(world):
+@pytest.mark.parametrize("where", ["data", "forward"])
+def test_the_record_of_a_run_repeats_it_bit_for_bit(world, where):
     def run(cutoff, stalls):
         net = model(dropout=0.3)
         torch.manual_seed(world.rank)
-        return net, fit(net, world, cutoff=cutoff, stalls=stalls)
+        return net, fit(net, world, cutoff=cutoff, stalls=stalls, where=where)
 
     net, trainer = run(0.5, STALLS)
     again, repeated = run(trainer.history.cutoffs, {})
