@@ -70,6 +70,7 @@ class OpenSteps:
         self._batch_size = int(source.facts["batch_size"])
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
         self._deal, self._consumed = Deal((0,) * world.size), Consumed()
+        self._batches = _Ahead(iter(()))
         if isinstance(given, float) and self._needed(world.size) == world.size > 1 and world.is_root:
             log.warning(
                 "cutoff=%s of %d ranks waits for all of them: no step is cut. Give at most %s.",
@@ -101,7 +102,12 @@ class OpenSteps:
 
     def read(self, batches: Iterator[Batch]) -> None:
         """Read this rank's batches from here."""
+        self.close()
         self._batches = _Ahead(batches)
+
+    def close(self) -> None:
+        """End the workers of a DataLoader: at an epoch's end, a rank does not ask it for more than it takes."""
+        self._batches.close()
 
     def next(self, epoch: int, *, number: int) -> OpenStep | None:
         """Return the next step, which has this number in the run; None at the epoch's end."""
@@ -177,3 +183,7 @@ class _Ahead:
     def advance(self) -> None:
         """Take that item."""
         self._next = []
+
+    def close(self) -> None:
+        """Let go of the iterator, which ends what it has started."""
+        self._items, self._next = iter(()), []

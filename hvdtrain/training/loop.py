@@ -414,6 +414,8 @@ class Loop:
             raise
         finally:
             self.in_epoch = False
+            if self._open_steps is not None:
+                self._open_steps.close()
         if stopped:
             adapter.reset_metrics()
             adapter.settle()

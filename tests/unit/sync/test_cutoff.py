@@ -207,6 +207,21 @@ def test_samples_of_a_loader_are_used_once_also_with_an_order_of_its_own():
     assert len(Shared.drawn) == 1
 
 
+def test_workers_of_a_loader_end_with_the_epoch():
+    """A loader that is left alone ends its workers when it is collected, perhaps after their queues."""
+    torch = pytest.importorskip("torch")
+    multiprocessing = pytest.importorskip("multiprocessing")
+    others = set(multiprocessing.active_children())  # of tests that ran before
+    loader = torch.utils.data.DataLoader(range(60), batch_size=BATCH, num_workers=1)
+    run = Run(60, 2, data=loader)
+    run.finish(lambda step: np.minimum([4, 1], step.planned))
+    assert sorted(run.used) == list(range(60))
+    assert set(multiprocessing.active_children()) - others  # those of the last deal
+    for each in run.ranks:
+        each.close()
+    assert not set(multiprocessing.active_children()) - others
+
+
 @pytest.mark.parametrize("given", [0, -0.5, 1.5, True, "0.9", [0.9], {0: [4, -1]}, {-1: [4, 4]}, {"a": [1]}, {0: 4}])
 def test_what_is_no_cutoff_is_refused(given):
     with pytest.raises(ValueError, match=re.escape(f"Received: cutoff={given!r}")):
