@@ -172,7 +172,13 @@ class Update:
     def _refuses(self) -> bool:
         """Take the step with the gradients as they are, or return True; see `is_refused`."""
         optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
-        if self._counts_nothing or all(p.grad is None for p in parameters):
+        is_missing = all(p.grad is None for p in parameters)
+        if is_missing and self.name and not self._counts_nothing:  # on all ranks: gradients are reduced
+            raise ValueError(
+                f"step yields a loss for {self.name!r} that reaches no parameter of this optimizer. "
+                "Received: no gradient on any rank. Yield it with the optimizer whose parameters it trains."
+            )
+        if self._counts_nothing or is_missing:
             return False  # momentum and weight decay must not move weights; a scaler does not step without gradients
         if self._checks() and not all_finite([p.grad for p in parameters]):
             return True

@@ -186,3 +186,12 @@ def test_a_loss_of_one_optimizer_that_is_not_finite_is_reported(own, caplog):
 
     own(step=bad).fit((X, Y), **QUIET)
     assert "Epoch 1: b_loss is nan" in caplog.text
+
+
+def test_a_loss_that_reaches_none_of_its_optimizers_parameters_is_refused(own):
+    def swapped(models, batch):
+        x, y = batch
+        yield "b", hvdtrain.Loss(mse_loss(models["a"](x).sum(1, keepdim=True), y))
+
+    with pytest.raises(ValueError, match=r"step yields a loss for 'b' that reaches no parameter of this optimizer"):
+        own(step=swapped).fit((X, Y), batch_size=4, **QUIET)
