@@ -41,6 +41,7 @@ _GRACE_BATCHES = 0.25
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.01  # between two questions how many ranks are done
 _PAUSES_PER_STEP = 100
 _ROUNDING = 1e-9
+_END_S = 2.0  # at most, for the threads of other ranks to learn that this rank has failed
 
 
 @dataclass
@@ -88,6 +89,7 @@ class OpenExchange(threading.Thread):
         self._means: deque[Mean] = deque()
         self._news = self._stops = self._fails = False
         self._error: BaseException | None = None
+        self._generation = engine.generation
 
     # The main thread
 
@@ -148,6 +150,8 @@ class OpenExchange(threading.Thread):
 
     def end(self) -> None:
         """End the thread; a collective, after the last step. Where this rank has failed, it ends by itself."""
+        if self._generation != engine.generation:
+            return  # Horovod was shut down, which ends the thread
         with self._changed:
             self._stops = self._news = True
             self._changed.notify_all()
@@ -160,6 +164,7 @@ class OpenExchange(threading.Thread):
         with self._changed:
             self._fails = self._news = True
             self._changed.notify_all()
+        self.join(_END_S)
 
     # The thread
 
@@ -186,6 +191,8 @@ class OpenExchange(threading.Thread):
             with self._changed:
                 mine = self._flags(enough_at)
                 self._news = False
+            if self._generation != engine.generation:
+                raise engine.module().HorovodInternalError("Horovod was shut down.")
             done, everyone, in_time, failed, stops = _sum(mine, "cutoff.done")
             if failed:
                 raise engine.module().HorovodInternalError("Another rank's training has ended with an error.")
@@ -220,13 +227,12 @@ class OpenExchange(threading.Thread):
             self._closed += 1
         size, rank = self._world.size, self._world.rank
         counts = [float(own.batches * (rank == each)) for each in range(size)]
-        trained = [p for p in self._parameters if p.requires_grad]
-        there = [float(p in own.gradients) for p in trained]
+        there = [float(p in own.gradients) for p in self._parameters]
         weight, samples, *others = _sum([own.weight, own.samples, *counts, *there], "cutoff.numbers")
         fault = None
         if self._checks and not all_finite([*own.gradients.values()]):
             fault = first_non_finite(own.gradients.items())
-        sent = [p for p, present in zip(trained, others[size:], strict=True) if present] if weight else []
+        sent = [p for p, present in zip(self._parameters, others[size:], strict=True) if present] if weight else []
         gradients = [own.gradients[p] if p in own.gradients else torch.zeros_like(p).detach() for p in sent]
         if gradients:
             # Before they are added up: a half-precision sum of what is to be divided could overflow.
@@ -259,13 +265,11 @@ class OpenSteps:
         self._before = BufferSnapshot(model, totals)
         self._exchange: OpenExchange | None = None
         self._losses: list[Tensor] = []
-        self._generation = engine.generation
 
     def take(self, step: OpenStep) -> Fault | None:
         """Take a step: contribute to it while it is open, then apply the mean."""
         update = self._update
         if self._exchange is None:
-            self._generation = engine.generation
             self._exchange = OpenExchange(update.parameters, self._options, self._world)
             self._exchange.start()
         exchange, self._losses = self._exchange, []
@@ -309,9 +313,7 @@ class OpenSteps:
     def end(self) -> None:
         """End the thread. A collective, unless a rank has failed or Horovod was shut down, which ends it too."""
         exchange, self._exchange = self._exchange, None
-        if exchange is None:
-            return
-        if self._generation == engine.generation:
+        if exchange is not None:
             exchange.end()
 
     def abandon(self) -> None:
