@@ -30,8 +30,9 @@ class History(dict[str, list[float]]):
 
     Attributes:
         validations: {"global_step": ..., "val_loss": ...} of each validation within an epoch (`validate_every`).
-        cutoffs: for each optimizer step that was closed before all ranks were done, by its number in the run, from 0:
-            how many batches each rank has contributed. `Trainer(cutoff=history.cutoffs)` repeats the run.
+        cutoffs: {step: batches by rank}: how many batches each rank has contributed, for each optimizer step that closed
+            before all ranks were done. Steps are counted over the run, from 0. `Trainer(cutoff=history.cutoffs)`
+            repeats the run.
     """
 
     def __init__(

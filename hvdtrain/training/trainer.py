@@ -70,9 +70,10 @@ class Trainer:
         sync: when ranks synchronize: None in every step; `hvdtrain.Delayed` in every step, but one step late, for
             PyTorch; `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks, every so many. Checkpoints,
             validation and stops that are due between two synchronizations come after the next one.
-        cutoff: for torch, with `accumulate`: a step closes when this share of the ranks have computed all their
-            batches, and the others send what they have. Batches that were cut off are computed in later steps of the
-            epoch. See `History.cutoffs` for what was cut, and how to repeat it.
+        cutoff: for torch, with `accumulate`: a share of the ranks, in (0, 1]. Soon after so many ranks have computed
+            all their batches of a step, it closes, and the others send what they have. Batches that were cut off are
+            computed in later steps of the epoch. Or `History.cutoffs` of an earlier run, whose steps are repeated on
+            as many ranks. None waits for all ranks.
         nan_policy: what to do about a non-finite gradient. All ranks detect it in the same step, and no rank takes that
             step. "raise" ends the run with an error; "stop" ends it with a checkpoint, if there is a checkpoint_dir,
             and returns the History so far; "skip" continues with the next step. The message names the step, the rank,
