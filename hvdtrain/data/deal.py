@@ -19,7 +19,7 @@ class Deal:
     r-th on, as in `sharding`; it has taken the first `taken[r]` of its own.
 
     Attributes:
-        taken: samples, by rank.
+        taken: how many of its samples each rank has taken.
         start: the positions from here on are dealt.
         left: earlier positions, which were not used; a tuple, because checkpoints hold it as JSON.
     """
@@ -77,9 +77,9 @@ class Deal:
         return replace(self, taken=tuple(int(a + b) for a, b in zip(self.taken, samples, strict=True)))
 
     def again(self, num_samples: int, *, size: int) -> Deal:
-        """Deal all that is left to `size` ranks; what was left over comes first."""
+        """Return a new deal, to `size` ranks, of all that is left: first what ranks that are behind have left over."""
         total = self.total(num_samples)
-        # From here on no rank has taken a sample.
+        # No rank has taken a sample from here on, so these positions need no list.
         untouched = min(total, max(len(self.left), max(self.taken) * self.size))
         places = [np.arange(rank + taken * self.size, untouched, self.size) for rank, taken in enumerate(self.taken)]
         left = self.positions(np.sort(np.concatenate(places)))

@@ -1,4 +1,4 @@
-"""Steps that close before every rank is done: the others send what they have, and their samples come back."""
+"""Steps that close before every rank is done: the others send what they have, and compute the rest in later steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("hvdtrain")
 
 Record = dict[int, list[int]]  # for each step that was cut, by its number in the run: batches by rank
 
-# A slow rank could postpone for ever what needs all ranks: after so many steps that were cut, they wait for it.
+# What needs all ranks is postponed to a step without a cut. If so many steps in a row were cut, ranks wait instead.
 _MOST_CUT_IN_A_ROW = 10
 _ROUNDING = 1e-9  # 0.9 * 10 is 9 ranks
 
@@ -33,7 +33,7 @@ def check_cutoff(given: Any) -> float | Record | None:
         try:
             record = {int(step): [int(count) for count in counts] for step, counts in given.items()}
         except (TypeError, ValueError):
-            record = {0: [-1]}
+            record = {0: [-1]}  # which is refused below
         if all(counts and min(counts) >= 0 and step >= 0 for step, counts in record.items()):
             return record
     elif not isinstance(given, bool) and isinstance(given, int | float) and 0 < given <= 1:
@@ -45,15 +45,22 @@ def check_cutoff(given: Any) -> float | Record | None:
 
 
 class OpenSteps:
-    """Plans the steps of an epoch; equal on all ranks, which learn after each step what every rank has contributed.
+    """Plans the steps of an epoch: how many batches each rank is to compute.
 
-    A rank reads its own part of the epoch batch by batch. What it did not contribute to one step is the first that it
-    computes in the next one. When a rank has too little left for a whole step, and another one has more, all that is
-    left is dealt again: at an epoch's end, each sample was used once.
+    The plan is equal on all ranks, because they learn after each step what every rank has contributed. A rank reads its
+    own part of the epoch batch by batch. A batch that it did not contribute to a step is the first of its next step. If
+    ranks have taken different numbers of samples, and one has too few left for a whole step, all samples that are left
+    are dealt again. So each sample is used once in an epoch.
 
     Args:
         given: the share of the ranks that closes a step, or the record of a run, whose steps are repeated.
-        record: gets the steps that were cut.
+        source: the training data.
+        accumulate: batches of a rank in a whole step.
+        record: steps that were cut are added to it.
+
+    Raises:
+        TypeError: the data can only be iterated.
+        ValueError: the record is of another number of ranks, or of more batches.
     """
 
     def __init__(self, given: float | Record, source: Source, *, world: World, accumulate: int, record: Record) -> None:
@@ -110,7 +117,11 @@ class OpenSteps:
         self._batches.close()
 
     def next(self, epoch: int, *, number: int) -> OpenStep | None:
-        """Return the next step, which has this number in the run; None at the epoch's end."""
+        """Return the next step, which has this number in the run; None at the epoch's end.
+
+        Raises:
+            ValueError: ranks have fewer batches left than the record says.
+        """
         left = self._batches_left()
         if len(set(self._deal.taken)) > 1 and left.any() and left.min() < self._accumulate:
             self._deal = self._deal.again(self._num_samples, size=self._world.size)
@@ -131,7 +142,7 @@ class OpenSteps:
         return OpenStep(planned, whole, samples, needed, self._batches.peek, self._batches.advance)
 
     def took(self, step: OpenStep, *, number: int) -> Consumed:
-        """Count what ranks have contributed to a step, and record it if that is not all; return what is done now."""
+        """Count what ranks have contributed to a step, and record it if something was cut; return what is done now."""
         counts = step.counts
         assert counts is not None
         samples = np.minimum(counts * self._batch_size, self._deal.remaining(self._num_samples)).tolist()

@@ -1,8 +1,8 @@
 """Steps that close before every rank is done: what ranks have contributed until then is averaged.
 
-A rank that is stalled, in its data or in a batch, cannot send what it has. So a thread of each rank does: it asks the
-threads of other ranks how many are done, and once a step closes, all of them average what their ranks have contributed.
-A rank that is behind takes the steps that it has missed one after the other, without computing, and is up to date.
+A rank that is stalled, in its data or in a batch, cannot send what it has. So a thread of each rank does: the threads
+of all ranks exchange which ranks are done, and when a step closes, they average what their ranks have contributed. When
+the stall ends, the rank applies the means of the steps that it has missed, one after the other, without computing.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from hvdtrain.torch.update import BufferSnapshot, Update, all_finite, first_non_
 
 Forward = Callable[..., tuple[Tensor, Counted]]
 
-# Each is a gradient in memory. When a rank is so many steps behind, the others wait for it.
+# When a rank is so many steps behind, the others wait for it: for each of them it holds a gradient in memory.
 _MOST_BEHIND = 8
 # Closing as soon as enough ranks are done would cut off ranks that are almost done, in every step.
 _GRACE_BATCHES = 0.25
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.01  # between two questions how many ranks are done
-_PAUSES_PER_STEP = 100
-_ROUNDING = 1e-9
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.01  # between two exchanges of which ranks are done
+_PAUSES_PER_STEP = 100  # within these limits: a step then closes late by about 1 % of its time
+_ROUNDING = 1e-9  # 1/3 + 1/3 + 1/3 may be less than 1
 _END_S = 2.0  # at most, for the threads of other ranks to learn that this rank has failed
 
 
@@ -49,7 +49,7 @@ class _Contribution:
     """What this rank has contributed to the open step."""
 
     gradients: dict[Parameter, Tensor] = field(default_factory=dict)  # sums over batches
-    weight: float = 0.0
+    weight: float = 0.0  # the sum of `Counted.weight` over batches
     samples: int = 0
     batches: int = 0
 
@@ -65,12 +65,12 @@ class _Open:
 
 
 class Mean(NamedTuple):
-    """What all ranks have contributed to a step, equal on all of them but for `fault`."""
+    """The mean of what all ranks have contributed to a step; all but `fault` is equal on all ranks."""
 
-    counts: NDArray[np.int64]  # batches by rank
-    weight: float
-    samples: int
-    gradients: dict[Parameter, Tensor]
+    counts: NDArray[np.int64]  # batches by rank: shape (size,)
+    weight: float  # the sum over ranks
+    samples: int  # over all ranks
+    gradients: dict[Parameter, Tensor]  # without the parameters that have no gradient on any rank
     fault: Parameter | None  # the first parameter whose gradient on this rank is not finite
 
 
@@ -86,8 +86,9 @@ class OpenExchange(threading.Thread):
         self._open = _Open()
         self._own = _Contribution()
         self._opened_at, self._batch_s, self._step_s = 0.0, 0.0, 0.0  # this rank's last times
-        self._means: deque[Mean] = deque()
-        self._news = self._stops = self._fails = False
+        self._means: deque[Mean] = deque()  # of closed steps that the main thread has not taken, the oldest first
+        self._stops = self._fails = False
+        self._news = False  # whether other ranks must learn something at once
         self._error: BaseException | None = None
         self._generation = engine.generation
 
@@ -108,7 +109,7 @@ class OpenExchange(threading.Thread):
         return self._closed < self._opened and self._error is None
 
     def contribute(self, weight: float, samples: int) -> bool:
-        """Take the parameters' gradients as those of one batch more; False where the step has closed meanwhile."""
+        """Add the parameters' gradients, of one more batch; False if the step has closed meanwhile."""
         with self._changed:
             if not self.is_open:
                 return False
@@ -139,7 +140,7 @@ class OpenExchange(threading.Thread):
         parameter.grad = None
 
     def wait(self) -> Mean:
-        """Return the mean of the oldest step that was opened and not waited for."""
+        """Wait for the mean of the oldest step that was not taken yet; raise the error that has ended the thread."""
         with recorder.waiting(), self._changed:
             self._changed.wait_for(lambda: self._means or self._error is not None)
             if not self._means:
@@ -149,7 +150,7 @@ class OpenExchange(threading.Thread):
             return self._means.popleft()
 
     def end(self) -> None:
-        """End the thread; a collective, after the last step. Where this rank has failed, it ends by itself."""
+        """End the thread after the last step. A collective, unless `fail` was called or an error has ended the thread."""
         if self._generation != engine.generation:
             return  # Horovod was shut down, which ends the thread
         with self._changed:
@@ -160,7 +161,7 @@ class OpenExchange(threading.Thread):
             raise self._error
 
     def fail(self) -> None:
-        """Let the threads of all ranks end, because this rank takes no further step."""
+        """Let the threads of all ranks end with an error, because this rank takes no further step. Do not wait."""
         with self._changed:
             self._fails = self._news = True
             self._changed.notify_all()
@@ -193,14 +194,14 @@ class OpenExchange(threading.Thread):
                 self._news = False
             if self._generation != engine.generation:
                 raise engine.module().HorovodInternalError("Horovod was shut down.")
-            done, everyone, in_time, failed, stops = _sum(mine, "cutoff.done")
+            done, everyone, grace_is_over, failed, stops = _sum(mine, "cutoff.done")
             if failed:
                 raise engine.module().HorovodInternalError("Another rank's training has ended with an error.")
             if stops > self._world.size - 0.5:
                 return False
             if done > 1 - _ROUNDING and enough_at is None:
                 enough_at = time.monotonic()
-            if everyone > 1 - _ROUNDING or (enough_at is not None and in_time):
+            if everyone > 1 - _ROUNDING or (enough_at is not None and grace_is_over):
                 self._step_s = time.monotonic() - began
                 return True
             with self._changed:
@@ -208,16 +209,16 @@ class OpenExchange(threading.Thread):
                 self._changed.wait_for(lambda: self._news, pause_s)
 
     def _flags(self, enough_at: float | None) -> list[float]:
-        """Return what the ranks' threads add up, of the step that is to be closed.
+        """Return this rank's five numbers for the step that is to be closed; the threads add them up over ranks.
 
-        Ranks that have opened it know how many of them are needed; a rank that is behind does not. So a rank that is
-        done counts as its part of what is needed: a sum of 1 is enough.
+        A rank that is behind does not know how many ranks are needed. So a rank that is done sends 1 / needed, and
+        1 / working: the sums are 1 when enough ranks are done, and when all ranks with batches are.
         """
         computes = self._opened == self._closed + 1
         is_done = computes and self._open.planned > 0 and self._own.batches == self._open.planned
-        waited = enough_at is not None and time.monotonic() - enough_at >= _GRACE_BATCHES * self._batch_s
+        over = enough_at is not None and time.monotonic() - enough_at >= _GRACE_BATCHES * self._batch_s
         done = 1.0 if is_done else 0.0
-        return [done / self._open.needed, done / self._open.working, is_done and waited, self._fails, self._stops]
+        return [done / self._open.needed, done / self._open.working, is_done and over, self._fails, self._stops]
 
     def _average(self) -> Mean:
         """Close the step, and average over ranks what they have contributed."""
@@ -255,7 +256,7 @@ class OpenSteps:
     """Takes a rank's open steps, with one optimizer.
 
     Args:
-        forward: a batch and what counts of it -> its mean loss and what counts; adds to the metrics.
+        forward: (batch, what counts of it as far as it is known) -> (its mean loss, what counts); adds to the metrics.
     """
 
     def __init__(
@@ -267,7 +268,7 @@ class OpenSteps:
         self._losses: list[Tensor] = []
 
     def take(self, step: OpenStep) -> Fault | None:
-        """Take a step: contribute to it while it is open, then apply the mean."""
+        """Contribute to a step while it is open, then apply the mean; return why all ranks refused it, or None."""
         update = self._update
         if self._exchange is None:
             self._exchange = OpenExchange(update.parameters, self._options, self._world)
@@ -286,7 +287,7 @@ class OpenSteps:
         return Fault(update.drop_gradients(), update.name_of(mean.fault), loss, list(step.batches))
 
     def _compute(self, exchange: OpenExchange, step: OpenStep) -> bool:
-        """Compute a batch and contribute it; return False, and undo what it changed, where the step has closed."""
+        """Compute a batch and contribute it. If the step has closed meanwhile, undo what it changed; return False."""
         update, weights = self._update, self._update.weights
         recorder.ended("compute")
         batch = step.read()
@@ -303,7 +304,7 @@ class OpenSteps:
             self._losses.append(loss.detach())
             step.contribute()
             return True
-        # A run that repeats this one's record never computes this batch here.
+        # Undo it: a run that repeats this one's record does not compute this batch in this step.
         self._before.restore()
         rank_state.set_random_states(random)
         training_state.set_random_states(random)
