@@ -150,7 +150,7 @@ class OpenExchange(threading.Thread):
             return self._means.popleft()
 
     def end(self) -> None:
-        """End the thread after the last step. A collective, unless `fail` was called or an error has ended the thread."""
+        """End the thread after the last step. A collective, unless `fail` was called or the thread has failed."""
         if self._generation != engine.generation:
             return  # Horovod was shut down, which ends the thread
         with self._changed:
