@@ -72,7 +72,7 @@ class Fault:
     own: str | None  # the first parameter whose gradient is not finite on this rank, before the reduction
     loss: float  # this rank's mean over its batches
     batches: Sequence[Batch] | None = None  # of that step; None for the last one
-    steps_ago: int = 0  # of ranks that stepped alone, and learn of it when they synchronize
+    steps_ago: int = 0  # how many steps before all ranks learn of it; 0 unless ranks step alone or with a delay
     in_a_row: int | None = None  # steps that a rank did not take, up to now; None where every step reports a fault
     is_late: bool = False  # whether ranks have taken the step after which they learn of it
 
@@ -84,9 +84,9 @@ class OpenStep:
     A rank reads and computes its batches one by one. When the step closes, ranks average what they have contributed.
     """
 
-    planned: NDArray[np.int64]  # batches by rank, equal on all of them: shape (size,)
-    whole: NDArray[np.int64]  # the same of a step that closes when all ranks are done
-    samples: int  # of `whole`, over all ranks
+    planned: NDArray[np.int64]  # batches by rank, at most, equal on all ranks: shape (size,)
+    whole: NDArray[np.int64]  # what is planned unless a record is repeated; what is missing of it was cut
+    samples: int  # over all ranks, in the batches of `whole`
     needed: int  # the step closes when so many of the ranks that have batches are done
     read: Callable[[], Batch]  # this rank's next batch, the same one until it is contributed
     advance: Callable[[], None]

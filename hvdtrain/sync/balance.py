@@ -14,7 +14,7 @@ from hvdtrain.telemetry.interval import RankTimes, lower_median
 
 # New shares must forecast a step of at most this part of the present one's time. To leave equal parts takes more.
 _FIRST_GAIN, _FURTHER_GAIN = 0.95, 0.98
-_FIRST_INTERVALS, _MOST_INTERVALS = 3, 64  # of about a second each, between two looks; twice as many after each change
+_FIRST_INTERVALS, _MOST_INTERVALS = 3, 64  # of about a second, before a decision; twice as many after each change
 _QUANTA = 32  # a share is a multiple of batch_size / 32 samples
 _LARGEST = 2  # times batch_size: what a rank must have memory for
 
@@ -58,7 +58,7 @@ class Balance:
         self._source = source
         self._by_speed = given == "speed" and size > 1
         self._batch_size, self._size = int(source.facts.get("batch_size") or 1), size
-        self._times: list[NDArray[np.float64]] = []  # since the last look: each rank's seconds a sample
+        self._times: list[NDArray[np.float64]] = []  # since the last decision: seconds per sample, shape (size,)
         self._due = _FIRST_INTERVALS
         if not isinstance(source, DivisibleSource):
             raise TypeError(

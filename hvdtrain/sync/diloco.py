@@ -1,4 +1,4 @@
-"""DiLoCo: ranks step alone for long, and an outer optimizer steps by the mean of their changes."""
+"""DiLoCo: ranks take many steps alone, and an outer optimizer steps by the mean of their changes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DiLoCo(Strategy):
             )
 
     def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
-        """Return an adapter that takes its steps so."""
+        """Return an adapter that takes outer steps periodically; ValueError on one rank, or if it cannot overlap."""
         if world.size == 1:
             raise ValueError(
                 f"DiLoCo averages over ranks. Received: sync={self} on one rank. Launch with `horovodrun -np N python "

@@ -46,7 +46,7 @@ class LocalSGD(Strategy):
             raise ValueError(f'LocalSGD: within must be None or "host". Received: within={self.within!r}')
 
     def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
-        """Return an adapter that takes its steps so."""
+        """Return an adapter that averages weights periodically; ValueError if it cannot reduce within a host."""
         within: Ranks = "host" if self.within else "none"
         if self.within and world.size > 1:
             adapter.reduce_over(within)  # which raises where a framework cannot do it

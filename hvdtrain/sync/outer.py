@@ -1,4 +1,4 @@
-"""The weights that ranks agreed on last, and the step that the mean of their changes makes of them."""
+"""An outer optimizer: it changes the weights that ranks agreed on last, by the mean of the ranks' changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks step alone, and every so many steps average their weights; local SGD and DiLoCo are this."""
+"""Ranks step alone, and average their weights every so many steps: the base of local SGD and DiLoCo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VELOCITY = "sync.velocity."  # of names in checkpoints
 
 @dataclass(frozen=True)
 class Period:
-    """When ranks synchronize which part of the weights, and what they make of the mean of their changes."""
+    """When ranks synchronize which part of the weights, and how the mean of their changes is applied."""
 
     every: int  # steps
     after_steps: int = 0  # these first steps are synchronous
@@ -32,7 +32,7 @@ class Period:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether ranks are equal only where somebody asks for it, since parts are synchronized at different steps."""
+        """Whether exchanges leave ranks unequal, because parts are exchanged after different steps, or late."""
         return self.fragments > 1 or self.overlap > 0
 
 
@@ -44,7 +44,7 @@ class PeriodicAdapter(WrappedAdapter):
     after a synchronization, and a checkpoint is as large as without a strategy.
 
     A streaming period synchronizes one fragment of the weights after another, during steps, and leaves optimizer
-    state alone. All ranks become equal only after an epoch, and where `request_sync` asks for it.
+    state alone. All ranks become equal only after an epoch, and after the step that follows a `request_sync`.
     """
 
     def __init__(self, adapter: Adapter, period: Period, options: Options, world: World) -> None:

@@ -1,4 +1,4 @@
-"""The gradient of the step before, which is reduced while a step computes its own."""
+"""The gradient in flight of `sync=Delayed()`: it is reduced while the next step computes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _PREFIX, _META = "sync.gradient.", "delayed"  # in `State.arrays` and `State.met
 
 @dataclass
 class Origin:
-    """What the gradient of a step was made with; equal on all ranks."""
+    """Numbers of the step that computed a gradient; equal on all ranks once it is reduced."""
 
-    total: float | None  # the sum of ranks' weights; None where all of them know it beforehand
+    # This rank's weight, and after the reduction the sum over ranks; None where all ranks know that sum beforehand.
+    total: float | None
     expected: float  # the sum for which losses were scaled
     samples: int  # of the step, over all ranks
     scale: float  # of its loss scaling
@@ -63,7 +64,11 @@ class GradientInFlight:
         return self._sent is not None and self._sent.fault is not None
 
     def start(self, parameters: Sequence[Parameter], origin: Origin, fault: Fault | None) -> None:
-        """Take the gradients from these parameters, and start to average them over ranks."""
+        """Take the gradients from these parameters, and start to average them over ranks.
+
+        Raises:
+            HvdTrainError: a gradient is sparse.
+        """
         trained = [p for p in parameters if p.requires_grad]
         for parameter in trained:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:

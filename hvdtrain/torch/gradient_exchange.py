@@ -19,7 +19,14 @@ _SMALL_BYTES = 2**18
 
 
 class GradientExchange:
-    """The operations in flight that reduce gradients; all ranks give gradients of the same shapes, in one order."""
+    """The operations in flight that reduce gradients.
+
+    All ranks give gradients of the same shapes and types, in the same order. They may be overwritten.
+
+    Args:
+        name: of the operations; no others of this name may be in flight.
+        compression: "none", "fp16" or "bf16".
+    """
 
     def __init__(self, gradients: Sequence[Tensor], how: Reduction, *, name: str, compression: str) -> None:
         self._parts = [_Part([gradients[i] for i in members], members) for members in _groups(gradients, compression)]
