@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,12 @@ class Deal:
         moved = places - len(self.left) + self.start
         if not self.left:
             return moved
-        left = np.array(self.left, np.int64)
+        left = self._left
         return np.where(places < len(left), left[np.minimum(places, len(left) - 1)], moved)
+
+    @cached_property
+    def _left(self) -> Indices:
+        return np.array(self.left, np.int64)  # once: there may be millions
 
     def batches(
         self, at: Callable[[Indices], Indices], num_samples: int, *, rank: int, batch_size: int

@@ -55,6 +55,7 @@ def _check_alone(model: nn.Module, optimizers: dict[str, Any], options: Options)
     what = "no step waits for other ranks" if options.sync == "Delayed" else "ranks step alone"
     given = f"sync={options.sync}"
     if options.cutoff:
+        del reasons["SyncBatchNorm"]  # which is a BatchNorm
         given, what = "cutoff", "ranks contribute different batches to a step"
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
         reasons["BatchNorm"] = norms and "its statistics would depend on what was cut off; use LayerNorm or GroupNorm"

@@ -176,7 +176,7 @@ class LossWeights:
     def learn(self, total: float | None, samples: int | None = None) -> None:
         """Learn from the sum that came with the gradients; `samples` are those of their step, None for this one."""
         samples = self._samples if samples is None else samples
-        if total is not None:
+        if total is not None and self._exchanged:
             if self._loss is None and not total:
                 raise ValueError(
                     "Nothing counts in this step: step returned Loss.count=0 on every rank that holds samples. "

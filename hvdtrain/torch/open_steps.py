@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from hvdtrain.adapter import Fault, OpenStep, Options
-from hvdtrain.distributed import rank_state
+from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
@@ -88,6 +88,7 @@ class OpenExchange(threading.Thread):
         self._opened_at, self._batch_s, self._step_s = 0.0, 0.0, 0.0  # this rank's last times
         self._means: deque[Mean] = deque()  # of closed steps that the main thread has not taken, the oldest first
         self._stops = self._fails = False
+        self._waits = False  # whether the main thread waits for a mean
         self._news = False  # whether other ranks must learn something at once
         self._error: BaseException | None = None
         self._generation = engine.generation
@@ -102,6 +103,15 @@ class OpenExchange(threading.Thread):
             self._open = _Open(int(step.planned[self._world.rank]), working, step.needed, expected)
             self._opened_at, self._news = time.monotonic(), True
             self._changed.notify_all()
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raise HvdTrainError if the optimizer has other parameters than when the fit began: they would stay alone."""
+        if list(map(id, parameters)) != list(map(id, self._parameters)):
+            raise HvdTrainError(
+                "With cutoff, an optimizer's parameters stay the same during a fit. Received: "
+                f"{len(parameters)} parameters on rank {self._world.rank}, {len(self._parameters)} when it began. Add "
+                "them before fit."
+            )
 
     @property
     def is_open(self) -> bool:
@@ -142,19 +152,25 @@ class OpenExchange(threading.Thread):
     def wait(self) -> Mean:
         """Wait for the mean of the oldest step that was not taken yet; raise the error that has ended the thread."""
         with recorder.waiting(), self._changed:
+            self._waits = True
             self._changed.wait_for(lambda: self._means or self._error is not None)
             if not self._means:
                 assert self._error is not None
                 raise self._error
             self._changed.notify_all()
+            self._waits = False
             return self._means.popleft()
+
+    def _waited_for(self) -> int | None:
+        """Return the step for which the main thread waits; None if it does not."""
+        return self._opened if self._waits else None
 
     def end(self) -> None:
         """End the thread after the last step. A collective, unless `fail` was called or the thread has failed."""
         if self._generation != engine.generation:
             return  # Horovod was shut down, which ends the thread
         with self._changed:
-            self._stops = self._news = True
+            self._stops = self._news = self._waits = True
             self._changed.notify_all()
         self.join()
         if self._error is not None and not self._fails:
@@ -171,6 +187,8 @@ class OpenExchange(threading.Thread):
 
     def run(self) -> None:
         """Close steps and average, until all ranks stop or one fails."""
+        thread = threading.get_ident()
+        watchdog.note_step(thread, self._waited_for)
         try:
             with torch.no_grad():
                 while self._close_next():
@@ -182,6 +200,8 @@ class OpenExchange(threading.Thread):
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        finally:
+            watchdog.forget_step(thread)
 
     def _close_next(self) -> bool:
         """Wait until the next step closes; False where all ranks stop."""
@@ -193,7 +213,7 @@ class OpenExchange(threading.Thread):
                 mine = self._flags(enough_at)
                 self._news = False
             if self._generation != engine.generation:
-                raise engine.module().HorovodInternalError("Horovod was shut down.")
+                raise engine.module().HorovodInternalError("Horovod has been shut down.")
             done, everyone, grace_is_over, failed, stops = _sum(mine, "cutoff.done")
             if failed:
                 raise engine.module().HorovodInternalError("Another rank's training has ended with an error.")
@@ -274,6 +294,7 @@ class OpenSteps:
             self._exchange = OpenExchange(update.parameters, self._options, self._world)
             self._exchange.start()
         exchange, self._losses = self._exchange, []
+        exchange.check(update.parameters)
         expected = update.begin_open(step.samples)
         exchange.open(step, expected=expected)
         while exchange.is_open and len(step.batches) < step.planned[self._world.rank]:
@@ -281,7 +302,8 @@ class OpenSteps:
                 break
         mean = exchange.wait()
         step.counts = mean.counts
-        if not update.is_mean_refused(mean.gradients, mean.weight, mean.samples):
+        is_cut = bool((mean.counts < step.whole).any())
+        if not update.is_mean_refused(mean.gradients, mean.weight, mean.samples, is_cut=is_cut):
             return None
         loss = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
         return Fault(update.drop_gradients(), update.name_of(mean.fault), loss, list(step.batches))

@@ -156,9 +156,12 @@ class Update:
         self.optimizer.zero_grad()
         return self.weights.begin_open(samples)
 
-    def is_mean_refused(self, gradients: dict[nn.Parameter, torch.Tensor], weight: float, samples: int) -> bool:
+    def is_mean_refused(
+        self, gradients: dict[nn.Parameter, torch.Tensor], weight: float, samples: int, *, is_cut: bool
+    ) -> bool:
         """Step with the mean over ranks of such a step's gradients, or return True, as `is_refused` does."""
-        self.weights.learn(weight, samples)
+        if weight or not is_cut:  # else what was cut off may count
+            self.weights.learn(weight, samples)
         self._counts_nothing = not weight
         for parameter, gradient in gradients.items():
             parameter.grad = gradient

@@ -30,7 +30,7 @@ class History(dict[str, list[float]]):
 
     Attributes:
         validations: {"global_step": ..., "val_loss": ...} of each validation within an epoch (`validate_every`).
-        cutoffs: {step: batches by rank}: how many batches each rank has contributed, for each optimizer step that closed
+        cutoffs: {step: batches by rank}: how many batches each rank has contributed to each optimizer step that closed
             before all ranks were done. Steps are counted over the run, from 0. `Trainer(cutoff=history.cutoffs)`
             repeats the run.
     """

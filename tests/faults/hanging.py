@@ -83,4 +83,29 @@ def with_keras() -> None:
     model.fit(x, x[:, :1], batch_size=4, epochs=100, callbacks=callbacks, verbose=0)
 
 
-with_torch() if framework == "torch" else with_keras()
+def with_cutoff() -> None:
+    import torch
+
+    import hvdtrain
+    import hvdtrain.torch as hvd
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        trainer: Any = None
+
+        def __len__(self) -> int:
+            return 10**6
+
+        def __getitem__(self, index: int) -> Any:
+            if self.trainer is not None:
+                before_step(self.trainer.global_step, hvd, torch.ones)
+            return torch.ones(8), torch.ones(1)
+
+    hvdtrain.init("torch")
+    model, rows = torch.nn.Linear(8, 1), Rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    # All ranks are needed, so a rank that goes wrong holds up its first step.
+    rows.trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.MSELoss(), accumulate=2, cutoff=1.0)
+    rows.trainer.fit(rows, batch_size=4, progress=False, run_dir=None)
+
+
+{"torch": with_torch, "cutoff": with_cutoff}.get(framework, with_keras)()

@@ -39,6 +39,8 @@ SHORT = [
     ("end early", 1, 2, "torch", "--mpi"),
     ("other names", 1, 2, "torch", "--gloo"),
 ]
+CUTOFF = [("sleep", 1, 2, "cutoff", "--gloo"), ("raise", 1, 2, "cutoff", "--mpi"), ("kill", 0, 2, "cutoff", "--mpi")]
+SHORT += [pytest.param(*each, marks=pytest.mark.long) for each in CUTOFF]
 FAULTS = ("kill", "stop", "sleep", "raise", "raise first", "end early", "other names", "other shapes")
 ALL = [
     (fault, victim, size, framework, plane)
@@ -46,7 +48,7 @@ ALL = [
     for victim, size in ((0, 2), (1, 2), (1, 3))
     for framework in ("torch", "tensorflow")
     for plane in ("--mpi", "--gloo")
-]
+] + CUTOFF
 
 
 @dataclass
@@ -147,7 +149,7 @@ def test_one_rank_that_goes_wrong_ends_all_and_is_named(fault, victim, size, fra
         lead = min(others) if fault != "other names" else 0
         waited = [line for line in job.says(" has waited ") if " (step " in line]
         assert waited, whole
-        assert "dense" in waited[0] or "weight" in waited[0] or "bias" in waited[0] or "only.here" in waited[0], whole
+        assert any(word in waited[0] for word in ("dense", "weight", "bias", "only.here", "batches of other")), whole
         assert "hanging.py:" in whole, whole
         assert job.says(" has waited ", rank=lead), whole
         assert job.says("Stack of the main thread"), whole

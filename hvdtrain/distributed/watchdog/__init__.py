@@ -23,10 +23,13 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.watchdog import rank_exit, waits
 from hvdtrain.distributed.watchdog.rank_exit import STALLED, RankExit, say
 from hvdtrain.distributed.watchdog.shared_facts import open_facts, process_state
-from hvdtrain.distributed.watchdog.waits import note_device, step_done
+from hvdtrain.distributed.watchdog.waits import forget_step, note_device, note_step, step_done
 from hvdtrain.system.process_tree import RUN_DIR
 
-__all__ = ["LIMIT", "STALLED", "begin", "horovods_limits", "joined", "leave", "limit_s", "note_device", "step_done"]
+__all__ = [
+    "LIMIT", "STALLED", "begin", "forget_step", "horovods_limits", "joined", "leave", "limit_s", "note_device",
+    "note_step", "step_done",
+]  # fmt: skip
 
 log = logging.getLogger("hvdtrain")
 
@@ -205,7 +208,7 @@ class Watchdog:
             line = "\n".join([f"{line}.", *_missing(this, what), *([stack + _ADVICE] if is_roots_host else [])])
         say(line)
         this.stalled_s = pause_s  # others may not have spoken yet
-        if wait.kind in ("collective", "graph", "device"):
+        if wait.kind in ("collective", "graph", "device", "step"):
             # This makes Horovod raise an error on every rank that waits. If Horovod itself is stuck, it never returns.
             threading.Thread(target=self._basics.shutdown, name="hvdtrain-shutdown", daemon=True).start()
             until = time.monotonic() + min(_LET_GO_S, self._limit_s)

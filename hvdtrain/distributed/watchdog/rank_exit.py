@@ -32,6 +32,7 @@ _FIRST_PRINTS_S = 2.0
 # What Horovod, Gloo and MPI say where the cause is another process's end.
 _CAUSED_BY_OTHERS = (
     "Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe",
+    "Another rank's training has ended with an error",
     "Connection refused", "Timed out waiting", "Application timeout", "Read timeout", "Write timeout", "Socket closed",
 )  # fmt: skip
 _HOROVODS = ("HorovodInternalError", "UnknownError", "XlaRuntimeError", "JaxRuntimeError")

@@ -40,6 +40,8 @@ _steps = 0
 _given = False  # the number of the step, by a caller that knows it
 # Name of the first gradient -> (all names, what returns how many reductions have begun and how many have ended).
 _graphs: dict[str, tuple[Sequence[str], Callable[[], tuple[int, int]]]] = {}
+# A thread that always waits for other ranks, and what returns the number of the step for which the process waits.
+_step: tuple[int, Callable[[], int | None]] | None = None
 # The oldest step that a GPU had not finished when the next one was noted: its number, what returns whether it has.
 _device: tuple[int, Callable[[], bool]] = (0, lambda: True)
 
@@ -48,7 +50,9 @@ class Wait(NamedTuple):
     """One thread that waits for other ranks."""
 
     key: Hashable  # equal for as long as it is the same wait
-    kind: str  # "collective", "graph" (a collective in a graph), "device" (a GPU's), "start" or "end" (of Horovod)
+    # "collective", "graph" (a collective in a graph), "device" (a GPU's), "step" (that other ranks have not closed),
+    # "start" or "end" (of Horovod)
+    kind: str
     thread: int  # its identity
     names: Sequence[str] = ()
 
@@ -59,6 +63,8 @@ class Wait(NamedTuple):
             return f"hvd.{'init' if self.kind == 'start' else 'shutdown'}, for the other ranks"
         if self.kind == "graph":
             return f"the reduction of {_listed(self.names)}"
+        if self.kind == "step":
+            return "a step that has not enough batches of other ranks"
         if self.kind == "device":
             return "a step's reductions on the GPU"
         return describe(frames().get(self.thread))
@@ -74,6 +80,19 @@ def note_device(done: Callable[[], bool]) -> None:
     global _device
     if _device_is_done():
         _device = (_device[0] + 1, done)
+
+
+def note_step(thread: int, waited_for: Callable[[], int | None]) -> None:
+    """Note a thread that always waits for other ranks, and what returns the step for which this rank waits."""
+    global _step
+    _step = (thread, waited_for)
+
+
+def forget_step(thread: int) -> None:
+    """Forget what `note_step` noted, because the thread has ended."""
+    global _step
+    if _step is not None and _step[0] == thread:
+        _step = None
 
 
 def _device_is_done() -> bool:
@@ -116,7 +135,7 @@ def find(*, besides: int | None = None) -> list[Wait]:
     """Return the waits of this process, except for those of the thread `besides`."""
     waits = []
     for thread, frame in frames().items():
-        if thread == besides:
+        if thread == besides or (_step is not None and thread == _step[0]):
             continue
         code = frame.f_code
         kind = _kind(code)
@@ -129,6 +148,8 @@ def find(*, besides: int | None = None) -> list[Wait]:
             # other can take its address and be mistaken for it.
             handle = frame.f_locals.get("handle") if code.co_name == "synchronize" else None
             waits.append(Wait((thread, handle if isinstance(handle, int) else frame), kind, thread))
+    if _step is not None and (number := _step[1]()) is not None:
+        waits.append(Wait(("step", number), "step", threading.main_thread().ident or 0))
     if not _device_is_done():
         waits.append(Wait(("device", _device[0]), "device", threading.main_thread().ident or 0))
     return waits

@@ -141,6 +141,7 @@ def ignoring(labels):
         ({}, {}, 2e-6),
         ({"clip_norm": 0.05}, {"clip_norm": 0.05}, 2e-6),
         ({"loss": torch.nn.CrossEntropyLoss(ignore_index=2)}, {"weight": ignoring}, 2e-6),
+        ({"loss": lambda outputs, y: torch.nn.functional.cross_entropy(outputs, y)}, {}, 2e-6),  # a plain function
         ({"compression": "fp16"}, {}, 2e-3),
         ({"compression": "bf16"}, {}, 2e-2),
     ],
@@ -176,6 +177,55 @@ def test_every_sample_is_used_once_an_epoch_and_counted_once(world, where):
         torch.nn.functional.cross_entropy(outputs, y[rows]).backward()
         optimizer.step()
     assert trainer.history["accuracy"][0] == pytest.approx(np.mean(right))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_by_element_is_a_mean_or_a_sum_of_what_came(world, reduction):
+    class Numbers(Rows):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x, torch.nn.functional.one_hot(y, 3).float()
+
+    net = model()
+    loss = torch.nn.MSELoss(reduction=reduction)
+    how = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.01)}
+    trainer = fit(net, world, rows=Numbers(world, STALLS), loss=loss, **how)
+    plain, (x, y) = model(), data()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for rows in everybodys_steps(world, trainer):
+        optimizer.zero_grad()
+        loss(plain(x[rows]), torch.nn.functional.one_hot(y[rows], 3).float()).backward()
+        optimizer.step()
+    assert_close(net, plain)
+
+
+@pytest.mark.world_size(2)
+def test_samples_that_count_nothing_are_no_error_where_others_were_cut_off(world):
+    """Rank 0's first step has no count, and rank 1, whose samples count, is cut off in it."""
+    steps = iter(range(1000))
+
+    def step(net, batch):
+        x, y = batch
+        count = 0.0 if world.rank == 0 and next(steps) < ACCUMULATE else float(len(y))
+        return hvdtrain.Loss(torch.nn.functional.cross_entropy(net(x), y), count)
+
+    trainer = fit(model(), world, loss=None, step=step, stalls={0: 1}, epochs=1)
+    assert trainer.history.cutoffs[0] == [ACCUMULATE, 0]
+
+
+@pytest.mark.world_size(2)
+def test_parameters_that_are_added_during_a_fit_are_refused(world):
+    net = model()
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+
+    class Add(Callback):
+        def on_step_end(self, trainer, step):
+            if trainer.global_step == 2:
+                optimizer.add_param_group({"params": list(net[3].parameters())})
+
+    with pytest.raises(HvdTrainError, match=r"Received: 4 parameters on rank \d, 2 when it began"):
+        fit(net, world, stalls={}, cutoff=1.0, optimizer=optimizer, hooks=[Add()])
 
 
 @pytest.mark.world_size(2)

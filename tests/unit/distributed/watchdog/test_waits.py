@@ -141,6 +141,18 @@ def test_the_oldest_step_that_a_gpu_has_not_come_by_is_one_wait(monkeypatch):
     assert found() == []  # the device's error is for whoever trains
 
 
+def test_a_thread_that_always_waits_counts_only_while_the_process_waits_for_its_step(monkeypatch):
+    monkeypatch.setattr(waits, "_step", None)
+    steps = iter([None, 7, 7, 8])
+    waits.note_step(threading.get_ident(), lambda: next(steps))
+    keys = [[wait.key for wait in waits.find() if wait.kind == "step"] for _ in range(4)]
+    assert keys == [[], [("step", 7)], [("step", 7)], [("step", 8)]]
+    waits.forget_step(threading.get_ident() + 1)  # another thread's
+    assert waits._step is not None
+    waits.forget_step(threading.get_ident())
+    assert waits._step is None
+
+
 def test_the_place_is_the_users_and_not_a_librarys():
     def here():
         return json.loads("1", parse_int=lambda _: waits.place(sys._getframe()))
