@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +31,10 @@ def check_cutoff(given: Any) -> float | Record | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        try:
+        with suppress(TypeError, ValueError):
             record = {int(step): [int(count) for count in counts] for step, counts in given.items()}
-        except (TypeError, ValueError):
-            record = {0: [-1]}  # which is refused below
-        if all(counts and min(counts) >= 0 and step >= 0 for step, counts in record.items()):
-            return record
+            if all(counts and min(counts) >= 0 and step >= 0 for step, counts in record.items()):
+                return record
     elif not isinstance(given, bool) and isinstance(given, int | float) and 0 < given <= 1:
         return float(given)
     raise ValueError(
@@ -44,7 +43,7 @@ def check_cutoff(given: Any) -> float | Record | None:
     )
 
 
-class OpenSteps:
+class CutoffPlan:
     """Plans the steps of an epoch: how many batches each rank is to compute.
 
     The plan is equal on all ranks, because they learn after each step what every rank has contributed. A rank reads its

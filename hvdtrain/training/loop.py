@@ -24,7 +24,7 @@ from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import CheckpointError
 from hvdtrain.sync.balance import Balance
-from hvdtrain.sync.cutoff import OpenSteps, Record
+from hvdtrain.sync.cutoff import CutoffPlan, Record
 from hvdtrain.telemetry.interval import Heartbeat
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
@@ -55,7 +55,7 @@ class Loop:
         self.validation = Validation(adapter, context)
         self.balance: Balance | None = None  # of this fit
         self.cutoff: float | Record | None = None
-        self._open_steps: OpenSteps | None = None  # of this fit, with a cutoff
+        self._plan: CutoffPlan | None = None  # of this fit, with a cutoff
         self.commits: FitState | None = None  # the last commit, in an elastic job
         self._context = context
         self._world = context.world
@@ -220,10 +220,10 @@ class Loop:
     def run(self, train: Source) -> None:
         """Run the epochs that are left."""
         hooks, context = self._hooks, self._context
-        self._open_steps = None
+        self._plan = None
         if self.cutoff is not None:
             how: dict[str, Any] = {"accumulate": self._accumulate, "record": self.history.cutoffs}
-            self._open_steps = OpenSteps(self.cutoff, train, world=self._world, **how)
+            self._plan = CutoffPlan(self.cutoff, train, world=self._world, **how)
         try:
             for hook in hooks:
                 hook.on_fit_begin(context)
@@ -353,18 +353,18 @@ class Loop:
                 load_rank_state(adapter, {name.removeprefix("begin."): array for name, array in begin.items()})
             now = rank_state.random_states() | adapter.rank_state
             self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
-            if self._open_steps is not None:
-                progress.consumed = self._open_steps.begin(progress.consumed)
+            if self._plan is not None:
+                progress.consumed = self._plan.begin(progress.consumed)
             batches = source.epoch(epoch, shuffle=True, after=progress.consumed)
-            if self._open_steps is not None:
-                self._open_steps.read(batches)
+            if self._plan is not None:
+                self._plan.read(batches)
             if resumed_at:
                 load_rank_state(adapter, held)
             recorder.ended("outside")
             while not self._ending:
                 group: Any
-                if self._open_steps is not None:
-                    group = self._open_steps.next(epoch, number=progress.global_step)
+                if self._plan is not None:
+                    group = self._plan.next(epoch, number=progress.global_step)
                 else:
                     group = list(itertools.islice(batches, self._accumulate))
                 recorder.ended("data" if group else "outside")
@@ -375,7 +375,7 @@ class Loop:
                     hook.on_step_begin(context, step)
                 self._set_learning_rate(step)
                 recorder.ended("other")
-                if self._open_steps is not None:
+                if self._plan is not None:
                     adapter.open_step(group)
                 else:
                     adapter.train_step(group)
@@ -383,8 +383,8 @@ class Loop:
                 fault = adapter.fault
                 stopped = self._nan_policy.must_stop(fault, group, at=f"Step {step + 1} of epoch {epoch + 1}")
                 if not stopped or (fault is not None and fault.is_late):
-                    if self._open_steps is not None:
-                        progress.advance(self._open_steps.took(group, number=progress.global_step))
+                    if self._plan is not None:
+                        progress.advance(self._plan.took(group, number=progress.global_step))
                     else:
                         progress.advance(progress.after(group, size=self._world.size))
                 if stopped:
@@ -414,14 +414,14 @@ class Loop:
             raise
         finally:
             self.in_epoch = False
-            if self._open_steps is not None:
-                self._open_steps.close()
+            if self._plan is not None:
+                self._plan.close()
         if stopped:
             adapter.reset_metrics()
             adapter.settle()
             return None
-        if self._open_steps is not None:
-            self._note(self._open_steps.describe())
+        if self._plan is not None:
+            self._note(self._plan.describe())
         if not progress.consumed.samples:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated once per epoch."
@@ -454,7 +454,7 @@ class Loop:
         spent_s = math.inf if self.stop_within_epoch else self._earlier_s() + self._pace.seconds
         requested = preemption.requested() is not None
         changed = self.commits is not None and self.commits.hosts_have_changed
-        waits = self._adapter.in_flight or (self._open_steps is not None and self._open_steps.was_cut)
+        waits = self._adapter.in_flight or (self._plan is not None and self._plan.was_cut)
         report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s, postponed=waits)
         if report is not None:
             self._ending = self._ending or report.spent_s >= limit_s

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.sources import Consumed, IteratedSource, as_source
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.sync.cutoff import OpenSteps, check_cutoff
+from hvdtrain.sync.cutoff import CutoffPlan, check_cutoff
 
 BATCH, ACCUMULATE = 3, 4
 
@@ -40,7 +40,7 @@ class Run:
         self.size, self.record, self.used, self.number = size, {}, [], 0
         self.sources = [source(num_samples, rank, size, data) for rank in range(size)]
         self.ranks = [
-            OpenSteps(share, each, world=FakeWorld(rank, size), accumulate=ACCUMULATE, record=self.record)
+            CutoffPlan(share, each, world=FakeWorld(rank, size), accumulate=ACCUMULATE, record=self.record)
             for rank, each in enumerate(self.sources)
         ]
         for steps, each in zip(self.ranks, self.sources, strict=True):
@@ -190,7 +190,7 @@ def test_samples_of_a_loader_are_used_once_also_with_an_order_of_its_own():
         return as_source(loader, batch_size=BATCH, world=Shared(rank, 2))
 
     record = {}
-    ranks = [OpenSteps(0.5, of(r), world=Shared(r, 2), accumulate=ACCUMULATE, record=record) for r in range(2)]
+    ranks = [CutoffPlan(0.5, of(r), world=Shared(r, 2), accumulate=ACCUMULATE, record=record) for r in range(2)]
     for steps in ranks:
         steps.read(steps._source.epoch(0, shuffle=True, after=steps.begin(Consumed())))
     used, number = [], 0
@@ -244,4 +244,4 @@ def test_a_record_of_another_run_is_refused():
 def test_data_that_can_only_be_iterated_is_refused():
     batches = IteratedSource(lambda *_: iter(()), world=FakeWorld(0, 2))
     with pytest.raises(TypeError, match="cutoff gives samples that were cut off to other ranks"):
-        OpenSteps(0.5, batches, world=FakeWorld(0, 2), accumulate=1, record={})
+        CutoffPlan(0.5, batches, world=FakeWorld(0, 2), accumulate=1, record={})
