@@ -38,8 +38,10 @@ Forward = Callable[..., tuple[Tensor, Counted]]
 _MOST_BEHIND = 8
 # Closing as soon as enough ranks are done would cut off ranks that are almost done, in every step.
 _GRACE_BATCHES = 0.25
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.01  # between two exchanges of which ranks are done
-_PAUSES_PER_STEP = 100  # within these limits: a step then closes late by about 1 % of its time
+# Between two exchanges of which ranks are done, which take time of the cores that compute. None is needed before half
+# of a usual step; after that a step closes late by about 1 % of its time.
+_QUIET_PART, _MOST_QUIET_S = 0.5, 1.0
+_LEAST_PAUSE_S, _MOST_PAUSE_S, _PAUSES_PER_STEP = 0.001, 0.02, 50
 _ROUNDING = 1e-9  # 1/3 + 1/3 + 1/3 may be less than 1
 _END_S = 2.0  # at most, for the threads of other ranks to learn that this rank has failed
 
@@ -101,8 +103,7 @@ class OpenExchange(threading.Thread):
         with self._changed:
             self._opened += 1
             self._open = _Open(int(step.planned[self._world.rank]), working, step.needed, expected)
-            self._opened_at, self._news = time.monotonic(), True
-            self._changed.notify_all()
+            self._opened_at = time.monotonic()
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise HvdTrainError if the optimizer has other parameters than when the fit began: they would stay alone."""
@@ -207,7 +208,8 @@ class OpenExchange(threading.Thread):
         """Wait until the next step closes; False where all ranks stop."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._means) < _MOST_BEHIND or self._stops or self._fails)
-        began, enough_at = time.monotonic(), None
+            began, enough_at = time.monotonic(), None
+            self._changed.wait_for(lambda: self._news, min(_QUIET_PART * self._step_s, _MOST_QUIET_S))
         while True:
             with self._changed:
                 mine = self._flags(enough_at)
@@ -222,7 +224,8 @@ class OpenExchange(threading.Thread):
             if done > 1 - _ROUNDING and enough_at is None:
                 enough_at = time.monotonic()
             if everyone > 1 - _ROUNDING or (enough_at is not None and grace_is_over):
-                self._step_s = time.monotonic() - began
+                took_s = time.monotonic() - began
+                self._step_s = min(took_s, 1.1 * self._step_s or took_s)  # as for batches: a stall is no usual step
                 return True
             with self._changed:
                 pause_s = min(max(self._step_s / _PAUSES_PER_STEP, _LEAST_PAUSE_S), _MOST_PAUSE_S)
