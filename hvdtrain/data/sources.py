@@ -100,6 +100,16 @@ class DivisibleSource(Source, Protocol):
         """Return this rank's batches of the rest of the epoch that `epoch` has begun, in the order drawn then."""
 
 
+def as_divisible(source: Source, *, need: str) -> DivisibleSource:
+    """Return the source; TypeError with the sentence `need` if it cannot give ranks parts of any size."""
+    if not isinstance(source, DivisibleSource):
+        raise TypeError(
+            f"{need} Received: data that can only be iterated, in whole batches. Give arrays, a map-style dataset, or "
+            "a DataLoader with a batch_size."
+        )
+    return source
+
+
 @dataclass(frozen=True)
 class Sharded:
     """Data that is sharded already, such as a dataset that reads its rank. It is not sharded again."""

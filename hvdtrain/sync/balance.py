@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.sources import Batch, Consumed, DivisibleSource, Source
+from hvdtrain.data.sources import Batch, Consumed, Source, as_divisible
 from hvdtrain.telemetry.interval import RankTimes, lower_median
 
 # New shares must forecast a step of at most this part of the present one's time. To leave equal parts takes more.
@@ -55,16 +55,11 @@ class Balance:
     def __init__(self, given: str | list[float], source: Source, *, size: int) -> None:
         self.shares: list[int] | None = None
         self.has_changed = False  # since `rest` was called
-        self._source = source
+        self._source = as_divisible(source, need=f"balance={given!r} divides steps sample by sample.")
         self._by_speed = given == "speed" and size > 1
         self._batch_size, self._size = int(source.facts.get("batch_size") or 1), size
         self._times: list[NDArray[np.float64]] = []  # since the last decision: seconds per sample, shape (size,)
         self._due = _FIRST_INTERVALS
-        if not isinstance(source, DivisibleSource):
-            raise TypeError(
-                f"balance={given!r} divides steps sample by sample. Received: data that can only be iterated, in whole "
-                "batches. Give arrays, a map-style dataset, or a DataLoader with a batch_size."
-            )
         if isinstance(given, list):
             self._divide(as_given(given, self._batch_size * size))
 
@@ -99,12 +94,10 @@ class Balance:
 
     def rest(self, epoch: int, consumed: Consumed) -> Iterator[Batch]:
         """Return this rank's batches of the rest of the epoch, by the present shares."""
-        assert isinstance(self._source, DivisibleSource)
         self.has_changed = False
         return self._source.rest(epoch, consumed)
 
     def _divide(self, shares: list[int]) -> None:
-        assert isinstance(self._source, DivisibleSource)
         self._source.shares = self.shares = shares
         self.has_changed = True
 

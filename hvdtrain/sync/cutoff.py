@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.adapter import OpenStep
 from hvdtrain.data.deal import Deal
-from hvdtrain.data.sources import Batch, Consumed, DivisibleSource, Source
+from hvdtrain.data.sources import Batch, Consumed, Source, as_divisible
 from hvdtrain.distributed.world import World
 
 log = logging.getLogger("hvdtrain")
@@ -63,15 +63,11 @@ class CutoffPlan:
     """
 
     def __init__(self, given: float | Record, source: Source, *, world: World, accumulate: int, record: Record) -> None:
-        if not isinstance(source, DivisibleSource):
-            raise TypeError(
-                "cutoff gives samples that were cut off to other ranks. Received: data that can only be iterated, in "
-                "whole batches. Give arrays, a map-style dataset, or a DataLoader with a batch_size."
-            )
         self.record = record
         self._share = given if isinstance(given, float) else 1.0
         self._replayed: Record = {} if isinstance(given, float) else given
-        self._source, self._world, self._accumulate = source, world, accumulate
+        self._source = as_divisible(source, need="cutoff gives samples that were cut off to other ranks.")
+        self._world, self._accumulate = world, accumulate
         self._num_samples = int(source.facts["number of samples"])
         self._batch_size = int(source.facts["batch_size"])
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
@@ -124,7 +120,6 @@ class CutoffPlan:
         left = self._batches_left()
         if len(set(self._deal.taken)) > 1 and left.any() and left.min() < self._accumulate:
             self._deal = self._deal.again(self._num_samples, size=self._world.size)
-            assert isinstance(self._source, DivisibleSource)
             self.read(self._source.rest(epoch, replace(self._consumed, deal=self._deal)))
             left = self._batches_left()
         whole = np.minimum(left, self._accumulate)
