@@ -19,7 +19,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-import cloudpickle
+from hvdtrain.system import pickling
 
 ADDRESS, KEY = "HVDTRAIN_CALL_SOCKET", "HVDTRAIN_CALL_KEY"
 _BYTES = 32  # of a challenge, and of a SHA-256 digest
@@ -27,7 +27,7 @@ _BYTES = 32  # of a challenge, and of a SHA-256 digest
 
 @dataclass(frozen=True)
 class Message:
-    """Facts in plain JSON, and an object by cloudpickle; b"" for none."""
+    """Facts in plain JSON, and a pickled object; b"" for none."""
 
     facts: dict[str, Any]
     pickled: bytes = b""
@@ -81,7 +81,7 @@ def request_task(rank: int) -> tuple[Message, Connection]:
 def pack(parts: dict[str, Any], *, where: str) -> bytes:
     """Return the values of `parts` pickled as one tuple; a TypeError, which ends in `where`, names what cannot be."""
     try:
-        return cloudpickle.dumps(tuple(parts.values()))  # type: ignore[no-any-return]
+        return pickling.dumps(tuple(parts.values()))
     except Exception as problem:  # noqa: BLE001, an object's own methods may raise anything
         name, value = next(_culprits(parts.items()), ("it", parts))
         kind = type(value)
@@ -92,7 +92,7 @@ def _culprits(named: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
     """Yield the innermost objects that cannot be pickled, with their names."""
     for name, value in named:
         try:
-            cloudpickle.dumps(value)
+            pickling.dumps(value)
         except Exception:  # noqa: BLE001, see above
             yield from _culprits(_inside(name, value), depth - 1) if depth else ()
             yield name, value

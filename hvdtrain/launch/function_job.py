@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -16,8 +17,6 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-
-import cloudpickle
 
 from hvdtrain.errors import RankFailedError
 from hvdtrain.launch import exchange
@@ -71,7 +70,8 @@ class Outcome:
         returned: list[Any] = []
         for rank in range(self.size):
             try:
-                returned += cloudpickle.loads(self.answers.pop(rank).pickled)  # a tuple of one
+                # A tuple of one, from a rank of this run.
+                returned += pickle.loads(self.answers.pop(rank).pickled)  # noqa: S301
             except Exception as error:
                 raise TypeError(f"what rank {rank} returned cannot be read here: {error}") from error
         return returned
@@ -112,7 +112,7 @@ def _raised(rank: int, answer: Message) -> Exception:
     facts = answer.facts
     where = RankFailedError(f"rank {rank} on host {facts['host']} {facts['what']}:\n{facts['text']}", rank=rank)
     try:
-        error = cloudpickle.loads(answer.pickled)
+        error = pickle.loads(answer.pickled)  # noqa: S301 - from a rank of this run
     except Exception:  # noqa: BLE001 - its class may do or lack anything
         error = None
     if not isinstance(error, Exception):  # a rank's KeyboardInterrupt is not this process's

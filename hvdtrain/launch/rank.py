@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import pickle
 import socket
 import sys
 import time
@@ -13,12 +14,11 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from typing import Any
 
-import cloudpickle
-
 from hvdtrain.distributed import watchdog
 from hvdtrain.distributed.watchdog.rank_exit import is_caused_by_others
 from hvdtrain.launch import exchange
 from hvdtrain.launch.exchange import Message, pack
+from hvdtrain.system import pickling
 from hvdtrain.system.settings import DEBUG, RANK_VARIABLES
 
 
@@ -48,7 +48,7 @@ def load(task: Message) -> Callable[[], Any] | Message:
     for name, lines in task.facts["cells"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     try:
-        fn, args, kwargs = cloudpickle.loads(task.pickled)
+        fn, args, kwargs = pickle.loads(task.pickled)  # noqa: S301 - from the caller, see exchange.py
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must know
         return _failure("could not load the function", error)
     return lambda: fn(*args, **kwargs)
@@ -79,7 +79,7 @@ def _failure(what: str, error: BaseException) -> Message:
     facts = {"kind": "error", "what": what, "host": socket.gethostname(), "time": time.time()}
     facts |= {"text": text, "others": others}
     try:
-        return Message(facts, cloudpickle.dumps(error.with_traceback(None)))
+        return Message(facts, pickling.dumps(error.with_traceback(None)))
     except Exception:  # noqa: BLE001 - then its text must do
         return Message(facts)
 

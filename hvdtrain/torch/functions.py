@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
+from hvdtrain.system import pickling
 from hvdtrain.torch import engine
 from hvdtrain.torch.engine import Handle
 from hvdtrain.torch.gather_ops import allgather_async, broadcast_async_
@@ -81,8 +81,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
 
 
 def _to_bytes(obj: Any) -> Tensor:
-    # cloudpickle: what users send includes functions and classes of their script.
-    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickling.dumps(obj)), dtype=torch.uint8)
 
 
 def _from_bytes(data: Tensor) -> Any:
