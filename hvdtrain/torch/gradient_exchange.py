@@ -1,4 +1,4 @@
-"""Add up or average gradients over ranks in few operations, outside of backward."""
+"""Add up or average gradients or weights over ranks in few operations, outside of backward."""
 
 from __future__ import annotations
 

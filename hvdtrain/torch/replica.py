@@ -16,12 +16,11 @@ from hvdtrain.data.sources import as_array
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import engine
-from hvdtrain.torch.engine import Handle
-from hvdtrain.torch.reduce_ops import BF16Exchange, Reduction, submit
+from hvdtrain.torch.gradient_exchange import GradientExchange
+from hvdtrain.torch.reduce_ops import Reduction
 from hvdtrain.torch.training_state import Optimizers
 
 _SCALE = ("scale", "_growth_tracker")  # of a GradScaler's state
-_WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Replica:
@@ -102,23 +101,11 @@ class Replica:
     def mean(self, arrays: Sequence[Tensor], *, name: str, compression: str) -> Callable[[], list[Tensor]]:
         """Start to average over all ranks; compression is the type in which values are sent."""
         how = Reduction(engine.Average, process_set=engine.global_set())
-        wire = _WIRE[compression]
-        handles: list[Handle] = []
-        for index, array in enumerate(arrays):
-            sent_as = f"{name}.{index}"
-            if wire is torch.bfloat16:
-                handles.append(BF16Exchange([array], how, sent_as))
-            else:
-                sent = array if wire is None else array.to(wire)
-                handles.append(submit([sent], how, sent_as, in_place=True, counted=False))
+        exchange = GradientExchange(arrays, how, name=name, compression=compression)
 
         def wait() -> list[Tensor]:
             with recorder.waiting():
-                for handle in handles:
-                    if isinstance(handle, BF16Exchange):
-                        handle.first_half.wait()  # so that several are in flight at once
-                found = [handle.wait()[0] for handle in handles]
-            return [mean.to(array.dtype) for mean, array in zip(found, arrays, strict=True)]
+                return exchange.wait()
 
         return wait
 

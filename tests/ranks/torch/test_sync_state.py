@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,8 @@ import torch
 import hvdtrain
 from hvdtrain.callbacks import EMA, Callback, Checkpoint
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch import engine
+from hvdtrain.torch.replica import Replica
 
 BATCH, SAMPLES = 4, 46
 OPTIMIZERS = {
@@ -197,3 +201,19 @@ def test_averages_of_weights_are_updated_where_ranks_synchronize_after_an_epoch(
             torch.testing.assert_close(value, weights[name], atol=0, rtol=0)
     assert trainer.in_sync
     assert not torch.equal(net[0].weight, before)
+
+
+@pytest.mark.world_size(2)
+def test_both_halves_of_a_bf16_mean_are_sent_while_the_rank_does_something_else(world, monkeypatch):
+    net, native, second_half = model(), engine.native(), threading.Event()
+    gather = native.allgather_async
+
+    def sends(*args, **kwargs):
+        second_half.set()
+        return gather(*args, **kwargs)
+
+    monkeypatch.setattr(native, "allgather_async", sends)
+    replica = Replica({"": (OPTIMIZERS["sgd"](net), torch.amp.GradScaler(enabled=False))}, world)
+    mean = replica.mean([torch.full((1000,), 1.0 + world.rank)], name="mean", compression="bf16")
+    assert second_half.wait(20)
+    assert mean()[0].unique().tolist() == [1.5]
