@@ -171,6 +171,19 @@ class Hosts:
     def _in_switch(self, *arguments: str) -> None:
         _call("nsenter", "--target", str(self._pids["switch"]), "--net", "ip", *arguments)
 
+    def delay(self, host: str, delay_s: float) -> None:
+        """Delay all that is sent to a host, and from it: it gets a switch of its own, behind `delay_line`."""
+        self._in_switch("link", "add", "far", "type", "bridge")
+        self._in_switch("link", "set", "far", "up")
+        self._in_switch("link", "set", host, "master", "far")
+        line = [sys.executable, "-I", str(Path(__file__).with_name("delay_line.py")), "bridge", "far", str(delay_s)]
+        self._first["delay line"] = started = subprocess.Popen(
+            ["nsenter", "--target", str(self._pids["switch"]), "--net", *line],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment,
+        )  # fmt: skip
+        assert started.stdout is not None
+        assert started.stdout.readline() == _READY, "the delay line did not start"
+
     def command(self, host: str, command: Sequence[str], *, cwd: Path | None = None) -> list[str]:
         """Return the command line that runs `command` on a host."""
         return ["nsenter", "--target", str(self._pids[host]), *_NAMESPACES, f"--wd={cwd or self.folder}", *command]

@@ -29,6 +29,8 @@ from benchmarks.workloads import LINK_MLP, Workload
 HOSTS = ("hvlinka", "hvlinkb")
 PARAMETERS = 20_037_642  # of the MLP
 _INTERFACE = "eth0"
+_COLUMNS = ("peer", "ms a step", "MB sent", "/ max(T_comp, link)", "/ max(T_comp, T_sync)", "samples/s", "x DDP")
+_TUN = Path("/dev/net/tun")
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,8 @@ class Link:
     delay_ms: float = 0.0
 
     def qdisc(self) -> list[str]:
-        """Return how tc makes it, for each end."""
+        """Return how tc makes its rate, for each end; its delay is made by `hosts.Hosts.delay`."""
         rate = f"{self.bits_per_s:.0f}bit"
-        if self.delay_ms:
-            return ["netem", "rate", rate, "delay", f"{self.delay_ms}ms", "limit", "100000"]
         burst = max(2**18, int(self.bits_per_s / 8 / 1000))  # bytes; of a millisecond
         return ["tbf", "rate", rate, "burst", str(burst), "latency", "100ms"]
 
@@ -75,13 +75,23 @@ PEERS = (
     Peer("gloo-fp16", "hvdtrain, Gloo, fp16", "hvdtrain", "horovodrun", ("--gloo",), {**_GLOO, **_FP16}, _OURS),
     Peer("mpi", "hvdtrain, Open MPI", "hvdtrain", "horovodrun", ("--mpi",), {}, _OURS),
     Peer("mpi-fp16", "hvdtrain, Open MPI, fp16", "hvdtrain", "horovodrun", ("--mpi",), _FP16, _OURS),
+    Peer("gloo-exchange", "the reduction alone, Gloo", "exchange", "horovodrun", ("--gloo",), _GLOO, _OURS,
+         averages=False),
+    Peer("mpi-exchange", "the reduction alone, Open MPI", "exchange", "horovodrun", ("--mpi",), {}, _OURS,
+         averages=False),
     Peer("delayed", "Trainer, Delayed()", "trainer", "horovodrun", ("--mpi",),
          {"BENCH_SYNC": "Delayed"}, _OURS, averages=False),
+    Peer("delayed-gloo", "Trainer, Delayed(), Gloo", "trainer", "horovodrun", ("--gloo",),
+         {**_GLOO, "BENCH_SYNC": "Delayed"}, _OURS, averages=False),
     Peer("local-sgd", "Trainer, LocalSGD(every=8)", "trainer", "horovodrun", ("--mpi",),
          {"BENCH_SYNC": "LocalSGD:8"}, _OURS, averages=False, cycle=8),
     Peer("diloco", "Trainer, DiLoCo(every=100)", "trainer", "horovodrun", ("--mpi",),
          {"BENCH_SYNC": "DiLoCo:100"}, _OURS, averages=False, cycle=100),
 )  # fmt: skip
+# The peer whose step is T_sync of another one's: the same bytes over the same data plane, and nothing else.
+_REDUCTIONS = {
+    "gloo": "gloo-exchange", "delayed-gloo": "gloo-exchange", "mpi": "mpi-exchange", "delayed": "mpi-exchange",
+}  # fmt: skip
 
 
 def why_not(names: Sequence[str]) -> str:
@@ -91,6 +101,8 @@ def why_not(names: Sequence[str]) -> str:
     if shutil.which("tc", path=hosts.path()) is None:
         return "no tc: apt-get install iproute2"
     for link in (LINKS[name] for name in names):
+        if link.delay_ms and not _TUN.exists():
+            return f"this kernel has no TUN devices, of which the link {link.name} is made"
         with_rate = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *link.qdisc()]
         done = hosts.output_of(*with_rate)
         if done.returncode:
@@ -155,6 +167,8 @@ def measure(link: Link, names: Sequence[str], plan: steps.Plan, *, say: Callable
         with hosts.Hosts(*HOSTS, folder=folder) as network:
             for host in HOSTS:
                 network.run(host, "tc", "qdisc", "add", "dev", _INTERFACE, "root", *link.qdisc())
+            if link.delay_ms:
+                network.delay(HOSTS[-1], link.delay_ms / 1000)
             start = partial(_start, network)
             result = steps.measure(LINK_MLP, peers, plan, say=say, start=start)
     finally:
@@ -177,23 +191,26 @@ def _as_rows(link: Link, result: dict[str, Any]) -> dict[str, Any]:
     found = {name: entry for name, entry in result["peers"].items() if entry["status"] == "ok"}
     if "alone" not in found:
         raise GroupError(f"without the peer 'alone' nothing is known of T_comp: {result['peers'].get('alone')}")
-    compute_s = found["alone"]["step_ms"] / 1000
-    rows, bounds = [], {}
+    step_s = {name: entry["step_ms"] / 1000 for name, entry in found.items()}
+    rows, bounds, overlaps = [], {}, {}
     for peer in (each for each in PEERS if each.name in found):
         entry = found[peer.name]
         against_ddp = ratio(result, "ddp", peer.name)
         if peer.cycle == 1 and peer.name != "alone":
-            bounds[peer.name] = entry["step_ms"] / 1000 / bound_s(link, peer, compute_s)
+            bounds[peer.name] = step_s[peer.name] / bound_s(link, peer, step_s["alone"])
+        if (reduction := _REDUCTIONS.get(peer.name)) in found:
+            overlaps[peer.name] = step_s[peer.name] / max(step_s["alone"], step_s[reduction])
         rows.append([
             peer.title, entry["step_ms"], round(entry["sent_bytes"] / 1e6, 2),
-            f"{bounds[peer.name]:.2f}" if peer.name in bounds else "",
+            *(f"{each[peer.name]:.2f}" if peer.name in each else "" for each in (bounds, overlaps)),
             entry["samples_per_s"], f"{against_ddp.median:.2f}" if against_ddp else "",
         ])  # fmt: skip
     delay = f" and {link.delay_ms:g} ms each way" if link.delay_ms else ""
     return {
         "kind": "rows",
         "title": f"Two hosts, {link.bits_per_s / 1e6:,.0f} Mb/s{delay} between them: {result['title']}",
-        "columns": ["peer", "ms a step", "MB sent", "/ max(T_comp, link)", "samples/s", "x DDP"],
+        "columns": [*_COLUMNS],
         "rows": rows,
         "bounds": bounds,
+        "overlaps": overlaps,
     }

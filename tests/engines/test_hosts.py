@@ -291,3 +291,40 @@ def test_a_host_without_ssh_is_named_before_anything_is_started(start: Callable[
     assert run.status() == 143, run.output()
     assert "host hostd cannot be reached by ssh: connect to host hostd port 22: Connection refused" in run.output()
     assert not run.there("on-hosta")
+
+
+ECHO = """
+import socket, sys, time
+server = socket.create_server(("", 5000))
+sys.stdout.write("listening\\n")
+sys.stdout.flush()
+connection = server.accept()[0]
+while data := connection.recv(2**20):
+    connection.sendall(data)
+"""
+ASK = """
+import os, socket, sys, threading, time
+connection = socket.create_connection(("hvfar", 5000))
+began = time.monotonic()
+connection.sendall(b"1")
+connection.recv(1)
+sent, received = os.urandom(8_000_000), bytearray()
+seconds = time.monotonic() - began
+threading.Thread(target=connection.sendall, args=(sent,)).start()
+while len(received) < len(sent):
+    received += connection.recv(2**20)
+sys.stdout.write(f"{seconds} {received == sent}")
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="no TUN devices")
+def test_the_benchmarks_far_host_answers_late_and_whole(tmp_path):
+    with hosts.Hosts("hvnear", "hvfar", folder=tmp_path) as network:
+        network.delay("hvfar", 0.05)
+        server = network.start("hvfar", sys.executable, "-c", ECHO, log=tmp_path / "echo")
+        while b"listening" not in (tmp_path / "echo").read_bytes():
+            time.sleep(0.05)
+        seconds, whole = network.run("hvnear", sys.executable, "-c", ASK).stdout.split()
+        assert float(seconds) >= 0.1
+        assert whole == "True"
+        assert server.wait(10) == 0

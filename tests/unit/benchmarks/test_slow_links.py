@@ -32,9 +32,14 @@ def test_without_tc_the_links_say_what_to_install(monkeypatch: pytest.MonkeyPatc
     assert slow_links.why_not(["1gbit"]) == "no tc: apt-get install iproute2"
 
 
-def test_a_rate_alone_needs_no_netem_which_kernels_may_lack() -> None:
-    assert LINKS["100mbit"].qdisc()[:3] == ["tbf", "rate", "100000000bit"]
-    assert LINKS["50ms"].qdisc()[:5] == ["netem", "rate", "1000000000bit", "delay", "25ms"]
+def test_a_link_is_a_rate_in_tc_and_a_delay_needs_tun_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [LINKS[name].qdisc()[:3] for name in ("100mbit", "50ms")] == [
+        ["tbf", "rate", "100000000bit"], ["tbf", "rate", "1000000000bit"],
+    ]  # fmt: skip
+    monkeypatch.setattr(slow_links.hosts, "missing", lambda: "")
+    monkeypatch.setattr(slow_links.shutil, "which", lambda name, path: "tc")
+    monkeypatch.setattr(slow_links, "_TUN", Path("/no/such/device"))
+    assert slow_links.why_not(["50ms"]) == "this kernel has no TUN devices, of which the link 50ms is made"
 
 
 def test_no_step_is_faster_than_the_link_or_the_computing() -> None:
@@ -43,6 +48,20 @@ def test_no_step_is_faster_than_the_link_or_the_computing() -> None:
     assert slow_links.bound_s(link, BY_NAME["mpi"], 0.1) == pytest.approx(0.641, abs=0.001)
     assert slow_links.bound_s(link, BY_NAME["mpi-fp16"], 0.1) == pytest.approx(0.321, abs=0.001)
     assert slow_links.bound_s(link, BY_NAME["mpi-fp16"], 0.5) == 0.5
+
+
+def test_a_step_is_also_compared_with_the_reduction_alone_over_the_same_plane() -> None:
+    times = {"alone": 100.0, "mpi": 810.0, "mpi-exchange": 720.0, "delayed": 756.0, "gloo-exchange": 90.0,
+             "delayed-gloo": 105.0, "ddp": 900.0}  # fmt: skip
+    peers = {
+        name: {"status": "ok", "step_ms": ms, "block_ms": [ms], "sent_bytes": 8e7, "samples_per_s": 1.0}
+        for name, ms in times.items()
+    }
+    table = slow_links._as_rows(LINKS["1gbit"], {"peers": peers, "title": "MLP"})
+    assert table["overlaps"] == pytest.approx({"mpi": 1.125, "delayed": 1.05, "delayed-gloo": 1.05})
+    assert {len(row) for row in table["rows"]} == {len(table["columns"])}
+    found = {each.text: each.met for each in targets.check({"link-1gbit": {"peers": peers, **table}})}
+    assert found["two hosts, 1gbit: delayed / max(T_comp, T_sync), step time"] is True
 
 
 def test_steps_of_a_strategy_count_by_their_mean_and_in_whole_cycles() -> None:
