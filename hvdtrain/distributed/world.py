@@ -309,6 +309,18 @@ def init(framework: str | None = None, *, seed: int | None = None) -> World:
     return _world
 
 
+def init_if_missing(framework: str) -> World:
+    """Return the World; call `init` where the script has not, and say on rank 0 that this is late."""
+    is_late = _world is None
+    world = init(framework)
+    if is_late and world.size > 1 and world.is_root:
+        log.info(
+            "The script has not called hvdtrain.init(), so the Trainer has. Call it before you make the model, so that "
+            "the model is on this rank's GPU."
+        )
+    return world
+
+
 def make(engine: Framework | None, *args: Any, on_jax: bool, **kwargs: Any) -> World:
     """Join the ranks and pick this rank's device; see `init_engine`."""
     if engine is None:

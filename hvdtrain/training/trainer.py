@@ -14,7 +14,7 @@ from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.data.sources import as_source
 from hvdtrain.distributed import agreement, frameworks, launch_environment
-from hvdtrain.distributed.world import World, init
+from hvdtrain.distributed.world import World, init_if_missing
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync import as_strategy
 from hvdtrain.sync.balance import Balance, check_balance
@@ -117,7 +117,7 @@ class Trainer:
         seed: int | None = None,
     ) -> None:
         self.model = model
-        self.world: World = init(framework_of(model))
+        self.world: World = init_if_missing(framework_of(model))
         self.epochs: int | None = 0
         self.hosts: list[str] = []
         self.decisions: list[str] = []
@@ -357,7 +357,7 @@ class Trainer:
         Raises:
             CheckpointError: it is missing, damaged, or of another model; names the tensor.
         """
-        world = init(framework_of(model))
+        world = init_if_missing(framework_of(model))
         if launch_environment.is_elastic():
             raise HvdTrainError(
                 "Trainer.load needs all ranks, and in an elastic job ranks synchronize only in fit. Call fit with "

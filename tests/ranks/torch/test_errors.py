@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import hvdtrain
+from hvdtrain.distributed import world
 from hvdtrain.errors import DesyncError
 
 pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.over_gloo]
@@ -55,3 +59,14 @@ def test_a_tensor_on_a_gpu_is_refused_at_once_where_horovod_has_no_gpu_operation
 def test_shapes_that_differ_are_horovods_error(hvd, rank):
     with pytest.raises(hvd.HorovodInternalError, match=r"[Mm]ismatched"):
         hvd.allreduce(torch.ones(2 + rank), name="shapes_that_differ")
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_script_without_init_is_told_that_the_trainer_has_called_it(hvd, rank, caplog, is_forgotten):
+    hvdtrain.init("torch")
+    if is_forgotten:
+        world.use(None)
+    model = torch.nn.Linear(4, 1)
+    with caplog.at_level(logging.INFO, "hvdtrain"):
+        hvdtrain.Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.MSELoss())
+    assert ("not called hvdtrain.init()" in caplog.text) == (is_forgotten and rank == 0)
