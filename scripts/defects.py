@@ -287,8 +287,8 @@ DEFECTS = (
     Defect(
         "heartbeat: a request to stop stays on its rank",
         "hvdtrain/telemetry/interval.py",
-        "vector[:2] = stop, spent_s",
-        "vector[:2] = 0.0, spent_s",
+        "vector[:3] = stop, spent_s,",
+        "vector[:3] = 0.0, spent_s,",
         ranks("trainer-torch", "test_stop"),
     ),
     Defect(

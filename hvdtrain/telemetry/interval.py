@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,9 @@ from hvdtrain.distributed.recorder import Recorder, recorder
 from hvdtrain.distributed.world import World
 
 INTERVAL_S, _MOST_STEPS = 1.0, 1000  # between two exchanges
+# Ranks may have to wait in an exchange, as for the gradient in flight of `Delayed`. Then the next one comes after so
+# many times the wait, but not after more than the longest interval.
+_WAIT_FACTOR, _LONGEST_S = 20, 10.0
 PARTS = ("compute", "data", "reduction", "other")  # of a step
 # What makes up a rank's own time, as sentences name it.
 WORDS = {"compute": "computing", "data": "waiting for data", "other": "what it does between steps"}
@@ -102,7 +106,10 @@ class HeartbeatReport:
 
 
 class Heartbeat:
-    """Exchanges a flag and times about once a second, after a number of steps that all ranks agree on."""
+    """Exchanges a flag and times about once a second, after a number of steps that all ranks agree on.
+
+    Where all ranks have to wait in these exchanges, they come less often, at least every ten seconds.
+    """
 
     def __init__(self, world: World, *, times: Recorder = recorder) -> None:
         self._world = world
@@ -110,6 +117,7 @@ class Heartbeat:
         self._recorder.ended("outside")
         self._before = times.read()
         self._steps, self._left = 0, 1
+        self._wait_s = 0.0  # in this rank's last exchange
 
     def beat(
         self, stop: bool, *, spent_s: float = 0.0, limit_s: float = math.inf, postponed: bool = False
@@ -130,15 +138,18 @@ class Heartbeat:
         step_s = mine.data + train + mine.other + mine.elsewhere
         row = np.array([step_s, mine.data, train, mine.reduction, mine.other]) / self._steps
         size = self._world.size
-        vector = np.zeros(2 + size * len(row))
-        vector[:2] = stop, spent_s
-        vector[2:].reshape(size, -1)[self._world.rank] = np.maximum(row, 0.0)
+        vector = np.zeros(3 + size * len(row))
+        # The shortest wait of a rank: the others waited for that rank too.
+        vector[:3] = stop, spent_s, -self._wait_s
+        vector[3:].reshape(size, -1)[self._world.rank] = np.maximum(row, 0.0)
         if size > 1:  # no time is below 0: each row has one owner
+            began = time.perf_counter()
             vector = self._world.allreduce(vector, "max", name="heartbeat")
+            self._wait_s = time.perf_counter() - began
         self._recorder.ended("outside")
-        times = RankTimes(*vector[2:].reshape(size, -1).T)
+        times = RankTimes(*vector[3:].reshape(size, -1).T)
         slowest_s = float(times.step.max())
         found = HeartbeatReport(bool(vector[0]), float(vector[1]), self._steps, slowest_s * self._steps, times)
-        wait_s = min(INTERVAL_S, limit_s - found.spent_s)
-        self._steps, self._left = 0, int(np.clip(wait_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
+        interval_s = min(max(INTERVAL_S, -_WAIT_FACTOR * float(vector[2])), _LONGEST_S, limit_s - found.spent_s)
+        self._steps, self._left = 0, int(np.clip(interval_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
         return found

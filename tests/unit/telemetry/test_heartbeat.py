@@ -7,24 +7,25 @@ import pytest
 
 from hvdtrain.distributed.recorder import Clock, Recorder
 from hvdtrain.distributed.world import SoloWorld
+from hvdtrain.telemetry import interval
 from hvdtrain.telemetry.interval import Heartbeat
 
 
 class TwoRanks(SoloWorld):
-    """Rank 0 of two; the other reports what it is given: a stop, then seconds in the order of `RankTimes`."""
+    """Rank 0 of two; the other reports what it is given: a stop, a wait, seconds in the order of `RankTimes`."""
 
     size = 2
 
     def __init__(self):
         super().__init__()
-        self.stop = self.spent_s = 0.0
+        self.stop = self.spent_s = self.wait_s = 0.0
         self.other = [0.0] * 5
         self.exchanges = 0
 
     def allreduce(self, array, op="sum", *, name="host"):
         assert op == "max"
         self.exchanges += 1
-        return np.maximum(array, [self.stop, self.spent_s, *[0.0] * 5, *self.other])
+        return np.maximum(array, [self.stop, self.spent_s, -self.wait_s, *[0.0] * 5, *self.other])
 
 
 @pytest.fixture
@@ -58,6 +59,24 @@ def test_the_slowest_rank_decides_how_often(clock, times):
     for _ in range(100):
         take(beats, times, clock, 0.01)
     assert 49 <= world.exchanges <= 51
+
+
+@pytest.mark.parametrize(("waits", "others", "exchanges"), [(0.2, 0.2, 25), (2.0, 2.0, 10), (0.2, 0.0, 100)])
+def test_exchanges_that_all_ranks_wait_in_come_less_often(clock, times, monkeypatch, waits, others, exchanges):
+    world = TwoRanks()
+    world.wait_s = others
+    reduce = world.allreduce
+
+    def slow(*args, **kwargs):
+        clock[0] += waits
+        return reduce(*args, **kwargs)
+
+    monkeypatch.setattr(world, "allreduce", slow)
+    monkeypatch.setattr(interval.time, "perf_counter", lambda: clock[0])
+    beats = Heartbeat(world, times=times)
+    for _ in range(1000):
+        take(beats, times, clock, 0.1)
+    assert world.exchanges == pytest.approx(exchanges, rel=0.1)
 
 
 def test_one_rank_that_is_requested_to_stop_stops_all(clock, times):
