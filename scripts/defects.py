@@ -243,9 +243,9 @@ DEFECTS = (
     ),
     Defect(
         "progress: only this rank's samples count as done",
-        "hvdtrain/training/progress.py",
-        "sum(batch.global_count for batch in batches)",
-        "sum(batch.local_count for batch in batches)",
+        "hvdtrain/sync/steps.py",
+        "sum(batch.global_count for batch in group)",
+        "sum(batch.local_count for batch in group)",
         TRAINER,
     ),
     Defect(
@@ -467,7 +467,7 @@ DEFECTS = (
     Defect(
         "balance: a resumed run begins with equal parts",
         "hvdtrain/training/loop.py",
-        '"shares": self.balance and self.balance.shares,',
+        '"shares": self.shares,',
         '"shares": None,',
         ranks("trainer-torch", "test_balance.py"),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import OpenStep
+from hvdtrain.adapter import Adapter, OpenStep
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.sources import Batch, Consumed, Source, as_divisible
 from hvdtrain.distributed.world import World
+from hvdtrain.telemetry.interval import RankTimes
 
 log = logging.getLogger("hvdtrain")
 
@@ -55,22 +56,29 @@ class CutoffPlan:
         given: the share of the ranks that closes a step, or the record of a run, whose steps are repeated.
         source: the training data.
         accumulate: batches of a rank in a whole step.
-        record: steps that were cut are added to it.
+
+    Attributes:
+        groups: the steps that are left of the epoch.
+        record: steps of the run that were cut.
 
     Raises:
         TypeError: the data can only be iterated.
         ValueError: the record is of another number of ranks, or of more batches.
     """
 
-    def __init__(self, given: float | Record, source: Source, *, world: World, accumulate: int, record: Record) -> None:
-        self.record = record
+    shares = None  # of a step's samples: ranks take as many batches as they can
+
+    def __init__(self, given: float | Record, source: Source, *, world: World, accumulate: int) -> None:
+        self.groups: Iterator[OpenStep] = iter(())
+        self.record: Record = {}
         self._share = given if isinstance(given, float) else 1.0
         self._replayed: Record = {} if isinstance(given, float) else given
-        self._source = as_divisible(source, need="cutoff gives samples that were cut off to other ranks.")
+        self.source = as_divisible(source, need="cutoff gives samples that were cut off to other ranks.")
         self._world, self._accumulate = world, accumulate
         self._num_samples = int(source.facts["number of samples"])
         self._batch_size = int(source.facts["batch_size"])
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
+        self._epoch = self._number = 0
         self._deal, self._consumed = Deal((0,) * world.size), Consumed()
         self._batches = _Ahead(iter(()))
         if isinstance(given, float) and self._needed(world.size) == world.size > 1 and world.is_root:
@@ -90,8 +98,16 @@ class CutoffPlan:
         """Whether a rank may be behind after the last step; False after many such steps in a row."""
         return 0 < self._cut_in_a_row < _MOST_CUT_IN_A_ROW
 
-    def begin(self, consumed: Consumed) -> Consumed:
-        """Begin an epoch, or resume it; return what is done of it, with what each rank has left."""
+    def step_of(self, adapter: Adapter) -> Callable[[OpenStep], None]:
+        """Return the adapter's function that takes an `OpenStep`."""
+        return adapter.open_step
+
+    def start(self, consumed: Consumed, *, shares: Sequence[int] | None, record: Record) -> None:
+        """Start a fit, and add its steps that are cut to the record; a run may resume anywhere."""
+        self.record = record
+
+    def begin(self, epoch: int, consumed: Consumed, *, number: int) -> None:
+        """Draw an epoch's order, and begin to read what is left of it; `number` is that of the next step in the run."""
         size = self._world.size
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
         deal = consumed.deal
@@ -99,60 +115,36 @@ class CutoffPlan:
             deal = Deal((0,) * size, start=consumed.samples)
         elif deal.size != size:
             deal = deal.again(self._num_samples, size=size)
+        self._epoch, self._number = epoch, number
         self._deal, self._consumed = deal, replace(consumed, size=size, deal=deal)
-        return self._consumed
+        self._read(self.source.epoch(epoch, shuffle=True, after=self._consumed))
+        self.groups = iter(self._next, None)
 
-    def read(self, batches: Iterator[Batch]) -> None:
-        """Read this rank's batches from here."""
-        self.close()
-        self._batches = _Ahead(batches)
-
-    def close(self) -> None:
-        """End the workers of a DataLoader: at an epoch's end, a rank does not ask it for more than it takes."""
-        self._batches.close()
-
-    def next(self, epoch: int, *, number: int) -> OpenStep | None:
-        """Return the next step, which has this number in the run; None at the epoch's end.
-
-        Raises:
-            ValueError: ranks have fewer batches left than the record says.
-        """
-        left = self._batches_left()
-        if len(set(self._deal.taken)) > 1 and left.any() and left.min() < self._accumulate:
-            self._deal = self._deal.again(self._num_samples, size=self._world.size)
-            self.read(self._source.rest(epoch, replace(self._consumed, deal=self._deal)))
-            left = self._batches_left()
-        whole = np.minimum(left, self._accumulate)
-        if not whole.any():
-            return None
-        planned = np.array(self._replayed.get(number, whole), np.int64)
-        if (planned > whole).any() or not planned.any():
-            raise ValueError(
-                f"cutoff's record is of a run with other data, batch_size or accumulate. Received: {planned.tolist()} "
-                f"batches in step {number}, where ranks have {whole.tolist()} left."
-            )
-        samples = int(np.minimum(whole * self._batch_size, self._deal.remaining(self._num_samples)).sum())
-        needed = self._needed(int(np.count_nonzero(planned)))
-        return OpenStep(planned, whole, samples, needed, self._batches.peek, self._batches.advance)
-
-    def took(self, step: OpenStep, *, number: int) -> Consumed:
+    def took(self, group: OpenStep) -> Consumed:
         """Count what ranks have contributed to a step, and record it if something was cut; return what is done now."""
-        counts = step.counts
+        counts = group.counts
         assert counts is not None
         samples = np.minimum(counts * self._batch_size, self._deal.remaining(self._num_samples)).tolist()
-        lacking = int((step.whole - counts).sum())
+        lacking = int((group.whole - counts).sum())
         self._steps += 1
         self._cut_in_a_row = self._cut_in_a_row + 1 if lacking else 0
         if lacking:
-            self.record[number] = counts.tolist()
+            self.record[self._number] = counts.tolist()
             self._steps_cut += 1
             self._batches_cut += lacking
+        self._number += 1
         done = self._consumed
         self._deal = self._deal.take(samples)
         self._consumed = replace(
             done, samples=done.samples + sum(samples), batches=done.batches + int(counts.sum()), deal=self._deal
         )
         return self._consumed
+
+    def observe(self, times: RankTimes) -> None:
+        """Return None: speeds change nothing."""
+
+    def divide(self) -> None:
+        """Do nothing: what is left is dealt again when a step needs it."""
 
     def describe(self) -> str | None:
         """Return a log line on the steps of the epoch that were cut; None if there were none."""
@@ -162,6 +154,40 @@ class CutoffPlan:
             f"cutoff: {self._steps_cut} of {self._steps} steps were closed before all ranks were done; "
             f"{self._batches_cut} batches were computed in later steps instead"
         )
+
+    def close(self) -> None:
+        """End the workers of a DataLoader: at an epoch's end, a rank does not ask it for more than it takes."""
+        self.groups = iter(())
+        self._batches.close()
+
+    def _next(self) -> OpenStep | None:
+        """Return the next step; None at the epoch's end.
+
+        Raises:
+            ValueError: ranks have fewer batches left than the record says.
+        """
+        left = self._batches_left()
+        if len(set(self._deal.taken)) > 1 and left.any() and left.min() < self._accumulate:
+            self._deal = self._deal.again(self._num_samples, size=self._world.size)
+            self._read(self.source.rest(self._epoch, replace(self._consumed, deal=self._deal)))
+            left = self._batches_left()
+        whole = np.minimum(left, self._accumulate)
+        if not whole.any():
+            return None
+        planned = np.array(self._replayed.get(self._number, whole), np.int64)
+        if (planned > whole).any() or not planned.any():
+            raise ValueError(
+                f"cutoff's record is of a run with other data, batch_size or accumulate. Received: {planned.tolist()} "
+                f"batches in step {self._number}, where ranks have {whole.tolist()} left."
+            )
+        samples = int(np.minimum(whole * self._batch_size, self._deal.remaining(self._num_samples)).sum())
+        needed = self._needed(int(np.count_nonzero(planned)))
+        return OpenStep(planned, whole, samples, needed, self._batches.peek, self._batches.advance)
+
+    def _read(self, batches: Iterator[Batch]) -> None:
+        """Read this rank's batches from here."""
+        self._batches.close()
+        self._batches = _Ahead(batches)
 
     def _needed(self, ranks: int) -> int:
         """Return how many of these ranks must be done for a step to close."""

@@ -1,12 +1,11 @@
 """The epochs and steps of `Trainer.fit`.
 
 From `fit(train)` to the framework's step the data passes through eight functions: `Trainer.fit`, `Trainer._fit_round`,
-`as_source`, `Loop.run`, `Loop.run_epoch`, `Source.epoch`, `IndexedSource.batch` and `Adapter.train_step`.
+`as_source`, `OrdinarySteps.__init__`, `Source.epoch`, `IndexedSource.batch`, `Loop.run_epoch` and `Adapter.train_step`.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import sys
@@ -19,12 +18,9 @@ import numpy as np
 
 from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext, RunId
-from hvdtrain.data.sources import Source
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
-from hvdtrain.errors import CheckpointError
-from hvdtrain.sync.balance import Balance
-from hvdtrain.sync.cutoff import CutoffPlan, Record
+from hvdtrain.sync.steps import Steps
 from hvdtrain.telemetry.interval import Heartbeat
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
@@ -53,9 +49,7 @@ class Loop:
         self.stop_requested = self.stop_within_epoch = False  # whether a callback has ended the run on this rank
         self.budget = Budget()
         self.validation = Validation(adapter, context)
-        self.balance: Balance | None = None  # of this fit
-        self.cutoff: float | Record | None = None
-        self._plan: CutoffPlan | None = None  # of this fit, with a cutoff
+        self.shares: list[int] | None = None  # samples of a whole step by rank; None for equal parts
         self.commits: FitState | None = None  # the last commit, in an elastic job
         self._context = context
         self._world = context.world
@@ -100,7 +94,7 @@ class Loop:
             "part": self._part,
             "metrics": last,
             "data": self._facts,
-            "shares": self.balance and self.balance.shares,
+            "shares": self.shares,
             "callbacks": self._hooks.states() if self._loaded is None else self._loaded["callbacks"],
         }
         begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
@@ -153,9 +147,10 @@ class Loop:
     # Epochs
 
     def begin(
-        self, facts: dict[str, Any], hooks: CallbackList, run_id: RunId, checkpoints: list[RunCheckpoints], resume: str
+        self, steps: Steps, hooks: CallbackList, run_id: RunId, checkpoints: list[RunCheckpoints], resume: str
     ) -> None:
         """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint."""
+        facts = steps.source.facts
         commit = None if self.commits is None else self.commits.find(lr_factor=self._lr.factor)
         self.restore(commit)
         for each in checkpoints if commit is None else ():
@@ -170,21 +165,17 @@ class Loop:
         known = None if meta is None else meta.get("run")
         self.run_id = RunId(**known, resumed=True) if known else run_id
         self._callback_states: list[Any] = [] if meta is None else list(meta["callbacks"])
-        if meta is not None and self.balance is not None:
-            self.balance.resume(meta.get("shares"))
         if meta is None:
             self.progress, self.history, self._held, self._part = RunProgress(), History(), {}, None
         elif self.progress.step:
             check_data(meta["data"], facts)
-            if self.progress.consumed.deal is not None and self.cutoff is None:
-                raise CheckpointError(
-                    "The checkpoint was taken within an epoch with cutoff, where ranks have different samples left. "
-                    f"Received: cutoff={self.cutoff}. Resume with cutoff, or from a checkpoint of an epoch's end."
-                )
             # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
             here = steps_done(self.progress.consumed, facts, size=self._world.size, accumulate=self._accumulate)
             dealt_here = self.progress.consumed.deal is not None and self.progress.consumed.size == self._world.size
             self._ahead = 0 if dealt_here else here - self.progress.step
+        shares = None if meta is None else meta.get("shares")
+        steps.start(self.progress.consumed, shares=shares, record=self.history.cutoffs)
+        self.shares = steps.shares
         self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
         self._checkpoints = checkpoints
         self._savers |= {each.options: each for each in checkpoints}
@@ -217,13 +208,9 @@ class Loop:
         """Return the training time of the earlier epochs, equal on all ranks."""
         return sum(self.history.get("seconds", ()))
 
-    def run(self, train: Source) -> None:
+    def run(self, steps: Steps) -> None:
         """Run the epochs that are left."""
         hooks, context = self._hooks, self._context
-        self._plan = None
-        if self.cutoff is not None:
-            how: dict[str, Any] = {"accumulate": self._accumulate, "record": self.history.cutoffs}
-            self._plan = CutoffPlan(self.cutoff, train, world=self._world, **how)
         try:
             for hook in hooks:
                 hook.on_fit_begin(context)
@@ -236,7 +223,7 @@ class Loop:
                 self.history.add(self._part)
             while left:
                 self._part = None
-                logs = self.run_epoch(train)
+                logs = self.run_epoch(steps)
                 left = logs is not None and self._report(logs)
             for each in self._checkpoints:
                 if each.options.every_epochs and each.saved_at != self.progress.global_step:
@@ -331,13 +318,14 @@ class Loop:
 
     # Steps
 
-    def run_epoch(self, source: Source) -> dict[str, float] | None:
+    def run_epoch(self, steps: Steps) -> dict[str, float] | None:
         """Take the steps that are left of an epoch or of the run; return the metrics.
 
         None: nan_policy="stop" has ended the run.
         """
         progress, hooks, context, adapter = self.progress, self._hooks, self._context, self._adapter
         epoch, resumed_at, stopped = progress.epoch, progress.step, False
+        take = steps.step_of(adapter)
         if not resumed_at:
             load_rank_state(self._adapter, self._held)
             self._ahead = 0
@@ -353,20 +341,12 @@ class Loop:
                 load_rank_state(adapter, {name.removeprefix("begin."): array for name, array in begin.items()})
             now = rank_state.random_states() | adapter.rank_state
             self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
-            if self._plan is not None:
-                progress.consumed = self._plan.begin(progress.consumed)
-            batches = source.epoch(epoch, shuffle=True, after=progress.consumed)
-            if self._plan is not None:
-                self._plan.read(batches)
+            steps.begin(epoch, progress.consumed, number=progress.global_step)
             if resumed_at:
                 load_rank_state(adapter, held)
             recorder.ended("outside")
             while not self._ending:
-                group: Any
-                if self._plan is not None:
-                    group = self._plan.next(epoch, number=progress.global_step)
-                else:
-                    group = list(itertools.islice(batches, self._accumulate))
+                group = next(steps.groups, None)
                 recorder.ended("data" if group else "outside")
                 if not group:
                     break
@@ -375,31 +355,24 @@ class Loop:
                     hook.on_step_begin(context, step)
                 self._set_learning_rate(step)
                 recorder.ended("other")
-                if self._plan is not None:
-                    adapter.open_step(group)
-                else:
-                    adapter.train_step(group)
+                take(group)
                 recorder.ended("compute")
                 fault = adapter.fault
                 stopped = self._nan_policy.must_stop(fault, group, at=f"Step {step + 1} of epoch {epoch + 1}")
                 if not stopped or (fault is not None and fault.is_late):
-                    if self._plan is not None:
-                        progress.advance(self._plan.took(group, number=progress.global_step))
-                    else:
-                        progress.advance(progress.after(group, size=self._world.size))
+                    progress.advance(steps.took(group))
                 if stopped:
                     self._save_and_wait()
                     break
-                self._end_step(step)
-                if self.balance is not None and self.balance.has_changed:
-                    batches = self.balance.rest(epoch, progress.consumed)
+                self._end_step(step, steps)
+                steps.divide()
                 recorder.ended("other")
             if resumed_at and not stopped and progress.step == resumed_at:  # the epoch's steps were all taken before
-                example = source.example(epoch)
+                example = steps.source.example(epoch)
                 if example is not None:  # a step without samples, so that the metrics have their names
                     adapter.eval_step(replace(example, local_count=0, global_count=0))
                 load_rank_state(self._adapter, held)
-            if self._ending and not progress.has_read(source):
+            if self._ending and not progress.has_read(steps.source):
                 ended = self.snapshot()
                 self._ended = replace(ended, meta={**ended.meta, "history": deepcopy(self.history)})
             if not adapter.in_sync:
@@ -414,14 +387,12 @@ class Loop:
             raise
         finally:
             self.in_epoch = False
-            if self._plan is not None:
-                self._plan.close()
+            steps.close()
         if stopped:
             adapter.reset_metrics()
             adapter.settle()
             return None
-        if self._plan is not None:
-            self._note(self._plan.describe())
+        self._note(steps.describe())
         if not progress.consumed.samples:
             raise ValueError(
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated once per epoch."
@@ -436,7 +407,7 @@ class Loop:
         if rates is not None:
             self._adapter.learning_rates = rates
 
-    def _end_step(self, step: int) -> None:
+    def _end_step(self, step: int, steps: Steps) -> None:
         """Call the callbacks, save checkpoints that are due, and about once a second exchange step times."""
         context = self._context
         watchdog.step_done(self.progress.global_step)
@@ -454,7 +425,7 @@ class Loop:
         spent_s = math.inf if self.stop_within_epoch else self._earlier_s() + self._pace.seconds
         requested = preemption.requested() is not None
         changed = self.commits is not None and self.commits.hosts_have_changed
-        waits = self._adapter.in_flight or (self._plan is not None and self._plan.was_cut)
+        waits = self._adapter.in_flight or steps.was_cut
         report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s, postponed=waits)
         if report is not None:
             self._ending = self._ending or report.spent_s >= limit_s
@@ -468,8 +439,8 @@ class Loop:
             self.commits.begin_next_round()
         if report is None:
             return
-        if self.balance is not None:
-            self._note(self.balance.observe(report.times))
+        self._note(steps.observe(report.times))
+        self.shares = steps.shares
         interval = self._pace.interval(report, self.progress)
         for hook in self._hooks:
             hook.on_interval(context, interval)

@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain.callbacks.base import RunId
 from hvdtrain.callbacks.run_folder import default_name
 from hvdtrain.data.deal import Deal
-from hvdtrain.data.sources import NOTHING, Batch, Consumed, Source
+from hvdtrain.data.sources import NOTHING, Consumed, Source
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system.settings import RUN_ID, RUN_NAME
@@ -85,15 +85,6 @@ class RunProgress:
         self.step += 1
         self.global_step += 1
         self.consumed = consumed
-
-    def after(self, batches: Sequence[Batch], *, size: int) -> Consumed:
-        """Return what is done of the epoch after a step over `batches`."""
-        done = batches[-1].done
-        return Consumed(
-            self.consumed.samples + sum(batch.global_count for batch in batches),
-            self.consumed.batches + size * len(batches) if done is None else done,
-            size,
-        )
 
     def end_epoch(self) -> None:
         """Count an epoch."""

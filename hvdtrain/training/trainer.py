@@ -18,7 +18,8 @@ from hvdtrain.distributed.world import World, init_if_missing
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync import as_strategy
 from hvdtrain.sync.balance import Balance, check_balance
-from hvdtrain.sync.cutoff import check_cutoff
+from hvdtrain.sync.cutoff import CutoffPlan, check_cutoff
+from hvdtrain.sync.steps import OrdinarySteps, Steps
 from hvdtrain.sync.strategy import Strategy
 from hvdtrain.training import checkpointing, learning_rate, preemption
 from hvdtrain.training.arguments import (
@@ -282,9 +283,14 @@ class Trainer:
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
         check_end(source.facts, loop.budget)
-        loop.balance = None if balance is None else Balance(balance, source, size=self.world.size)
-        loop.cutoff = self._cutoff
-        if loop.balance is not None and self._adapter.couples_samples and self.world.is_root:
+        steps: Steps
+        of_steps: dict[str, Any] = {"world": self.world, "accumulate": accumulate}
+        if self._cutoff is None:
+            shares = None if balance is None else Balance(balance, source, size=self.world.size)
+            steps = OrdinarySteps(source, balance=shares, **of_steps)
+        else:
+            steps = CutoffPlan(self._cutoff, source, **of_steps)
+        if balance is not None and self._adapter.couples_samples and self.world.is_root:
             log.warning(
                 "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
                 "shares. With SyncBatchNorm, or a normalization of single samples, it does not."
@@ -300,13 +306,13 @@ class Trainer:
                 "Use warmup_epochs=0, or data with a length."
             )
         with checkpointing.held(checkpoints, self._adapter, new_run, before=self.run, world=self.world) as folders:
-            loop.begin(source.facts, hooks, new_run, folders, resume)
+            loop.begin(steps, hooks, new_run, folders, resume)
             # A DataLoader has its own batch size; an iterable dataset need not have one.
             scale = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)
             self.decisions = loop.describe_resume() + scale
             for line in self.decisions if self.world.is_root else ():
                 log.info("%s", line)
-            loop.run(source)
+            loop.run(steps)
         loop.agree_to_stop(after_epoch=True)  # a signal that came while the run ended
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:

@@ -40,15 +40,16 @@ class Run:
         self.size, self.record, self.used, self.number = size, {}, [], 0
         self.sources = [source(num_samples, rank, size, data) for rank in range(size)]
         self.ranks = [
-            CutoffPlan(share, each, world=FakeWorld(rank, size), accumulate=ACCUMULATE, record=self.record)
+            CutoffPlan(share, each, world=FakeWorld(rank, size), accumulate=ACCUMULATE)
             for rank, each in enumerate(self.sources)
         ]
-        for steps, each in zip(self.ranks, self.sources, strict=True):
-            self.consumed = steps.begin(consumed)
-            steps.read(each.epoch(0, shuffle=True, after=self.consumed))
+        for each in self.ranks:
+            each.start(consumed, shares=None, record=self.record)
+            each.begin(0, consumed, number=0)
+        self.consumed = consumed
 
     def step(self, counts):
-        steps = [each.next(0, number=self.number) for each in self.ranks]
+        steps = [next(each.groups, None) for each in self.ranks]
         if steps[0] is None:
             assert steps == [None] * self.size
             return False
@@ -58,7 +59,7 @@ class Run:
                 self.used += step.read().indices.tolist()
                 step.contribute()
             step.counts = contributed
-        found = [asdict(each.took(step, number=self.number)) for each, step in zip(self.ranks, steps, strict=True)]
+        found = [asdict(each.took(step)) for each, step in zip(self.ranks, steps, strict=True)]
         assert found == [found[0]] * self.size
         self.number += 1
         self.consumed = Consumed(**{**found[0], "deal": Deal.from_json(json.loads(json.dumps(found[0]["deal"])))})
@@ -122,14 +123,14 @@ def test_without_a_cut_ranks_take_the_batches_of_ordinary_steps(num_samples):
 
 def test_a_batch_that_was_cut_off_is_the_ranks_next_one():
     run = Run(200, 2)
-    steps = [each.next(0, number=0) for each in run.ranks]
+    steps = [next(each.groups) for each in run.ranks]
     first = steps[1].read()
     steps[1].contribute()
     second = steps[1].read()  # read, and then cut off
     for each, step in zip(run.ranks, steps, strict=True):
         step.counts = np.array([4, 1])
-        each.took(step, number=0)
-    assert run.ranks[1].next(0, number=1).read() is second is not first
+        each.took(step)
+    assert next(run.ranks[1].groups).read() is second is not first
 
 
 def test_the_record_of_a_run_repeats_it():
@@ -157,7 +158,7 @@ def test_what_needs_all_ranks_waits_for_a_step_without_a_cut_but_not_for_ever():
     ("share", "size", "needed"), [(0.9, 10, 9), (0.9, 4, 4), (0.75, 4, 3), (0.5, 3, 2), (0.01, 3, 1), (1, 3, 3)]
 )
 def test_a_step_closes_when_the_share_of_the_ranks_is_done(share, size, needed):
-    step = Run(500, size, float(share)).ranks[0].next(0, number=0)
+    step = next(Run(500, size, float(share)).ranks[0].groups)
     assert step.needed == needed
     assert step.planned.tolist() == step.whole.tolist() == [ACCUMULATE] * size
     assert step.samples == ACCUMULATE * BATCH * size
@@ -189,20 +190,18 @@ def test_samples_of_a_loader_are_used_once_also_with_an_order_of_its_own():
         loader = torch.utils.data.DataLoader(range(60), batch_size=BATCH, sampler=Order())
         return as_source(loader, batch_size=BATCH, world=Shared(rank, 2))
 
-    record = {}
-    ranks = [CutoffPlan(0.5, of(r), world=Shared(r, 2), accumulate=ACCUMULATE, record=record) for r in range(2)]
-    for steps in ranks:
-        steps.read(steps._source.epoch(0, shuffle=True, after=steps.begin(Consumed())))
-    used, number = [], 0
-    while (planned := [each.next(0, number=number) for each in ranks])[0] is not None:
+    ranks = [CutoffPlan(0.5, of(r), world=Shared(r, 2), accumulate=ACCUMULATE) for r in range(2)]
+    for each in ranks:
+        each.begin(0, Consumed(), number=0)
+    used = []
+    for planned in zip(*(each.groups for each in ranks), strict=True):
         counts = np.minimum([4, 1], planned[0].planned)
         for rank, step in enumerate(planned):
             for _ in range(counts[rank]):
                 used += step.read().item.tolist()
                 step.contribute()
             step.counts = counts
-            ranks[rank].took(step, number=number)
-        number += 1
+            ranks[rank].took(step)
     assert sorted(used) == list(range(60))
     assert len(Shared.drawn) == 1
 
@@ -244,4 +243,4 @@ def test_a_record_of_another_run_is_refused():
 def test_data_that_can_only_be_iterated_is_refused():
     batches = IteratedSource(lambda *_: iter(()), world=FakeWorld(0, 2))
     with pytest.raises(TypeError, match="cutoff gives samples that were cut off to other ranks"):
-        CutoffPlan(0.5, batches, world=FakeWorld(0, 2), accumulate=1, record={})
+        CutoffPlan(0.5, batches, world=FakeWorld(0, 2), accumulate=1)
