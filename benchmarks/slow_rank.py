@@ -85,7 +85,7 @@ def train(options: argparse.Namespace) -> None:
     if world.is_root:
         ends = times.ends[-len(times.ends) // 3 :]
         taken = [b - a for a, b in itertools.pairwise(ends)]
-        shares = trainer._loop.shares
+        shares = trainer._loop.state.shares
         result = {"step_ms": 1000 * statistics.fmean(taken), "steps": len(times.ends), "shares": shares}
         Path(options.result).write_text(json.dumps(result))
 

@@ -466,7 +466,7 @@ DEFECTS = (
     # How many samples of a step each rank takes
     Defect(
         "balance: a resumed run begins with equal parts",
-        "hvdtrain/training/loop.py",
+        "hvdtrain/training/run_state.py",
         '"shares": self.shares,',
         '"shares": None,',
         ranks("trainer-torch", "test_balance.py"),

@@ -10,8 +10,7 @@ import logging
 import math
 import sys
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -27,7 +26,8 @@ from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
 from hvdtrain.training.learning_rate import LearningRate
 from hvdtrain.training.nan_policy import NanPolicy
 from hvdtrain.training.pace import Pace
-from hvdtrain.training.progress import Budget, History, RunProgress, check_data, steps_done
+from hvdtrain.training.progress import Budget, RunProgress, steps_done
+from hvdtrain.training.run_state import RunState
 from hvdtrain.training.validation import Validation, load_rank_state
 
 if TYPE_CHECKING:
@@ -37,78 +37,43 @@ log = logging.getLogger("hvdtrain")
 
 
 class Loop:
-    """Runs the epochs and steps of a Trainer, and saves and restores the run's progress."""
+    """Runs the epochs and steps of a Trainer, and saves the run."""
 
     def __init__(
         self, context: RunContext, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]
     ) -> None:
-        self.progress = RunProgress()
-        self.history = History()
-        self.run_id: RunId | None = None
+        self.state = RunState(adapter, config)
         self.in_epoch = False  # whether an epoch's steps are running; other metrics must not be mixed with theirs
         self.stop_requested = self.stop_within_epoch = False  # whether a callback has ended the run on this rank
         self.budget = Budget()
         self.validation = Validation(adapter, context)
-        self.shares: list[int] | None = None  # samples of a whole step by rank; None for equal parts
         self.commits: FitState | None = None  # the last commit, in an elastic job
         self._context = context
         self._world = context.world
         self._adapter = adapter
         self._lr = learning_rate
-        self._config = config
         self._accumulate: int = config["accumulate"]
         self._hooks = CallbackList([])
         self._checkpoints: list[RunCheckpoints] = []  # of this fit
         self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # these, and others to which callbacks save
-        self._facts: dict[str, Any] = {}
-        self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
-        self.resumed_from: str | None = None  # the checkpoint's folder
-        self._held: rank_state.Arrays = {}  # that checkpoint's arrays of this rank, to be loaded when steps begin
-        self._random_at_begin: rank_state.Arrays = {}  # random states that the epoch's order was drawn from
         self._ending = False  # whether the run takes no further step, equal on all ranks
-        self._ended: Snapshot | None = None  # what a longer run resumes from, if this one has ended within an epoch
-        self._part: dict[str, float] | None = None  # the metrics of that part of an epoch
         self._validation_is_due = self._must_leave = False  # these wait for ranks to hold equal weights
         self._ahead = 0  # steps that this number of ranks would have taken of the epoch, minus those taken
         self._pace = Pace(adapter, context.world)
         self._heartbeat = Heartbeat(context.world)
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
 
-    # Save and restore
+    @property
+    def progress(self) -> RunProgress:
+        """How far the run has come."""
+        return self.state.progress
+
+    # Save
 
     def snapshot(self) -> Snapshot:
         """Return what a checkpoint holds of the run besides the adapter's state."""
-        if self._ended is not None:
-            return self._ended
         seconds = self._pace.seconds if self.in_epoch else self.progress.seconds
-        last = {name: values[-1] for name, values in self.history.items()}
-        if self.progress.step:
-            last = self._part or self._validated_here()
-        meta = {
-            "config": self._config,
-            "run": self.run_id and {"id": self.run_id.id, "name": self.run_id.name},
-            "position": asdict(replace(self.progress, seconds=seconds)),
-            "history": self.history,
-            "validations": self.history.validations,
-            "cutoffs": self.history.cutoffs,
-            "part": self._part,
-            "metrics": last,
-            "data": self._facts,
-            "shares": self.shares,
-            "callbacks": self._hooks.states() if self._loaded is None else self._loaded["callbacks"],
-        }
-        begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
-        now = rank_state.random_states() | self._adapter.rank_state | (begin if self.progress.step else {})
-        return Snapshot(now | self._held, meta)  # what is still to be loaded replaces the current values
-
-    def restore(self, found: Snapshot | None) -> None:
-        """Restore the run's progress; None changes nothing."""
-        if found is not None:
-            self._loaded, self._held = found.meta, found.arrays
-            self._facts = found.meta["data"]
-            self.progress = RunProgress.from_json(found.meta["position"])
-            self.history = History(found.meta["history"], found.meta.get("validations", ()), found.meta.get("cutoffs"))
-            self._part, self._ended = found.meta.get("part"), None
+        return self.state.snapshot(seconds=seconds, callbacks=self._hooks.states)
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state, once ranks hold equal weights; a collective call."""
@@ -150,32 +115,25 @@ class Loop:
         self, steps: Steps, hooks: CallbackList, run_id: RunId, checkpoints: list[RunCheckpoints], resume: str
     ) -> None:
         """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint."""
-        facts = steps.source.facts
+        state, facts = self.state, steps.source.facts
         commit = None if self.commits is None else self.commits.find(lr_factor=self._lr.factor)
-        self.restore(commit)
+        state.restore(commit)
         for each in checkpoints if commit is None else ():
             if resume == "never":
                 each.set_aside()
             else:
-                self.restore(each.restore(self._adapter, lr_factor=self._lr.factor))
-        self._hooks, self._facts, self._heartbeat = hooks, facts, Heartbeat(self._world)
-        self._ahead, self._ended = 0, None
-        meta, self._loaded = self._loaded, None
-        self.resumed_from = None if meta is None else meta.get("restored_from")
-        known = None if meta is None else meta.get("run")
-        self.run_id = RunId(**known, resumed=True) if known else run_id
-        self._callback_states: list[Any] = [] if meta is None else list(meta["callbacks"])
-        if meta is None:
-            self.progress, self.history, self._held, self._part = RunProgress(), History(), {}, None
-        elif self.progress.step:
-            check_data(meta["data"], facts)
+                state.restore(each.restore(self._adapter, lr_factor=self._lr.factor))
+        self._hooks, self._heartbeat = hooks, Heartbeat(self._world)
+        found = state.begin(facts, run_id)
+        self._callback_states: list[Any] = list(found.get("callbacks", ()))
+        consumed, self._ahead = state.progress.consumed, 0
+        if self.progress.step:
             # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
-            here = steps_done(self.progress.consumed, facts, size=self._world.size, accumulate=self._accumulate)
-            dealt_here = self.progress.consumed.deal is not None and self.progress.consumed.size == self._world.size
+            here = steps_done(consumed, facts, size=self._world.size, accumulate=self._accumulate)
+            dealt_here = consumed.deal is not None and consumed.size == self._world.size
             self._ahead = 0 if dealt_here else here - self.progress.step
-        shares = None if meta is None else meta.get("shares")
-        steps.start(self.progress.consumed, shares=shares, record=self.history.cutoffs)
-        self.shares = steps.shares
+        steps.start(consumed, shares=found.get("shares"), record=state.history.cutoffs)
+        state.shares = steps.shares
         self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
         self._checkpoints = checkpoints
         self._savers |= {each.options: each for each in checkpoints}
@@ -184,33 +142,26 @@ class Loop:
         for each in checkpoints:
             each.saved_at = self.progress.global_step
             if not self.is_finished:  # else nothing will be written
-                each.check_writable(self._adapter, self.run_id)
+                each.check_writable(self._adapter, state.run_id or run_id)
         self.stop_requested = self.stop_within_epoch = self._validation_is_due = self._must_leave = False
         self._adapter.start()
 
     @property
     def is_finished(self) -> bool:
         """Whether the run had reached its end when it resumed."""
-        return self._is_spent() and (not self.progress.step or self._part is not None)
+        return self._is_spent() and (not self.progress.step or self.state.part is not None)
 
     def describe_resume(self) -> list[str]:
         """Return log lines: which run is resumed, from where, and whether something is left to train."""
-        if self.resumed_from is None or self.run_id is None:
-            return []
-        place = "the last commit" if self.resumed_from == "in memory" else self.resumed_from
-        line = f"resumed run {self.run_id.name} from {place}, {self.progress.describe()}"
-        return [line, f"nothing is left to train{self.budget.describe()}"] if self.is_finished else [line]
+        lines = self.state.describe_resume()
+        return [*lines, f"nothing is left to train{self.budget.describe()}"] if lines and self.is_finished else lines
 
     def _is_spent(self) -> bool:
-        return self.budget.is_spent(self.progress, seconds=self._earlier_s() + self.progress.seconds)
-
-    def _earlier_s(self) -> float:
-        """Return the training time of the earlier epochs, equal on all ranks."""
-        return sum(self.history.get("seconds", ()))
+        return self.budget.is_spent(self.progress, seconds=self.state.history.seconds + self.progress.seconds)
 
     def run(self, steps: Steps) -> None:
         """Run the epochs that are left."""
-        hooks, context = self._hooks, self._context
+        hooks, context, state = self._hooks, self._context, self.state
         try:
             for hook in hooks:
                 hook.on_fit_begin(context)
@@ -218,11 +169,11 @@ class Loop:
             self._commit()
             self._ending = self.agree_to_stop(after_epoch=False) or self._is_spent()
             # If the end of an interrupted run is still to be reported, its epoch is resumed without steps.
-            left = not self._ending or (self.progress.step and self._part is None)
-            if not left and self._part is not None:
-                self.history.add(self._part)
+            left = not self._ending or (self.progress.step and state.part is None)
+            if not left and state.part is not None:
+                state.history.add(state.part)
             while left:
-                self._part = None
+                state.part = None
                 logs = self.run_epoch(steps)
                 left = logs is not None and self._report(logs)
             for each in self._checkpoints:
@@ -247,21 +198,22 @@ class Loop:
 
         `logs` are the metrics of an epoch, or of the part of it that was left of the run.
         """
-        epoch = self.progress.epoch
+        state, epoch = self.state, self.progress.epoch
         self._validation_is_due = False
-        logs |= self._validated_here() or self.validation.run(self._hooks, within_epoch=False)
-        if self._ended is not None:  # save before callbacks end an epoch that a longer run resumes
-            self._part = self._ended.meta["part"] = self._ended.meta["metrics"] = dict(logs)
+        validated = state.history.validated_after(self.progress.global_step)
+        logs |= validated or self.validation.run(self._hooks, within_epoch=False)
+        if state.ended is not None:  # save before callbacks end an epoch that a longer run resumes
+            state.part = state.ended.meta["part"] = state.ended.meta["metrics"] = dict(logs)
             for each in self._checkpoints:
                 self._save(each)
-        self.history.add(logs)
+        state.history.add(logs)
         self._nan_policy.epoch_taken(logs, epoch=epoch)
-        if self._ended is None:
+        if state.ended is None:
             self.progress.end_epoch()
         for hook in self._hooks:
             hook.on_epoch_end(self._context, epoch, logs)
         for each in self._checkpoints:
-            each.is_late |= each.options.is_due_after(epoch, logs) and self._ended is None
+            each.is_late |= each.options.is_due_after(epoch, logs) and state.ended is None
         self._save_late()
         self._commit()
         stop = self.agree_to_stop(after_epoch=True)
@@ -277,16 +229,9 @@ class Loop:
         self._validation_is_due = False
         with self._pace.paused():
             logs = self.validation.run(self._hooks, within_epoch=True)
-        self.history.validations.append({"global_step": step, **logs})
+        self.state.history.validations.append({"global_step": step, **logs})
         self._ending = self.agree_to_stop(after_epoch=True)
         return logs
-
-    def _validated_here(self) -> dict[str, float]:
-        """Return the metrics of the validation after the last step, if there was one."""
-        last = self.history.validations[-1] if self.history.validations else {}
-        if last.get("global_step") != self.progress.global_step:
-            return {}
-        return {name: value for name, value in last.items() if name != "global_step"}
 
     def agree_to_stop(self, *, after_epoch: bool) -> bool:
         """Return whether a callback on any rank has ended the run; exit if a signal to any rank requested a stop.
@@ -326,24 +271,10 @@ class Loop:
         progress, hooks, context, adapter = self.progress, self._hooks, self._context, self._adapter
         epoch, resumed_at, stopped = progress.epoch, progress.step, False
         take = steps.step_of(adapter)
-        if not resumed_at:
-            load_rank_state(self._adapter, self._held)
-            self._ahead = 0
-        for hook in hooks:
-            hook.on_epoch_begin(context, epoch)
-        self._pace.begin_epoch(seconds=progress.seconds)
-        self.in_epoch = True
+        self._begin_epoch()
         try:
-            held, self._held = self._held, {}
-            # A resumed epoch has the order that was drawn when it began.
-            if resumed_at:
-                begin = {name: array for name, array in held.items() if name.startswith("begin.")}
-                load_rank_state(adapter, {name.removeprefix("begin."): array for name, array in begin.items()})
-            now = rank_state.random_states() | adapter.rank_state
-            self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
-            steps.begin(epoch, progress.consumed, number=progress.global_step)
-            if resumed_at:
-                load_rank_state(adapter, held)
+            with self.state.drawing_order() as held:
+                steps.begin(epoch, progress.consumed, number=progress.global_step)
             recorder.ended("outside")
             while not self._ending:
                 group = next(steps.groups, None)
@@ -368,18 +299,8 @@ class Loop:
                 steps.divide()
                 recorder.ended("other")
             if resumed_at and not stopped and progress.step == resumed_at:  # the epoch's steps were all taken before
-                example = steps.source.example(epoch)
-                if example is not None:  # a step without samples, so that the metrics have their names
-                    adapter.eval_step(replace(example, local_count=0, global_count=0))
-                load_rank_state(self._adapter, held)
-            if self._ending and not progress.has_read(steps.source):
-                ended = self.snapshot()
-                self._ended = replace(ended, meta={**ended.meta, "history": deepcopy(self.history)})
-            if not adapter.in_sync:
-                adapter.settle()  # only now ranks learn of steps that one of them has left out
-                stopped = self._nan_policy.must_stop(adapter.fault, (), at=f"The last step of epoch {epoch + 1}")
-                if stopped:
-                    self._save_and_wait()
+                self._name_metrics(steps, held)
+            stopped = self._end_steps(steps, stopped=stopped)
         except BaseException:
             # Drop this epoch's counts, so that the next one does not contain them. A second error would hide the first.
             with suppress(Exception):
@@ -398,6 +319,36 @@ class Loop:
                 f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated once per epoch."
             )
         return self._pace.end_epoch(progress)
+
+    def _begin_epoch(self) -> None:
+        """Restore random states, unless steps of the epoch were taken, and call the callbacks."""
+        if not self.progress.step:
+            self.state.load_held()
+            self._ahead = 0
+        for hook in self._hooks:
+            hook.on_epoch_begin(self._context, self.progress.epoch)
+        self._pace.begin_epoch(seconds=self.progress.seconds)
+        self.in_epoch = True
+
+    def _name_metrics(self, steps: Steps, held: rank_state.Arrays) -> None:
+        """Let the metrics of an epoch that resumes without steps have their names, by a step without samples."""
+        example = steps.source.example(self.progress.epoch)
+        if example is not None:
+            self._adapter.eval_step(replace(example, local_count=0, global_count=0))
+        load_rank_state(self._adapter, held)
+
+    def _end_steps(self, steps: Steps, *, stopped: bool) -> bool:
+        """Note where a longer run resumes, and synchronize ranks; return whether nan_policy stops the run."""
+        if self._ending and not self.progress.has_read(steps.source):
+            self.state.end_within_epoch(self.snapshot())
+        if self._adapter.in_sync:
+            return stopped
+        self._adapter.settle()  # only now ranks learn of steps that one of them has left out
+        at = f"The last step of epoch {self.progress.epoch + 1}"
+        stopped = self._nan_policy.must_stop(self._adapter.fault, (), at=at)
+        if stopped:
+            self._save_and_wait()
+        return stopped
 
     def _set_learning_rate(self, step: int) -> None:
         # If the length of an epoch is unknown, there is no warm-up: every step but the first is past it.
@@ -422,7 +373,7 @@ class Loop:
             self._ending = True
         limit_s = math.inf if budget.seconds is None else budget.seconds
         # Ranks exchange the largest, so all stop after the same step.
-        spent_s = math.inf if self.stop_within_epoch else self._earlier_s() + self._pace.seconds
+        spent_s = math.inf if self.stop_within_epoch else self.state.history.seconds + self._pace.seconds
         requested = preemption.requested() is not None
         changed = self.commits is not None and self.commits.hosts_have_changed
         waits = self._adapter.in_flight or steps.was_cut
@@ -440,7 +391,7 @@ class Loop:
         if report is None:
             return
         self._note(steps.observe(report.times))
-        self.shares = steps.shares
+        self.state.shares = steps.shares
         interval = self._pace.interval(report, self.progress)
         for hook in self._hooks:
             hook.on_interval(context, interval)

@@ -45,6 +45,18 @@ class History(dict[str, list[float]]):
         self.validations = [dict(each) for each in validations]
         self.cutoffs = {int(step): list(counts) for step, counts in (cutoffs or {}).items()}  # JSON has no int keys
 
+    @property
+    def seconds(self) -> float:
+        """The training time of the epochs, equal on all ranks."""
+        return sum(self.get("seconds", ()))
+
+    def validated_after(self, global_step: int) -> dict[str, float]:
+        """Return the metrics of the validation within an epoch after this step, if it is the last one."""
+        last = self.validations[-1] if self.validations else {}
+        if last.get("global_step") != global_step:
+            return {}
+        return {name: value for name, value in last.items() if name != "global_step"}
+
     def add(self, logs: dict[str, float]) -> None:
         """Append one epoch."""
         for name, value in logs.items():

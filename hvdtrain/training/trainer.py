@@ -375,19 +375,19 @@ class Trainer:
             checkpointing.load_weights(directory, trainer._adapter, world=world)
         else:
             found = checkpointing.load(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world)
-            trainer._loop.restore(found)
+            trainer._loop.state.restore(found)
         trainer._adapter.start()
         return trainer
 
     @property
     def history(self) -> History:
         """The metrics of the current or last `fit` so far."""
-        return self._loop.history
+        return self._loop.state.history
 
     @property
     def run(self) -> RunId | None:
         """The run of the current or last `fit`, equal on all ranks."""
-        return self._loop.run_id
+        return self._loop.state.run_id
 
     @property
     def config(self) -> dict[str, Any]:

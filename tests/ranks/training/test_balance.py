@@ -87,7 +87,7 @@ class Watch(Callback):
         self._rows, self.shares, self.read = rows, [], []
 
     def on_step_end(self, trainer, step):
-        self.shares.append(trainer._loop.shares)
+        self.shares.append(trainer._loop.state.shares)
         self.read = list(self._rows.read)
 
 

@@ -1,0 +1,131 @@
+"""What a run's checkpoints and commits hold besides `Adapter.state`, and how a run resumes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, replace
+from typing import Any
+
+from hvdtrain.adapter import Adapter
+from hvdtrain.callbacks.base import RunId
+from hvdtrain.distributed import rank_state
+from hvdtrain.training.checkpointing import Snapshot
+from hvdtrain.training.progress import History, RunProgress, check_data
+from hvdtrain.training.validation import load_rank_state
+
+
+class RunState:
+    """How far a run has come, and this rank's random states, with which it resumes.
+
+    Attributes:
+        run_id: of the current or last fit.
+        resumed_from: the checkpoint's folder, or "in memory"; None for a run from the beginning.
+        part: the metrics of the part of an epoch, if the run has ended within one.
+        ended: what a longer run resumes from then.
+        shares: samples of a whole step by rank; None for equal parts.
+    """
+
+    def __init__(self, adapter: Adapter, config: dict[str, Any]) -> None:
+        self.run_id: RunId | None = None
+        self.progress = RunProgress()
+        self.history = History()
+        self.resumed_from: str | None = None
+        self.part: dict[str, float] | None = None
+        self.ended: Snapshot | None = None
+        self.shares: list[int] | None = None
+        self._adapter = adapter
+        self._config = config
+        self._facts: dict[str, Any] = {}
+        self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
+        self._held: rank_state.Arrays = {}  # that checkpoint's arrays of this rank, to be loaded when steps begin
+        self._random_at_begin: rank_state.Arrays = {}  # random states that the epoch's order was drawn from
+
+    def snapshot(self, *, seconds: float, callbacks: Callable[[], list[Any]]) -> Snapshot:
+        """Return what a checkpoint holds of the run.
+
+        Args:
+            seconds: training time of the epoch so far.
+            callbacks: returns their states.
+        """
+        if self.ended is not None:
+            return self.ended
+        last = {name: values[-1] for name, values in self.history.items()}
+        if self.progress.step:
+            last = self.part or self.history.validated_after(self.progress.global_step)
+        meta = {
+            "config": self._config,
+            "run": self.run_id and {"id": self.run_id.id, "name": self.run_id.name},
+            "position": asdict(replace(self.progress, seconds=seconds)),
+            "history": self.history,
+            "validations": self.history.validations,
+            "cutoffs": self.history.cutoffs,
+            "part": self.part,
+            "metrics": last,
+            "data": self._facts,
+            "shares": self.shares,
+            "callbacks": callbacks() if self._loaded is None else self._loaded["callbacks"],
+        }
+        begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
+        now = rank_state.random_states() | self._adapter.rank_state | (begin if self.progress.step else {})
+        return Snapshot(now | self._held, meta)  # what is still to be loaded replaces the current values
+
+    def end_within_epoch(self, snapshot: Snapshot) -> None:
+        """End the run here, where a longer run resumes; what the run does from now on is not part of that."""
+        self.ended = replace(snapshot, meta={**snapshot.meta, "history": deepcopy(self.history)})
+
+    def restore(self, found: Snapshot | None) -> None:
+        """Restore the run's progress; None changes nothing."""
+        if found is not None:
+            self._loaded, self._held = found.meta, found.arrays
+            self._facts = found.meta["data"]
+            self.progress = RunProgress.from_json(found.meta["position"])
+            self.history = History(found.meta["history"], found.meta.get("validations", ()), found.meta.get("cutoffs"))
+            self.part, self.ended = found.meta.get("part"), None
+
+    def begin(self, facts: dict[str, Any], run_id: RunId) -> dict[str, Any]:
+        """Begin a run with this data, or resume the one that was restored; return the checkpoint's meta data, or {}.
+
+        Raises:
+            CheckpointError: an epoch would resume with other data.
+        """
+        meta, self._loaded = self._loaded, None
+        self._facts, self.ended = facts, None
+        self.resumed_from = None if meta is None else meta.get("restored_from")
+        known = None if meta is None else meta.get("run")
+        self.run_id = RunId(**known, resumed=True) if known else run_id
+        if meta is None:
+            self.progress, self.history, self._held, self.part = RunProgress(), History(), {}, None
+            return {}
+        if self.progress.step:
+            check_data(meta["data"], facts)
+        return meta
+
+    def describe_resume(self) -> list[str]:
+        """Return a log line on which run is resumed, and from where; nothing for a run from the beginning."""
+        if self.resumed_from is None or self.run_id is None:
+            return []
+        place = "the last commit" if self.resumed_from == "in memory" else self.resumed_from
+        return [f"resumed run {self.run_id.name} from {place}, {self.progress.describe()}"]
+
+    def load_held(self) -> None:
+        """Restore this rank's random states and the adapter's state of this rank, if that is still to be done."""
+        load_rank_state(self._adapter, self._held)
+
+    @contextmanager
+    def drawing_order(self) -> Iterator[rank_state.Arrays]:
+        """Let the block draw the epoch's order; yield the arrays of this rank with which the epoch resumes.
+
+        A resumed epoch has the order that was drawn when it began.
+        """
+        held, self._held = self._held, {}
+        resumes = self.progress.step > 0
+        if resumes:
+            begin = {name: array for name, array in held.items() if name.startswith("begin.")}
+            load_rank_state(self._adapter, {name.removeprefix("begin."): array for name, array in begin.items()})
+        now = rank_state.random_states() | self._adapter.rank_state
+        self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
+        yield held
+        if resumes:
+            load_rank_state(self._adapter, held)
