@@ -16,7 +16,6 @@ from hvdtrain.adapter import Fault
 from hvdtrain.data.sources import as_array
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
-from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine
 from hvdtrain.torch.gradient_exchange import GradientExchange
 from hvdtrain.torch.reduce_ops import Reduction, submit
@@ -64,19 +63,8 @@ class GradientInFlight:
         return self._sent is not None and self._sent.fault is not None
 
     def start(self, parameters: Sequence[Parameter], origin: Origin, fault: Fault | None) -> None:
-        """Take the gradients from these parameters, and start to average them over ranks.
-
-        Raises:
-            HvdTrainError: a gradient is sparse.
-        """
+        """Take the gradients from these parameters, which are dense, and start to average them over ranks."""
         trained = [p for p in parameters if p.requires_grad]
-        for parameter in trained:
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise HvdTrainError(
-                    "sync=Delayed() reduces dense gradients. Received: a sparse gradient of "
-                    f"{self._names.get(parameter, 'a parameter')} on rank {self._world.rank}. Use "
-                    "Embedding(sparse=False), or sync=None."
-                )
         self._sent = _Sent(trained, origin, fault, self._compression)
 
     def take(self) -> Reduced | None:

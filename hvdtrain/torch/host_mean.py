@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
-from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine
 
 
@@ -32,22 +31,11 @@ class HostMean:
         self._peers = [rank for rank, host in enumerate(hosts) if host == hosts[self._world.rank]]
 
     def average(self, parameters: Sequence[Parameter]) -> None:
-        """Replace gradients by their mean; one that a rank lacks counts as zeros, and one that all lack stays missing.
-
-        Raises:
-            HvdTrainError: a gradient is sparse.
-        """
+        """Replace gradients, dense ones, by their mean; a missing one counts as zeros, unless all ranks lack it."""
         if not self._peers:
             self._find_peers()
-        trained = [p for p in parameters if p.requires_grad]
-        for parameter in trained:
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise HvdTrainError(
-                    'LocalSGD(within="host") reduces dense gradients. Received: a sparse gradient of shape '
-                    f"{tuple(parameter.shape)} on rank {self._world.rank}. Use Embedding(sparse=False), or within=None."
-                )
         groups: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
-        for parameter in trained:  # halves are added up in float32
+        for parameter in (p for p in parameters if p.requires_grad):  # halves are added up in float32
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             groups.setdefault((parameter.device, dtype), []).append(parameter)
         with recorder.waiting():

@@ -120,14 +120,14 @@ class OpenExchange(threading.Thread):
         return self._closed < self._opened and self._error is None
 
     def contribute(self, weight: float, samples: int) -> bool:
-        """Add the parameters' gradients, of one more batch; False if the step has closed meanwhile."""
+        """Add the parameters' gradients, which are dense, of one more batch; False if the step has closed meanwhile."""
         with self._changed:
             if not self.is_open:
                 return False
             own = self._own
             for parameter in self._parameters:
                 if parameter.grad is not None:
-                    self._add(parameter)
+                    self._add(parameter, parameter.grad.detach())
             own.weight, own.samples, own.batches = own.weight + weight, own.samples + samples, own.batches + 1
             if own.batches == self._open.planned:
                 took_s = time.monotonic() - self._opened_at
@@ -137,17 +137,11 @@ class OpenExchange(threading.Thread):
                 self._changed.notify_all()
             return True
 
-    def _add(self, parameter: Parameter) -> None:
-        gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:
-            raise HvdTrainError(
-                f"cutoff averages dense gradients. Received: a sparse gradient of shape {tuple(parameter.shape)} on "
-                f"rank {self._world.rank}. Use Embedding(sparse=False), or leave out cutoff."
-            )
+    def _add(self, parameter: Parameter, gradient: Tensor) -> None:
         if parameter in self._own.gradients:
             self._own.gradients[parameter].add_(gradient)
         else:
-            self._own.gradients[parameter] = gradient.detach()
+            self._own.gradients[parameter] = gradient
         parameter.grad = None
 
     def wait(self) -> Mean:
@@ -325,6 +319,7 @@ class OpenSteps:
         weights.counted.append(counted)
         if counted.weight:
             update.backward(loss, weights.factor(-1))
+            update.refuse_sparse("cutoff", instead="leave out cutoff")
         if exchange.contribute(counted.weight, batch.local_count):
             self._losses.append(loss.detach())
             step.contribute()

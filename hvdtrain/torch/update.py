@@ -19,7 +19,7 @@ from hvdtrain.adapter import Fault, Options, Ranks
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
-from hvdtrain.errors import DesyncError
+from hvdtrain.errors import DesyncError, HvdTrainError
 from hvdtrain.torch import clipping, fused_update, names
 from hvdtrain.torch.delayed import GradientInFlight, Origin, Reduced
 from hvdtrain.torch.host_mean import HostMean
@@ -200,6 +200,7 @@ class Update:
         made = Origin(weights.weight, weights.expected, weights.samples, self._scale())
         fault = self._own_fault()
         late = in_flight.take()  # before the next one starts: they have the same names
+        self.refuse_sparse("sync=Delayed()", instead="sync=None")
         in_flight.start(self.parameters, made, fault)
         self._put(late)
 
@@ -238,6 +239,16 @@ class Update:
         """Return a parameter's name."""
         return None if parameter is None else self._names[parameter]
 
+    def refuse_sparse(self, feature: str, *, instead: str) -> None:
+        """Raise HvdTrainError if a gradient is sparse, for a feature that averages dense ones only."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise HvdTrainError(
+                    f"{feature} averages dense gradients. Received: a sparse gradient of "
+                    f"{self.name_of(parameter)} on rank {self._world.rank}. Use "
+                    f"Embedding(sparse=False), or {instead}."
+                )
+
     def drop_gradients(self) -> str:
         """Drop the gradients of a step that was refused; return the first parameter whose gradient is not finite."""
         name = self._first_non_finite()
@@ -265,6 +276,7 @@ class Update:
         else:
             weights.correct(self.parameters)
             if self._host_mean is not None:
+                self.refuse_sparse('LocalSGD(within="host")', instead="within=None")
                 self._host_mean.average(self.parameters)
             total = weights.weight
             if weights.alone:
