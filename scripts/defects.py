@@ -386,11 +386,11 @@ DEFECTS = (
         ranks("torch", "cutoff and record_of_a_run"),
     ),
     Defect(
-        "cutoff: what was left over once is lost when the rest is dealt again",
-        "hvdtrain/data/deal.py",
+        "cutoff: what was left over once is lost when the rest is assigned again",
+        "hvdtrain/data/assignment.py",
         "max(len(self.left), max(self.taken) * self.size)",
         "max(self.taken) * self.size",
-        unit("data/test_deal.py"),
+        unit("data/test_assignment.py"),
     ),
     # Ranks that step alone
     Defect(

@@ -8,7 +8,7 @@ position r. It follows that
 - shard lengths differ by at most one;
 - a short last batch is spread over the ranks.
 
-Where ranks take unequal parts (`fit(balance=...)`), `deal` divides the same samples of a step.
+Where ranks take unequal parts (`fit(balance=...)`), `divide` divides the same samples of a step.
 
 The order is not stored: `EpochOrder` computes the sample at a position. A batch costs O(batch) time and a shard O(1)
 memory, and an epoch begins at once, for any length of the dataset.
@@ -177,7 +177,7 @@ def samples_in_step(step: int, num_samples: int, *, batch_size: int, size: int) 
     return max(0, min(batch_size * size, num_samples - step * batch_size * size))
 
 
-def deal(num_samples: int, shares: Sequence[int]) -> list[int]:
+def divide(num_samples: int, shares: Sequence[int]) -> list[int]:
     """Divide a step's samples in proportion to the ranks' shares.
 
     Returns:

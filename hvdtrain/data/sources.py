@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data import sharding
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.distributed import agreement, frameworks
 from hvdtrain.distributed.world import SoloWorld, World
 from hvdtrain.errors import HvdTrainError
@@ -50,7 +50,7 @@ class Consumed:
     samples: int = 0  # over all ranks
     batches: int = 0  # over all ranks; batches without samples count
     size: int = 1  # the number of ranks
-    deal: Deal | None = None  # what each rank has left, where they have taken different numbers of samples
+    assignment: Assignment | None = None  # what each rank has left, where they have taken different numbers of samples
 
 
 NOTHING = Consumed()
@@ -90,8 +90,8 @@ class Source(Protocol):
 class DivisibleSource(Source, Protocol):
     """A source that can give ranks parts of any size, because it reads samples by index.
 
-    With `Consumed.deal`, a rank gets what it has left of its own part: it may have more batches than other ranks, and
-    `Batch.global_count` is unknown: that of this rank.
+    With `Consumed.assignment`, a rank gets what it has left of its own part: it may have more batches than other ranks,
+    and `Batch.global_count` is unknown: that of this rank.
     """
 
     shares: Sequence[int] | None  # samples of a whole step by rank, from the next `rest` on; None for equal parts
@@ -138,8 +138,8 @@ class IndexedSource:
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches by index arithmetic: without communication, and without time for samples that are done."""
-        if after.deal is not None:
-            return self._own_part(epoch, after.deal)
+        if after.assignment is not None:
+            return self._own_part(epoch, after.assignment)
         left = self._num_samples - after.samples
         steps = sharding.steps_per_epoch(left, batch_size=self._batch_size, size=self._world.size)
         return map(partial(self.batch, epoch, shuffle=shuffle, start=after.samples), range(steps))
@@ -148,9 +148,10 @@ class IndexedSource:
         """Return batches of the rest of a shuffled epoch."""
         return self.epoch(epoch, shuffle=True, after=after)
 
-    def _own_part(self, epoch: int, deal: Deal) -> Iterator[Batch]:
+    def _own_part(self, epoch: int, assignment: Assignment) -> Iterator[Batch]:
         order = sharding.EpochOrder(self._num_samples, epoch=epoch, seed=self._seed)
-        for _, indices in deal.batches(order.at, self._num_samples, rank=self._world.rank, batch_size=self._batch_size):
+        how = {"rank": self._world.rank, "batch_size": self._batch_size}
+        for _, indices in assignment.batches(order.at, self._num_samples, **how):
             item = self._fetch(indices)
             count = len(indices)
             yield Batch(*unpack(item), local_count=count, global_count=count, indices=indices, item=item)
@@ -168,7 +169,7 @@ class IndexedSource:
             mine = self._shard(epoch, shuffle, start)
             indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
         else:
-            parts = sharding.deal(held, self.shares)
+            parts = sharding.divide(held, self.shares)
             first, rank = start + step * self._batch_size * size, self._world.rank
             whole = _newest_shards(self._num_samples, rank=0, size=1, seed=self._seed, epoch=epoch, shuffle=shuffle)
             indices = whole[first + parts[rank] : first + parts[rank + 1]]

@@ -71,7 +71,7 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
     return {f"{rank}/{name}": array for rank, part in enumerate(parts) for name, array in _unpack(part).items()}
 
 
-def deal(saved: Arrays, *, world: World) -> Arrays:
+def scatter(saved: Arrays, *, world: World) -> Arrays:
     """Return this rank's part of what `gather` returned on the root; the number of ranks may change. A collective."""
     packed = world.allgather_bytes(_pack(saved) if world.is_root else b"", name="rank_state")[0]
     ranks: dict[int, Arrays] = {}

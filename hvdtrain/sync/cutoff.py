@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter, OpenStep
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import Batch, Consumed, Source, as_divisible
 from hvdtrain.distributed.world import World
 from hvdtrain.telemetry.interval import RankTimes
@@ -50,7 +50,7 @@ class CutoffPlan:
     The plan is equal on all ranks, because they learn after each step what every rank has contributed. A rank reads its
     own part of the epoch batch by batch. A batch that it did not contribute to a step is the first of its next step. If
     ranks have taken different numbers of samples, and one has too few left for a whole step, all samples that are left
-    are dealt again. So each sample is used once in an epoch.
+    are assigned again. So each sample is used once in an epoch.
 
     Args:
         given: the share of the ranks that closes a step, or the record of a run, whose steps are repeated.
@@ -79,7 +79,7 @@ class CutoffPlan:
         self._batch_size = int(source.facts["batch_size"])
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
         self._epoch = self._number = 0
-        self._deal, self._consumed = Deal((0,) * world.size), Consumed()
+        self._assignment, self._consumed = Assignment((0,) * world.size), Consumed()
         self._batches = _Ahead(iter(()))
         if isinstance(given, float) and self._needed(world.size) == world.size > 1 and world.is_root:
             log.warning(
@@ -110,13 +110,13 @@ class CutoffPlan:
         """Draw an epoch's order, and begin to read what is left of it; `number` is that of the next step in the run."""
         size = self._world.size
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
-        deal = consumed.deal
-        if deal is None:
-            deal = Deal((0,) * size, start=consumed.samples)
-        elif deal.size != size:
-            deal = deal.again(self._num_samples, size=size)
+        assignment = consumed.assignment
+        if assignment is None:
+            assignment = Assignment((0,) * size, start=consumed.samples)
+        elif assignment.size != size:
+            assignment = assignment.reassign(self._num_samples, size=size)
         self._epoch, self._number = epoch, number
-        self._deal, self._consumed = deal, replace(consumed, size=size, deal=deal)
+        self._assignment, self._consumed = assignment, replace(consumed, size=size, assignment=assignment)
         self._read(self.source.epoch(epoch, shuffle=True, after=self._consumed))
         self.groups = iter(self._next, None)
 
@@ -124,7 +124,7 @@ class CutoffPlan:
         """Count what ranks have contributed to a step, and record it if something was cut; return what is done now."""
         counts = group.counts
         assert counts is not None
-        samples = np.minimum(counts * self._batch_size, self._deal.remaining(self._num_samples)).tolist()
+        samples = np.minimum(counts * self._batch_size, self._assignment.remaining(self._num_samples)).tolist()
         lacking = int((group.whole - counts).sum())
         self._steps += 1
         self._cut_in_a_row = self._cut_in_a_row + 1 if lacking else 0
@@ -134,9 +134,12 @@ class CutoffPlan:
             self._batches_cut += lacking
         self._number += 1
         done = self._consumed
-        self._deal = self._deal.take(samples)
+        self._assignment = self._assignment.take(samples)
         self._consumed = replace(
-            done, samples=done.samples + sum(samples), batches=done.batches + int(counts.sum()), deal=self._deal
+            done,
+            samples=done.samples + sum(samples),
+            batches=done.batches + int(counts.sum()),
+            assignment=self._assignment,
         )
         return self._consumed
 
@@ -144,7 +147,7 @@ class CutoffPlan:
         """Return None: speeds change nothing."""
 
     def divide(self) -> None:
-        """Do nothing: what is left is dealt again when a step needs it."""
+        """Do nothing: what is left is assigned again when a step needs it."""
 
     def describe(self) -> str | None:
         """Return a log line on the steps of the epoch that were cut; None if there were none."""
@@ -167,9 +170,9 @@ class CutoffPlan:
             ValueError: ranks have fewer batches left than the record says.
         """
         left = self._batches_left()
-        if len(set(self._deal.taken)) > 1 and left.any() and left.min() < self._accumulate:
-            self._deal = self._deal.again(self._num_samples, size=self._world.size)
-            self._read(self.source.rest(self._epoch, replace(self._consumed, deal=self._deal)))
+        if len(set(self._assignment.taken)) > 1 and left.any() and left.min() < self._accumulate:
+            self._assignment = self._assignment.reassign(self._num_samples, size=self._world.size)
+            self._read(self.source.rest(self._epoch, replace(self._consumed, assignment=self._assignment)))
             left = self._batches_left()
         whole = np.minimum(left, self._accumulate)
         if not whole.any():
@@ -180,7 +183,7 @@ class CutoffPlan:
                 f"cutoff's record is of a run with other data, batch_size or accumulate. Received: {planned.tolist()} "
                 f"batches in step {self._number}, where ranks have {whole.tolist()} left."
             )
-        samples = int(np.minimum(whole * self._batch_size, self._deal.remaining(self._num_samples)).sum())
+        samples = int(np.minimum(whole * self._batch_size, self._assignment.remaining(self._num_samples)).sum())
         needed = self._needed(int(np.count_nonzero(planned)))
         return OpenStep(planned, whole, samples, needed, self._batches.peek, self._batches.advance)
 
@@ -194,7 +197,7 @@ class CutoffPlan:
         return max(1, math.ceil(self._share * ranks - _ROUNDING))
 
     def _batches_left(self) -> NDArray[np.int64]:
-        left: NDArray[np.int64] = -(-self._deal.remaining(self._num_samples) // self._batch_size)
+        left: NDArray[np.int64] = -(-self._assignment.remaining(self._num_samples) // self._batch_size)
         return left
 
 

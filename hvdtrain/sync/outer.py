@@ -22,7 +22,7 @@ class Outer:
     def __init__(self, replica: Replica, *, lr: float, momentum: float, keeps_anchor: bool) -> None:
         self.replica = replica
         self.velocity: list[Any] = []
-        self.land_at = 0  # the step after which the exchange in flight ends
+        self.ends_after_step = 0  # the step after which the exchange in flight ends
         self._lr, self._momentum, self._keeps_anchor = lr, momentum, keeps_anchor
         self._anchor: list[Any] | None = None
         self._sent: list[Any] = []  # this rank's weights when the exchange in flight began

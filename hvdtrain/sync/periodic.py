@@ -140,12 +140,12 @@ class PeriodicAdapter(WrappedAdapter):
         """End the exchange that is due to end after this step, and start the one that is due to start."""
         period = self._period
         for index, outer in enumerate(self._outers):
-            if outer.in_flight and done >= outer.land_at:
+            if outer.in_flight and done >= outer.ends_after_step:
                 outer.finish()
                 recorder.exchanged()
             if done % period.every == (index + 1) * period.every // period.fragments % period.every:
                 outer.start(name=f"sync.{index}", compression=self._compression, keep=True)
-                outer.land_at = done + period.overlap
+                outer.ends_after_step = done + period.overlap
                 if not period.overlap:
                     outer.finish()
                     recorder.exchanged()

@@ -94,7 +94,7 @@ class OrdinarySteps:
 
     def start(self, consumed: Consumed, *, shares: Sequence[int] | None, record: Record) -> None:
         """Start a fit, with the measured shares of the checkpoint if there are any; nothing is added to the record."""
-        if consumed.deal is not None:
+        if consumed.assignment is not None:
             raise CheckpointError(
                 "The checkpoint was taken within an epoch with cutoff, where ranks have different samples left. "
                 "Received: cutoff=None. Resume with cutoff, or from a checkpoint of an epoch's end."

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.data import sharding
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, Source, as_batch, unpack
 from hvdtrain.distributed.world import World, current
 
@@ -148,21 +148,21 @@ class LoaderSource:
     def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
         """Return batches of the rest of the epoch in the order that `epoch` has drawn."""
         self._sampler.start = after.samples
-        if after.deal is not None:
-            return self._dealt(_OwnBatches(self._sampler, self._batch_size, after.deal, self._world), epoch)
+        if after.assignment is not None:
+            return self._uneven(_OwnBatches(self._sampler, self._batch_size, after.assignment, self._world), epoch)
         if self.shares is not None:
-            return self._dealt(_DividedBatches(self._sampler, self._batch_size, self.shares, self._world), epoch)
+            return self._uneven(_DividedBatches(self._sampler, self._batch_size, self.shares, self._world), epoch)
         return self._as_batches(self._items(epoch), self._sampler.shard(), after)
 
-    def _dealt(self, batches: _DealtBatches, epoch: int) -> Iterator[Batch]:
+    def _uneven(self, batches: _UnevenBatches, epoch: int) -> Iterator[Batch]:
         """Return batches of any number of samples."""
         order: Any = batches
         if self._seeded is not None:
             order = SeededBatches(batches, self._seeded.dataset._hvd_dataset)
             order.begin((part.first for part in batches.parts() if part.indices), self._sampler.seed, epoch)
-        return self._yield_dealt(batches, iter(_like(self._loader, batch_sampler=order)))
+        return self._yield_uneven(batches, iter(_like(self._loader, batch_sampler=order)))
 
-    def _yield_dealt(self, batches: _DealtBatches, items: Iterator[Any]) -> Iterator[Batch]:
+    def _yield_uneven(self, batches: _UnevenBatches, items: Iterator[Any]) -> Iterator[Batch]:
         filler: Any = None
         for part in batches.parts():
             if part.indices:
@@ -257,7 +257,7 @@ class _Part(NamedTuple):
     largest: int  # samples of the rank that has most
 
 
-class _DealtBatches:
+class _UnevenBatches:
     """A batch sampler whose batches have any number of samples."""
 
     def __init__(self, sampler: ShardSampler, batch_size: int, world: World) -> None:
@@ -278,7 +278,7 @@ class _DealtBatches:
         return sum(1 for _ in self)
 
 
-class _DividedBatches(_DealtBatches):
+class _DividedBatches(_UnevenBatches):
     """Divides each step's samples by the ranks' shares; it begins at the sampler's `start`."""
 
     def __init__(self, sampler: ShardSampler, batch_size: int, shares: Sequence[int], world: World) -> None:
@@ -290,23 +290,23 @@ class _DividedBatches(_DealtBatches):
         at, step, rank = self._sampler._order(), self._batch_size * self._world.size, self._world.rank
         for begin in range(self._sampler.start, self._sampler.num_samples, step):
             held = min(step, self._sampler.num_samples - begin)
-            ends = sharding.deal(held, self._shares)
+            ends = sharding.divide(held, self._shares)
             first, last = begin + ends[rank], begin + ends[rank + 1]
             largest = max(b - a for a, b in pairwise(ends))
             yield _Part(first, at(np.arange(first, last, dtype=np.int64)).tolist(), held, largest)
 
 
-class _OwnBatches(_DealtBatches):
+class _OwnBatches(_UnevenBatches):
     """The batches that this rank has left of its own part."""
 
-    def __init__(self, sampler: ShardSampler, batch_size: int, deal: Deal, world: World) -> None:
+    def __init__(self, sampler: ShardSampler, batch_size: int, assignment: Assignment, world: World) -> None:
         super().__init__(sampler, batch_size, world)
-        self._deal = deal
+        self._assignment = assignment
 
     def parts(self) -> Iterator[_Part]:
         """Yield them."""
         where = {"rank": self._world.rank, "batch_size": self._batch_size}
-        for first, indices in self._deal.batches(self._sampler._order(), self._sampler.num_samples, **where):
+        for first, indices in self._assignment.batches(self._sampler._order(), self._sampler.num_samples, **where):
             yield _Part(first, indices.tolist(), len(indices), len(indices))
 
 

@@ -264,7 +264,7 @@ def restore(
     meta: dict[str, Any] | None = agreement.together(read, world=world, name="restore")
     if meta is None:
         return None
-    mine = rank_state.deal(arrays, world=world)
+    mine = rank_state.scatter(arrays, world=world)
     names = [name for name in mine if name.startswith(_OF_CALLBACKS)]
     theirs = {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
     return Snapshot(mine, {**meta, "callbacks": with_arrays(meta["callbacks"], theirs)})

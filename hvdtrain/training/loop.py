@@ -130,8 +130,8 @@ class Loop:
         if self.progress.step:
             # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
             here = steps_done(consumed, facts, size=self._world.size, accumulate=self._accumulate)
-            dealt_here = consumed.deal is not None and consumed.size == self._world.size
-            self._ahead = 0 if dealt_here else here - self.progress.step
+            is_assigned = consumed.assignment is not None and consumed.size == self._world.size
+            self._ahead = 0 if is_assigned else here - self.progress.step
         steps.start(consumed, shares=found.get("shares"), record=state.history.cutoffs)
         state.shares = steps.shares
         self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.callbacks.base import RunId
 from hvdtrain.callbacks.run_folder import default_name
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import NOTHING, Consumed, Source
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError
@@ -119,8 +119,8 @@ class RunProgress:
         """Return what `asdict` was called on, a later version's too, which may have more fields."""
         known = {name: value[name] for name in ("epoch", "step", "global_step", "seconds")}
         consumed = {name: value["consumed"][name] for name in ("samples", "batches", "size")}
-        deal = value["consumed"].get("deal")
-        return cls(**known, consumed=Consumed(**consumed, deal=deal and Deal.from_json(deal)))
+        assignment = value["consumed"].get("assignment")
+        return cls(**known, consumed=Consumed(**consumed, assignment=assignment and Assignment.from_json(assignment)))
 
 
 def steps_done(consumed: Consumed, facts: dict[str, Any], *, size: int, accumulate: int) -> int:

@@ -56,16 +56,16 @@ def test_arrays_without_axes_stay_arrays_on_another_number_of_ranks(rule, dtype,
         assert after == {"sum": 0 if rank else 6, "mean": 3, "max": 4}[rule]
 
 
-def test_what_is_gathered_is_dealt_out_again():
+def test_what_is_gathered_is_scattered_again():
     mine = {"random.x": np.arange(5, dtype=np.uint8), "mean.buffer": np.ones((2, 3), np.float32)}
     kept = rank_state.gather(mine, world=SoloWorld())
     assert set(kept) == {"0/random.x", "0/mean.buffer"}
-    dealt = rank_state.deal(kept, world=SoloWorld())
-    assert dealt.keys() == mine.keys()
+    scattered = rank_state.scatter(kept, world=SoloWorld())
+    assert scattered.keys() == mine.keys()
     for name, array in mine.items():
-        np.testing.assert_array_equal(dealt[name], array)
-        assert dealt[name].dtype == array.dtype
+        np.testing.assert_array_equal(scattered[name], array)
+        assert scattered[name].dtype == array.dtype
 
 
 def test_nothing_saved_is_nothing_to_restore():
-    assert rank_state.deal({}, world=SoloWorld()) == {}
+    assert rank_state.scatter({}, world=SoloWorld()) == {}

@@ -39,7 +39,7 @@ def loader(num_samples, **options):
 @pytest.mark.parametrize("shares", [[1, 1], [12, 12, 4, 4], [1, 62, 1]])
 def test_each_sample_of_a_step_belongs_to_one_rank(shares):
     for num_samples in range(sum(shares) + 1):
-        offsets = sharding.deal(num_samples, shares)
+        offsets = sharding.divide(num_samples, shares)
         assert offsets[0] == 0
         assert offsets[-1] == num_samples
         parts = np.diff(offsets)
@@ -63,7 +63,7 @@ def test_steps_hold_the_samples_of_equal_parts(kind, shares):
     for ours, theirs in zip(*steps, strict=True):
         mine = [sorted(np.concatenate([each.indices for each in step]).tolist()) for step in (ours, theirs)]
         assert mine[0] == mine[1]
-        assert [each.local_count for each in theirs] == np.diff(sharding.deal(len(mine[0]), shares)).tolist()
+        assert [each.local_count for each in theirs] == np.diff(sharding.divide(len(mine[0]), shares)).tolist()
         assert {each.global_count for each in theirs} == {len(mine[0])}
         assert {each.largest for each in theirs} == {max(each.local_count for each in theirs)}
         for each in theirs:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import Consumed, IteratedSource, as_source
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.sync.cutoff import CutoffPlan, check_cutoff
@@ -62,7 +62,8 @@ class Run:
         found = [asdict(each.took(step)) for each, step in zip(self.ranks, steps, strict=True)]
         assert found == [found[0]] * self.size
         self.number += 1
-        self.consumed = Consumed(**{**found[0], "deal": Deal.from_json(json.loads(json.dumps(found[0]["deal"])))})
+        assignment = json.loads(json.dumps(found[0]["assignment"]))
+        self.consumed = Consumed(**{**found[0], "assignment": Assignment.from_json(assignment)})
         return True
 
     def finish(self, counts):
@@ -215,7 +216,7 @@ def test_workers_of_a_loader_end_with_the_epoch():
     run = Run(60, 2, data=loader)
     run.finish(lambda step: np.minimum([4, 1], step.planned))
     assert sorted(run.used) == list(range(60))
-    assert set(multiprocessing.active_children()) - others  # those of the last deal
+    assert set(multiprocessing.active_children()) - others  # those of the last assignment
     for each in run.ranks:
         each.close()
     assert not set(multiprocessing.active_children()) - others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import Consumed, IteratedSource, as_source
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import CheckpointError
@@ -108,4 +108,4 @@ def test_an_iterator_ends_when_the_epoch_is_closed():
 
 def test_an_epoch_of_which_ranks_have_different_samples_left_is_refused():
     with pytest.raises(CheckpointError, match=r"where ranks have different samples left\. Received: cutoff=None"):
-        of_ranks(64)[0].start(Consumed(24, 6, 2, Deal((16, 8))), shares=None, record={})
+        of_ranks(64)[0].start(Consumed(24, 6, 2, Assignment((16, 8))), shares=None, record={})

@@ -9,7 +9,7 @@ import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint
 from hvdtrain.checkpoint.store import Store
 from hvdtrain.data import sharding
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import Consumed
 from hvdtrain.training.progress import RunProgress
 
@@ -76,7 +76,7 @@ class SaveAtBegin(Callback):
 def test_an_epoch_of_which_no_step_is_taken_resumes_with_and_without_a_cutoff(tmp_path, cutoff):
     with pytest.raises(KeyError, match="stopped"):
         fit(SaveAtBegin(tmp_path, 1), cutoff=0.5)
-    assert Store(tmp_path).newest_whole()[1].meta["position"]["consumed"]["deal"] is None
+    assert Store(tmp_path).newest_whole()[1].meta["position"]["consumed"]["assignment"] is None
     assert_same(fit(Checkpoint(tmp_path), cutoff=cutoff), fit(cutoff=0.5))
 
 
@@ -92,12 +92,12 @@ def test_one_process_takes_what_two_ranks_have_left_of_an_epoch(tmp_path):
     """Rank 1 is behind: the checkpoint says that it has used 4 of its 25 samples, and rank 0 has used 20."""
     with pytest.raises(KeyError, match="stopped"):
         fit(Checkpoint(tmp_path, every_steps=1, background=False), StopAt(), data=Rows(), cutoff=0.5)
-    assert Store(tmp_path).newest_whole()[1].meta["position"]["consumed"]["deal"]["taken"] == [12]
+    assert Store(tmp_path).newest_whole()[1].meta["position"]["consumed"]["assignment"]["taken"] == [12]
     read = RunProgress.from_json
 
     def of_two_ranks(value):
         found = read(value)
-        found.consumed = Consumed(24, 8, 2, Deal((20, 4)))
+        found.consumed = Consumed(24, 8, 2, Assignment((20, 4)))
         return found
 
     rows = Rows()

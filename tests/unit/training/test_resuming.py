@@ -95,7 +95,7 @@ def test_steps_without_samples_count_as_batches_that_are_done():
     assert (rest.local_count, rest.done) == (3, 3)
 
 
-def test_shares_of_ranks_that_are_no_more_are_not_dealt_out_anew():
+def test_shards_of_ranks_that_are_gone_are_not_sharded_again():
     data = Sharded((np.arange(10)[:, None],))
     source = as_source(data, batch_size=2, world=SoloWorld())
     assert [int(v) for b in source.epoch(0, shuffle=False, after=Consumed(4, 2, 1)) for v in b.inputs[:, 0]] == [

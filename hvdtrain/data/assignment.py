@@ -13,15 +13,15 @@ from hvdtrain.data.sharding import Indices, Shard
 
 
 @dataclass(frozen=True)
-class Deal:
-    """How positions in the epoch's order are dealt to ranks; equal on all ranks.
+class Assignment:
+    """Assigns positions in the epoch's order to ranks; equal on all ranks.
 
-    What is dealt are the positions in `left`, and then all from `start` on. Rank r gets every size-th of them, from the
+    Assigned are the positions in `left`, and then all from `start` on. Rank r gets every size-th of them, from the
     r-th on, as in `sharding`; it has taken the first `taken[r]` of its own.
 
     Attributes:
         taken: how many of its samples each rank has taken.
-        start: the positions from here on are dealt.
+        start: the positions from here on are assigned.
         left: earlier positions, which were not used; a tuple, because checkpoints hold it as JSON.
     """
 
@@ -30,7 +30,7 @@ class Deal:
     left: tuple[int, ...] = ()
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Deal:
+    def from_json(cls, value: dict[str, Any]) -> Assignment:
         """Return what `asdict` was called on."""
         return cls(tuple(value["taken"]), int(value["start"]), tuple(value["left"]))
 
@@ -40,7 +40,7 @@ class Deal:
         return len(self.taken)
 
     def total(self, num_samples: int) -> int:
-        """Return the number of positions that were dealt, of an epoch of `num_samples`."""
+        """Return the number of positions that are assigned, of an epoch of `num_samples`."""
         return len(self.left) + num_samples - self.start
 
     def remaining(self, num_samples: int) -> Indices:
@@ -49,7 +49,7 @@ class Deal:
         return np.array([len(range(rank, total, self.size)) - taken for rank, taken in enumerate(self.taken)])
 
     def positions(self, places: Indices) -> Indices:
-        """Return the positions at `places` of what is dealt: int64, of the shape of `places`."""
+        """Return the positions at `places` among those that are assigned: int64, of the shape of `places`."""
         moved = places - len(self.left) + self.start
         if not self.left:
             return moved
@@ -77,15 +77,15 @@ class Deal:
             (position,) = self.positions(np.array(part[first : first + 1])).tolist()
             yield position, mine[first : first + batch_size]
 
-    def take(self, samples: Sequence[int]) -> Deal:
-        """Return the deal after each rank has taken so many samples more."""
+    def take(self, samples: Sequence[int]) -> Assignment:
+        """Return the assignment after each rank has taken so many samples more."""
         return replace(self, taken=tuple(int(a + b) for a, b in zip(self.taken, samples, strict=True)))
 
-    def again(self, num_samples: int, *, size: int) -> Deal:
-        """Return a new deal, to `size` ranks, of all that is left: first what ranks that are behind have left over."""
+    def reassign(self, num_samples: int, *, size: int) -> Assignment:
+        """Assign all that is left to `size` ranks: first what ranks that are behind have left over."""
         total = self.total(num_samples)
         # No rank has taken a sample from here on, so these positions need no list.
         untouched = min(total, max(len(self.left), max(self.taken) * self.size))
         places = [np.arange(rank + taken * self.size, untouched, self.size) for rank, taken in enumerate(self.taken)]
         left = self.positions(np.sort(np.concatenate(places)))
-        return Deal((0,) * size, self.start + untouched - len(self.left), tuple(left.tolist()))
+        return Assignment((0,) * size, self.start + untouched - len(self.left), tuple(left.tolist()))
