@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import hvdtrain
 import hvdtrain.torch as hvdtrain_torch
 
+sys.path.insert(0, str(Path(__file__).parent))  # for trainer_kit.py beside this file
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # read by init; the Trainer's tests in these ranks start one
 
 
@@ -21,6 +25,11 @@ os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # read by init; the Trainer's tests 
 def hvd() -> Any:
     hvdtrain_torch.init(process_sets="dynamic")
     return hvdtrain_torch
+
+
+@pytest.fixture
+def world(hvd: Any) -> Any:
+    return hvdtrain.init("torch")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from trainer_kit import BATCH, Infinite, assert_close, fit, model, sparse_data, sparse_model
 
 import hvdtrain
 from hvdtrain.callbacks import EMA, Callback, Checkpoint
@@ -14,81 +15,27 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import engine
 from hvdtrain.torch.replica import Replica
 
-BATCH, SAMPLES = 4, 46
-OPTIMIZERS = {
-    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
-    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adam": lambda net: torch.optim.Adam(net.parameters(), lr=0.01),
-}
-
-
-@pytest.fixture
-def world(hvd):
-    return hvdtrain.init("torch")
-
-
-def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
-def data():
-    generator = np.random.default_rng(1)
-    return generator.normal(size=(SAMPLES, 6)).astype(np.float32), generator.integers(0, 3, SAMPLES)
-
-
-def fit(net, optimizer, sync, *, hooks=(), epochs=1, **options):
-    trainer = hvdtrain.Trainer(
-        net, optimizer=OPTIMIZERS[optimizer](net), loss=torch.nn.CrossEntropyLoss(), sync=sync, **options
-    )
-    how = {"batch_size": BATCH, "progress": False, "run_dir": None, "callbacks": list(hooks)}
-    trainer.fit(data(), epochs=epochs, **how)
-    return trainer
-
-
-def assert_equal_on_all_ranks(world, net):
-    flat = torch.cat([p.detach().float().reshape(-1) for p in net.parameters()]).numpy()
-    everybodys = world.allgather(flat[None], name="weights")
-    assert (everybodys == everybodys[0]).all()
-
-
-class Infinite(Callback):
-    """Makes the gradient of one rank's steps infinite."""
-
-    def __init__(self, net, steps, *, rank=1):
-        self._steps, self._rank = steps, rank
-        next(net.parameters()).register_hook(self._poison)
-
-    def on_fit_begin(self, trainer):
-        self._trainer = trainer
-
-    def _poison(self, grad):
-        mine = self._trainer.world.rank == self._rank and self._trainer.global_step in self._steps
-        return grad * float("inf") if mine else grad
-
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("options", [{"nan_policy": "skip"}, {"precision": "fp16"}], ids=["skip", "loss-scale"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_a_rank_that_took_no_step_yet_gets_the_optimizer_state_of_the_others(world, options, optimizer):
+def test_a_rank_that_took_no_step_yet_gets_the_optimizer_state_of_the_others(
+    world, options, optimizer, assert_same_on_all_ranks
+):
     """Else ranks would average different numbers of tensors, and wait for each other for ever."""
     net = model()
-    trainer = fit(net, optimizer, hvdtrain.LocalSGD(1), hooks=[Infinite(net, [0])], **options)
-    assert_equal_on_all_ranks(world, net)
+    infinite = Infinite(next(net.parameters()), [0])
+    trainer = fit(net, optimizer, sync=hvdtrain.LocalSGD(1), hooks=[infinite], epochs=1, **options)
+    assert_same_on_all_ranks(*net.parameters())
     names = world.allgather_object(sorted(trainer.state().arrays), name="names")
     assert names[0] == names[1]
 
 
 @pytest.mark.world_size(2)
-def test_a_rank_without_samples_steps_with_sparse_gradients_as_the_others(world):
-    net = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    trainer = hvdtrain.Trainer(
-        net, optimizer=torch.optim.SparseAdam([net[0].weight]), loss=torch.nn.CrossEntropyLoss(),
-        sync=hvdtrain.LocalSGD(2),
-    )  # fmt: skip
-    x = torch.arange(BATCH * 2 + 1)[:, None] % 8  # one sample is left for a step of two ranks
-    trainer.fit((x, x[:, 0] % 3), epochs=2, batch_size=BATCH, progress=False, run_dir=None)
-    assert_equal_on_all_ranks(world, net)
+def test_a_rank_without_samples_steps_with_sparse_gradients_as_the_others(assert_same_on_all_ranks):
+    net, rows = sparse_model(), sparse_data(BATCH * 2 + 1)  # one sample is left for a step of two ranks
+    fit(net, torch.optim.SparseAdam([net[0].weight]), rows, sync=hvdtrain.LocalSGD(2))
+    assert_same_on_all_ranks(*net.parameters())
 
 
 class Turned(torch.nn.Module):
@@ -107,7 +54,7 @@ class Turned(torch.nn.Module):
 def test_complex_weights_are_refused(world):
     net = Turned()
     with pytest.raises(TypeError, match=r"Weights of torch\.complex64 cannot be averaged over ranks\. Received: shape"):
-        fit(net, "sgd", hvdtrain.LocalSGD(2))
+        fit(net, "sgd", sync=hvdtrain.LocalSGD(2), epochs=1)
 
 
 class Scaled(torch.nn.Module):
@@ -126,10 +73,9 @@ class Scaled(torch.nn.Module):
 def test_the_momentum_of_a_scalar_weight_is_averaged_too(world):
     """With SGD and every=1, averaged momentum is that of synchronous training."""
     net, reference = Scaled(), Scaled()
-    fit(net, "momentum", hvdtrain.LocalSGD(1), epochs=2)
-    fit(reference, "momentum", None, epochs=2)
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+    fit(net, sync=hvdtrain.LocalSGD(1))
+    fit(reference)
+    assert_close(net, reference)
 
 
 class Thaw(Callback):
@@ -158,19 +104,19 @@ THAWED = {
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", THAWED)
-def test_weights_that_are_trained_from_a_later_epoch_on_are_synchronized(world, strategy):
+def test_weights_that_are_trained_from_a_later_epoch_on_are_synchronized(strategy, assert_same_on_all_ranks):
     net = model()
     before = net[0].weight.detach().clone()
-    fit(net, "adam", THAWED[strategy], hooks=[Thaw(net)], epochs=3)
+    fit(net, "adam", sync=THAWED[strategy], hooks=[Thaw(net)], epochs=3)
     assert not torch.equal(net[0].weight, before)
-    assert_equal_on_all_ranks(world, net)
+    assert_same_on_all_ranks(*net.parameters())
 
 
 @pytest.mark.world_size(2)
 def test_weights_that_are_trained_anew_between_synchronizations_are_refused(world):
     net = model()
     with pytest.raises(HvdTrainError, match=r"Weights were frozen, or are trained again, between two synchronizations"):
-        fit(net, "sgd", hvdtrain.DiLoCo(4), hooks=[Thaw(net, at=2)])
+        fit(net, "sgd", sync=hvdtrain.DiLoCo(4), hooks=[Thaw(net, at=2)], epochs=1)
 
 
 @pytest.mark.world_size(2)
@@ -180,7 +126,7 @@ def test_a_model_in_half_precision_resumes_bit_for_bit(world, shared_tmp_path):
     def train(folder, epochs):
         net = model().bfloat16()
         net.register_forward_pre_hook(lambda _, inputs: tuple(each.bfloat16() for each in inputs))
-        fit(net, "sgd", hvdtrain.DiLoCo(2), hooks=[Checkpoint(folder)], epochs=epochs)
+        fit(net, "sgd", sync=hvdtrain.DiLoCo(2), hooks=[Checkpoint(folder)], epochs=epochs)
         return [p.detach().float().numpy() for p in net.parameters()]
 
     straight = train(shared_tmp_path / "straight", 4)
@@ -194,7 +140,7 @@ def test_a_model_in_half_precision_resumes_bit_for_bit(world, shared_tmp_path):
 def test_averages_of_weights_are_updated_where_ranks_synchronize_after_an_epoch(world, sync):
     net, average = model(), EMA(0.0, every=1)  # retains nothing: equal to the weights once it is updated
     before = net[0].weight.detach().clone()
-    trainer = fit(net, "sgd", sync, hooks=[average])
+    trainer = fit(net, "sgd", sync=sync, hooks=[average], epochs=1)
     weights = {name: value.clone() for name, value in net.state_dict().items()}
     with average.averaged():
         for name, value in net.state_dict().items():
@@ -213,7 +159,7 @@ def test_both_halves_of_a_bf16_mean_are_sent_while_the_rank_does_something_else(
         return gather(*args, **kwargs)
 
     monkeypatch.setattr(native, "allgather_async", sends)
-    replica = Replica({"": (OPTIMIZERS["sgd"](net), torch.amp.GradScaler(enabled=False))}, world)
+    replica = Replica({"": (torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler(enabled=False))}, world)
     mean = replica.mean([torch.full((1000,), 1.0 + world.rank)], name="mean", compression="bf16")
     assert second_half.wait(20)
     assert mean()[0].unique().tolist() == [1.5]

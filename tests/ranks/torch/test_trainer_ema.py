@@ -5,28 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from trainer_kit import StopAt, StoppedError
 
 import hvdtrain
-from hvdtrain.callbacks import EMA, Callback, Checkpoint
+from hvdtrain.callbacks import EMA, Checkpoint
 from hvdtrain.distributed import world
 
 pytestmark = pytest.mark.usefixtures("hvd")
 
 X = np.random.default_rng(0).normal(size=(29, 4)).astype(np.float32)
 Y = np.arange(29) % 3
-
-
-class StoppedError(Exception):
-    pass
-
-
-class StopAt(Callback):
-    def __init__(self, step):
-        self._step = step
-
-    def on_step_end(self, trainer, step):
-        if trainer.global_step == self._step:
-            raise StoppedError
 
 
 def trained(*callbacks):
