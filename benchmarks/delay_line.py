@@ -39,9 +39,7 @@ def plug_in(device: str, bridge: str) -> int:
 def carry(ends: tuple[int, int], delay_s: float) -> None:
     """Carry frames until standard input ends."""
     other = dict(zip(ends, reversed(ends), strict=True))
-    waiting: deque[tuple[float, int, bytes]] = (
-        deque()
-    )  # when it is due, where, what: the delay is constant, so in order
+    waiting: deque[tuple[float, int, bytes]] = deque()  # due times, ends and frames; in order, as all wait as long
     while True:
         timeout = None if not waiting else max(0.0, waiting[0][0] - time.monotonic())
         readable = select.select([*ends, 0], [], [], timeout)[0]

@@ -83,6 +83,7 @@ class RunState:
             self.progress = RunProgress.from_json(found.meta["position"])
             self.history = History(found.meta["history"], found.meta.get("validations", ()), found.meta.get("cutoffs"))
             self.part, self.ended = found.meta.get("part"), None
+            self.shares = found.meta.get("shares")
 
     def begin(self, facts: dict[str, Any], run_id: RunId) -> dict[str, Any]:
         """Begin a run with this data, or resume the one that was restored; return the checkpoint's meta data, or {}.
