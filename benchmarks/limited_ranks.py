@@ -1,6 +1,6 @@
 """Jobs of four ranks that train an MLP in turns, each rank with a part of a core; as root, on Linux.
 
-`benchmarks.slow_rank` and `benchmarks.backup_workers` are made of it. Each rank has a control group with a part of a
+`benchmarks.slow_rank` and `benchmarks.backup_workers` use it. Each rank has a control group with a part of a
 core, so that all four have enough on two cores. Ranks exchange over Gloo, whose waits take no processor time: Open
 MPI's would use up a waiting rank's part of a core.
 """
@@ -60,7 +60,7 @@ def take_turns(
 
 
 def print_medians(found: Mapping[str, Sequence[float]], *, unit: str) -> None:
-    """Print each job's median, and how many times the first job's it is."""
+    """Print each job's median, and its ratio to the first job's."""
     base = statistics.median(next(iter(found.values())))
     for name, values in found.items():
         median = statistics.median(values)

@@ -16,8 +16,8 @@ from hvdtrain.data.sharding import Indices, Shard
 class Assignment:
     """Assigns positions in the epoch's order to ranks; equal on all ranks.
 
-    Assigned are the positions in `left`, and then all from `start` on. Rank r gets every size-th of them, from the
-    r-th on, as in `sharding`; it has taken the first `taken[r]` of its own.
+    It assigns the positions in `left` first, and then all positions from `start` on. Rank r gets every size-th of
+    them, from the r-th on, as in `sharding`; it has taken the first `taken[r]` of its own.
 
     Attributes:
         taken: how many of its samples each rank has taken.

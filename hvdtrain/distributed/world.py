@@ -315,8 +315,8 @@ def init_if_missing(framework: str) -> World:
     world = init(framework)
     if is_late and world.size > 1 and world.is_root:
         log.info(
-            "The script has not called hvdtrain.init(), so the Trainer has. Call it before you make the model, so that "
-            "the model is on this rank's GPU."
+            "The Trainer called hvdtrain.init(), because the script had not. Call hvdtrain.init() before you create "
+            "the model, so that the model is on this rank's GPU."
         )
     return world
 

@@ -108,7 +108,7 @@ class HeartbeatReport:
 class Heartbeat:
     """Exchanges a flag and times about once a second, after a number of steps that all ranks agree on.
 
-    Where all ranks have to wait in these exchanges, they come less often, at least every ten seconds.
+    If all ranks wait in these exchanges, they are less frequent: at most ten seconds apart, or one step if longer.
     """
 
     def __init__(self, world: World, *, times: Recorder = recorder) -> None:
@@ -139,7 +139,7 @@ class Heartbeat:
         row = np.array([step_s, mine.data, train, mine.reduction, mine.other]) / self._steps
         size = self._world.size
         vector = np.zeros(3 + size * len(row))
-        # The shortest wait of a rank: the others waited for that rank too.
+        # Negative, so that max gives the shortest wait: longer ones include waiting for slower ranks.
         vector[:3] = stop, spent_s, -self._wait_s
         vector[3:].reshape(size, -1)[self._world.rank] = np.maximum(row, 0.0)
         if size > 1:  # no time is below 0: each row has one owner

@@ -22,8 +22,8 @@ class RunState:
     Attributes:
         run_id: of the current or last fit.
         resumed_from: the checkpoint's folder, or "in memory"; None for a run from the beginning.
-        part: the metrics of the part of an epoch, if the run has ended within one.
-        ended: what a longer run resumes from then.
+        part: metrics of the last, incomplete epoch; None if the run has not ended within one.
+        ended: the snapshot from which a longer run resumes, if this run has ended within an epoch; else None.
         shares: samples of a whole step by rank; None for equal parts.
     """
 
@@ -72,7 +72,7 @@ class RunState:
         return Snapshot(now | self._held, meta)  # what is still to be loaded replaces the current values
 
     def end_within_epoch(self, snapshot: Snapshot) -> None:
-        """End the run here, where a longer run resumes; what the run does from now on is not part of that."""
+        """End the run within an epoch; a longer run resumes from `snapshot`, which later changes are no part of."""
         self.ended = replace(snapshot, meta={**snapshot.meta, "history": deepcopy(self.history)})
 
     def restore(self, found: Snapshot | None) -> None:
