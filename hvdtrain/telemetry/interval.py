@@ -14,8 +14,8 @@ from hvdtrain.distributed.world import World
 
 INTERVAL_S, _MOST_STEPS = 1.0, 1000  # between two exchanges
 # Ranks may have to wait in an exchange, as for the gradient in flight of `Delayed`. Then the next one comes after so
-# many times the wait, but not after more than the longest interval.
-_WAIT_FACTOR, _LONGEST_S = 20, 10.0
+# many times the wait, in place of after INTERVAL_S, but after at most so many times INTERVAL_S.
+_WAIT_FACTOR, _MOST_INTERVALS = 20, 10
 PARTS = ("compute", "data", "reduction", "other")  # of a step
 # What makes up a rank's own time, as sentences name it.
 WORDS = {"compute": "computing", "data": "waiting for data", "other": "what it does between steps"}
@@ -150,6 +150,7 @@ class Heartbeat:
         times = RankTimes(*vector[3:].reshape(size, -1).T)
         slowest_s = float(times.step.max())
         found = HeartbeatReport(bool(vector[0]), float(vector[1]), self._steps, slowest_s * self._steps, times)
-        interval_s = min(max(INTERVAL_S, -_WAIT_FACTOR * float(vector[2])), _LONGEST_S, limit_s - found.spent_s)
+        intervals = float(np.clip(-_WAIT_FACTOR * vector[2] / max(INTERVAL_S, 1e-9), 1, _MOST_INTERVALS))
+        interval_s = min(intervals * INTERVAL_S, limit_s - found.spent_s)
         self._steps, self._left = 0, int(np.clip(interval_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
         return found
