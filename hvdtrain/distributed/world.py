@@ -310,13 +310,14 @@ def init(framework: str | None = None, *, seed: int | None = None) -> World:
 
 
 def init_if_missing(framework: str) -> World:
-    """Return the World; call `init` where the script has not, and say on rank 0 that this is late."""
+    """Return the World; call `init` where the script has not, and say so on rank 0: on GPUs that is too late."""
     is_late = _world is None
     world = init(framework)
     if is_late and world.size > 1 and world.is_root:
-        log.info(
+        log.log(
+            logging.INFO if world.device == "cpu" else logging.WARNING,
             "The Trainer called hvdtrain.init(), because the script had not. Call hvdtrain.init() before you create "
-            "the model, so that the model is on this rank's GPU."
+            "the model, so that the model is on this rank's GPU.",
         )
     return world
 
