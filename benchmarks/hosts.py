@@ -151,8 +151,7 @@ class Hosts:
 
     def _connect(self, bridge: str, interface: str, addresses: Mapping[str, str]) -> None:
         """Make a switch, and plug hosts in; {port of the switch, a host's name before the first "-": its address}."""
-        self._in_switch("link", "add", bridge, "type", "bridge")
-        self._in_switch("link", "set", bridge, "up")
+        self._add_bridge(bridge)
         for port, address in addresses.items():
             name = port.partition("-")[0]
             ends = ("type", "veth", "peer", "name", interface, "netns", str(self._pids[name]))
@@ -168,13 +167,16 @@ class Hosts:
             assert time.monotonic() < deadline, f"no ssh daemon at {address}"
             time.sleep(0.05)
 
+    def _add_bridge(self, name: str) -> None:
+        self._in_switch("link", "add", name, "type", "bridge")
+        self._in_switch("link", "set", name, "up")
+
     def _in_switch(self, *arguments: str) -> None:
         _call("nsenter", "--target", str(self._pids["switch"]), "--net", "ip", *arguments)
 
     def delay(self, host: str, delay_s: float) -> None:
         """Delay all that is sent to a host, and from it: it gets a switch of its own, behind `delay_line`."""
-        self._in_switch("link", "add", "far", "type", "bridge")
-        self._in_switch("link", "set", "far", "up")
+        self._add_bridge("far")
         self._in_switch("link", "set", host, "master", "far")
         line = [sys.executable, "-I", str(Path(__file__).with_name("delay_line.py")), "bridge", "far", str(delay_s)]
         self._first["delay line"] = started = subprocess.Popen(

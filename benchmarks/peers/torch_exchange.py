@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
 import torch
@@ -14,8 +13,7 @@ from benchmarks.turns import Finished
 if __name__ == "__main__":
     hvd.init()
     task = Task()
-    dtype = torch.float16 if os.environ.get("BENCH_COMPRESSION") == "fp16" else torch.float32
-    gradients = [torch.ones(each.shape, dtype=dtype) for each in task.model.parameters()]
+    gradients = [torch.ones(each.shape) for each in task.model.parameters()]
     turns = task.turns(rank=hvd.rank())
     turns.begin()
     with suppress(Finished):

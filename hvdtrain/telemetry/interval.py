@@ -150,7 +150,7 @@ class Heartbeat:
         times = RankTimes(*vector[3:].reshape(size, -1).T)
         slowest_s = float(times.step.max())
         found = HeartbeatReport(bool(vector[0]), float(vector[1]), self._steps, slowest_s * self._steps, times)
-        intervals = float(np.clip(-_WAIT_FACTOR * vector[2] / max(INTERVAL_S, 1e-9), 1, _MOST_INTERVALS))
-        interval_s = min(intervals * INTERVAL_S, limit_s - found.spent_s)
+        spaced_s = min(-_WAIT_FACTOR * float(vector[2]), _MOST_INTERVALS * INTERVAL_S)
+        interval_s = min(max(INTERVAL_S, spaced_s), limit_s - found.spent_s)
         self._steps, self._left = 0, int(np.clip(interval_s / max(slowest_s, 1e-9), 1, _MOST_STEPS))
         return found

@@ -6,23 +6,14 @@ import re
 
 import numpy as np
 import pytest
+from fake_world import FakeWorld
 
 from hvdtrain.data import sharding
 from hvdtrain.data.sources import Consumed, IteratedSource, as_source
-from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.sync.balance import Balance, as_given, by_speed, check_balance
 from hvdtrain.telemetry.interval import RankTimes
 
 BATCH = 4
-
-
-class FakeWorld(SoloWorld):
-    def __init__(self, rank, size):
-        super().__init__()
-        self.rank, self.size = rank, size
-
-    def allgather_object(self, value, *, name=None):
-        return [value] * self.size
 
 
 def source(num_samples=100, *, rank=0, size=1, batch_size=BATCH, data=None):

@@ -8,24 +8,15 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import Consumed, IteratedSource, as_source
-from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.sync.cutoff import CutoffPlan, check_cutoff
 
 BATCH, ACCUMULATE = 3, 4
-
-
-class FakeWorld(SoloWorld):
-    def __init__(self, rank, size):
-        super().__init__()
-        self.rank, self.size = rank, size
-
-    def allgather_object(self, value, *, name=None):
-        return [value] * self.size
 
 
 def source(num_samples, rank, size, data=None):

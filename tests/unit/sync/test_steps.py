@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fake_world import FakeWorld
 
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import Consumed, IteratedSource, as_source
@@ -13,15 +14,6 @@ from hvdtrain.sync.balance import Balance
 from hvdtrain.sync.steps import OrdinarySteps
 
 BATCH = 4
-
-
-class FakeWorld(SoloWorld):
-    def __init__(self, rank, size):
-        super().__init__()
-        self.rank, self.size = rank, size
-
-    def allgather_object(self, value, *, name=None):
-        return [value] * self.size
 
 
 def of_ranks(num_samples, *, size=2, accumulate=3, given=None):
