@@ -21,20 +21,35 @@ _BLOCK, _HEADER = 32768, 7  # of LevelDB's log, in whose format the file is
 
 
 def records(path):
-    """Yield a file's records, as W&B's own messages."""
+    """Yield a file's records, as W&B's own messages. A record whose end is not written yet is left out."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole = Path(path).read_bytes(), _HEADER, b""
+    yield from (Record.FromString(whole) for whole in whole_records(Path(path).read_bytes()))
+
+
+def whole_records(data):
+    at, whole = _HEADER, b""
     while at + _HEADER <= len(data):
         if _BLOCK - at % _BLOCK < _HEADER:
             at += _BLOCK - at % _BLOCK
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + _HEADER : at + _HEADER + length]
+        part = data[at + _HEADER : at + _HEADER + length]
+        if len(part) < length:
+            return
+        whole += part
         at += _HEADER + length
         if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(whole)
+            yield whole
             whole = b""
+
+
+def test_a_record_that_is_not_written_whole_is_left_out():
+    body = b"a record"
+    header = bytes(4) + len(body).to_bytes(2, "little") + b"\x01"
+    data = bytes(_HEADER) + (header + body) * 2
+    counts = [len(list(whole_records(data[:end]))) for end in range(_HEADER, len(data) + 1)]
+    assert counts == [0] * 15 + [1] * 15 + [2]
 
 
 def whole(path, last="exit"):
