@@ -149,6 +149,9 @@ class Adapter(Protocol):
     fault: Fault | None  # of the last train_step; needs options.nan_policy; set on all ranks or on none
     class_weight: dict[int, float] | None  # weight of training samples by class; ValueError where a loss has its own
     rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it
+    # Called within steps, on all ranks, if each step's exchange is in flight until the next step: at this point other
+    # collectives do not wait for one.
+    between_exchanges: Callable[[], None]
 
     couples_samples: bool  # whether what a sample gives depends on the others of its rank's batch, as with BatchNorm
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,6 +119,7 @@ class KerasAdapter:
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = _losses_are_sums(model, split=self._weighted)
         self.fault: Fault | None = None
+        self.between_exchanges: Callable[[], None] = lambda: None
         self.class_weight: dict[int, float] | None = None
         self.couples_samples = _couples_samples(model)
         self._snapshot = None if options.nan_policy is None else StepSnapshot(model, options)

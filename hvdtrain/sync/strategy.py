@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +67,15 @@ class WrappedAdapter:
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         self._adapter.rank_state = held
+
+    @property
+    def between_exchanges(self) -> Callable[[], None]:
+        """Called where another collective does not have to wait."""
+        return self._adapter.between_exchanges
+
+    @between_exchanges.setter
+    def between_exchanges(self, function: Callable[[], None]) -> None:
+        self._adapter.between_exchanges = function
 
     @property
     def in_sync(self) -> bool:

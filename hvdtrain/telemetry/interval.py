@@ -13,8 +13,8 @@ from hvdtrain.distributed.recorder import Recorder, recorder
 from hvdtrain.distributed.world import World
 
 INTERVAL_S, _MOST_STEPS = 1.0, 1000  # between two exchanges
-# Ranks may have to wait in an exchange, as for the gradient in flight of `Delayed`. Then the next one comes after so
-# many times the wait, in place of after INTERVAL_S, but after at most so many times INTERVAL_S.
+# All ranks may wait in an exchange, as on a link with a high latency. Then the next one comes after so many times the
+# wait, in place of after INTERVAL_S, but after at most so many times INTERVAL_S.
 _WAIT_FACTOR, _MOST_INTERVALS = 20, 10
 PARTS = ("compute", "data", "reduction", "other")  # of a step
 # What makes up a rank's own time, as sentences name it.
@@ -118,6 +118,11 @@ class Heartbeat:
         self._before = times.read()
         self._steps, self._left = 0, 1
         self._wait_s = 0.0  # in this rank's last exchange
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next `beat` exchanges unless it is postponed; equal on all ranks, and False on one rank."""
+        return self._left <= 1 and self._world.size > 1
 
     def beat(
         self, stop: bool, *, spent_s: float = 0.0, limit_s: float = math.inf, postponed: bool = False

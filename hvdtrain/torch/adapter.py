@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -59,6 +59,7 @@ class TorchAdapter:
         optimizers: dict[str, Any] = optimizer if several else {"": optimizer}
         check(model, optimizers, loss, step, options)
         self._options, self._world, self._device = options, world, torch.device(world.device)
+        self.between_exchanges: Callable[[], None] = lambda: None
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
         self._device = training_state.place(model, self._device)
@@ -194,7 +195,7 @@ class TorchAdapter:
         if self._before is not None:
             self._before.take()
         self._evaluate(batches, first=first)
-        refused = self._update.is_refused()
+        refused = self._update.is_refused(self.between_exchanges)
         if self._update.in_flight is not None:
             if self._before is not None and self._update.in_flight.has_fault:
                 self._before.restore()  # of this step, which only the next one refuses

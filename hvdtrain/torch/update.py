@@ -138,14 +138,16 @@ class Update:
             self._losses.append(loss.detach())
         self.scaler.scale(loss).backward(inputs=inputs)
 
-    def is_refused(self) -> bool:
+    def is_refused(self, between_exchanges: Callable[[], None] = lambda: None) -> bool:
         """Reduce, unscale, clip and step; return True where all ranks do not step: the gradient is not finite.
+
+        With `sync=Delayed()`, `between_exchanges` is called when no gradient is in flight.
 
         Raises OutOfMemoryOnRank where a rank has called `give_up`.
         """
         self.is_reducing = True
         if self.in_flight is not None:
-            self._exchange(self.in_flight)
+            self._exchange(self.in_flight, between_exchanges)
         else:
             self._reduce()  # before unscale_ tests for infinity: ranks must agree to skip a step
         return self._refuses()
@@ -194,13 +196,14 @@ class Update:
         self.scaler.update()
         return False
 
-    def _exchange(self, in_flight: GradientInFlight) -> None:
+    def _exchange(self, in_flight: GradientInFlight, between_exchanges: Callable[[], None]) -> None:
         """Replace this step's gradient by the mean of the step before, and start to reduce this step's."""
         weights = self.weights
         made = Origin(weights.weight, weights.expected, weights.samples, self._scale())
         fault = self._own_fault()
         late = in_flight.take()  # before the next one starts: they have the same names
         self.refuse_sparse("sync=Delayed()", instead="sync=None")
+        between_exchanges()
         in_flight.start(self.parameters, made, fault)
         self._put(late)
 

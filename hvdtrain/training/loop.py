@@ -20,7 +20,7 @@ from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext,
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.sync.steps import Steps
-from hvdtrain.telemetry.interval import Heartbeat
+from hvdtrain.telemetry.interval import Heartbeat, HeartbeatReport
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
 from hvdtrain.training.learning_rate import LearningRate
@@ -61,6 +61,8 @@ class Loop:
         self._ahead = 0  # steps that this number of ranks would have taken of the epoch, minus those taken
         self._pace = Pace(adapter, context.world)
         self._heartbeat = Heartbeat(context.world)
+        self._exchanged: tuple[HeartbeatReport, dict[str, float]] | None = None  # in this step, with metrics so far
+        self._adapter.between_exchanges = self._exchange_early
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
 
     @property
@@ -144,6 +146,7 @@ class Loop:
             if not self.is_finished:  # else nothing will be written
                 each.check_writable(self._adapter, state.run_id or run_id)
         self.stop_requested = self.stop_within_epoch = self._validation_is_due = self._must_leave = False
+        self._exchanged = None
         self._adapter.start()
 
     @property
@@ -359,7 +362,7 @@ class Loop:
             self._adapter.learning_rates = rates
 
     def _end_step(self, step: int, steps: Steps) -> None:
-        """Call the callbacks, save checkpoints that are due, and about once a second exchange step times."""
+        """Call the callbacks, save checkpoints that are due, and about once a second exchange heartbeats."""
         context = self._context
         watchdog.step_done(self.progress.global_step)
         for hook in self._hooks:
@@ -371,27 +374,40 @@ class Loop:
         budget = self.budget
         if budget.steps is not None and self.progress.global_step >= budget.steps:
             self._ending = True
-        limit_s = math.inf if budget.seconds is None else budget.seconds
-        # Ranks exchange the largest, so all stop after the same step.
-        spent_s = math.inf if self.stop_within_epoch else self.state.history.seconds + self._pace.seconds
-        requested = preemption.requested() is not None
-        changed = self.commits is not None and self.commits.hosts_have_changed
-        waits = self._adapter.in_flight or steps.was_cut
-        report = self._heartbeat.beat(requested or changed, spent_s=spent_s, limit_s=limit_s, postponed=waits)
-        if report is not None:
-            self._ending = self._ending or report.spent_s >= limit_s
-            self._must_leave |= report.stop
+        if self._exchanged is None:
+            self._exchange(postponed=self._adapter.in_flight or steps.was_cut)
+        exchanged, self._exchanged = self._exchanged, None
         if self._must_leave or self._validation_is_due or any(each.is_late for each in self._savers.values()):
             self._adapter.request_sync()  # before these, if ranks do not hold equal weights
         if self._must_leave and self._adapter.in_sync:
+            requested = preemption.requested() is not None
             if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
                 self._leave()
             self._commit()
             self.commits.begin_next_round()
-        if report is None:
+        if exchanged is None:
             return
+        report, metrics = exchanged
         self._note(steps.observe(report.times))
         self.state.shares = steps.shares
-        interval = self._pace.interval(report, self.progress)
+        interval = self._pace.interval(report, metrics, self.progress)
         for hook in self._hooks:
             hook.on_interval(context, interval)
+
+    def _exchange_early(self) -> None:
+        """Exchange within the step the heartbeat that would be due at its end."""
+        if self._heartbeat.is_due:
+            recorder.ended("compute")
+            self._exchange()
+
+    def _exchange(self, *, postponed: bool = False) -> None:
+        """Count a step; if a heartbeat is due, exchange it and the metrics so far."""
+        limit_s = math.inf if self.budget.seconds is None else self.budget.seconds
+        # Ranks exchange the largest, so all stop after the same step.
+        spent_s = math.inf if self.stop_within_epoch else self.state.history.seconds + self._pace.seconds
+        stop = preemption.requested() is not None or (self.commits is not None and self.commits.hosts_have_changed)
+        report = self._heartbeat.beat(stop, spent_s=spent_s, limit_s=limit_s, postponed=postponed)
+        if report is not None:
+            self._ending = self._ending or report.spent_s >= limit_s
+            self._must_leave |= report.stop
+            self._exchanged = report, self._pace.metrics()

@@ -43,7 +43,11 @@ class Pace:
         self._began += time.perf_counter() - since
         recorder.ended("outside")
 
-    def interval(self, report: HeartbeatReport, progress: RunProgress) -> Interval:
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the epoch so far; a collective."""
+        return self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="running"), keep=True)
+
+    def interval(self, report: HeartbeatReport, metrics: dict[str, float], progress: RunProgress) -> Interval:
         """Return the times, samples and metrics of the steps since the last report."""
         samples = self._earlier_samples + progress.consumed.samples
         before, self._reported_samples = self._reported_samples, samples
@@ -56,7 +60,7 @@ class Pace:
             seconds=report.seconds,
             times=report.times,
             learning_rate=self._adapter.learning_rates[0],
-            metrics=self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="running"), keep=True),
+            metrics=metrics,
         )
 
     def end_epoch(self, progress: RunProgress) -> dict[str, float]:

@@ -9,6 +9,8 @@ from trainer_kit import BATCH, SAMPLES, assert_close, data, model
 
 import hvdtrain
 from hvdtrain import callbacks
+from hvdtrain.distributed.world import World
+from hvdtrain.telemetry import interval
 from hvdtrain.torch.delayed import GradientInFlight
 
 
@@ -82,8 +84,16 @@ def test_a_rank_whose_gradient_is_not_finite_refuses_the_next_steps_update_on_al
 
 
 @pytest.mark.world_size(2)
-def test_a_gradient_is_in_flight_while_the_next_step_computes(world, monkeypatch):
+def test_a_gradient_is_in_flight_while_the_next_step_computes_but_not_in_a_heartbeat(world, monkeypatch):
     events = []
+    reduce = World.allreduce
+
+    def allreduce(self, *args, name="host", **kwargs):
+        events.extend([name] if name in ("heartbeat", "running") else [])
+        return reduce(self, *args, name=name, **kwargs)
+
+    monkeypatch.setattr(World, "allreduce", allreduce)
+    monkeypatch.setattr(interval, "INTERVAL_S", 0.0)  # a heartbeat in each step
     for name in ("start", "take"):
         whole = getattr(GradientInFlight, name)
         monkeypatch.setattr(
@@ -92,7 +102,7 @@ def test_a_gradient_is_in_flight_while_the_next_step_computes(world, monkeypatch
     net = model()
     net.register_forward_pre_hook(lambda *_: events.append("forward"))
     fit(net, data(24), epochs=1)
-    assert events == ["forward", "take", "start"] * 3 + ["take"]
+    assert events == ["forward", "take", "heartbeat", "running", "start"] * 3 + ["take"]
 
 
 @pytest.mark.world_size(2)

@@ -79,6 +79,16 @@ def test_exchanges_that_all_ranks_wait_in_come_less_often(clock, times, monkeypa
     assert world.exchanges == pytest.approx(exchanges, rel=0.1)
 
 
+def test_it_says_before_a_step_whether_the_steps_end_exchanges(clock, times):
+    world = TwoRanks()
+    beats = Heartbeat(world, times=times)
+    for _ in range(20):
+        due, before = beats.is_due, world.exchanges
+        take(beats, times, clock, 0.3)
+        assert world.exchanges == before + due
+    assert not Heartbeat(SoloWorld(), times=times).is_due
+
+
 def test_one_rank_that_is_requested_to_stop_stops_all(clock, times):
     world = TwoRanks()
     beats = Heartbeat(world, times=times)
