@@ -145,6 +145,8 @@ class Callback:
     """
 
     checkpoint: CheckpointOptions | None = None  # of a `Checkpoint`
+    # Whether it gives the model other weights for validation: then its on_validation_end comes before the others'.
+    swaps_weights = False
 
     @property
     def name(self) -> str:

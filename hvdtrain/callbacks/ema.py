@@ -34,6 +34,8 @@ class EMA(Callback):
         TypeError: from `fit`, for a Keras model.
     """
 
+    swaps_weights = True
+
     def __init__(self, decay: float = 0.999, *, every: int = 10) -> None:
         if not 0.0 <= decay < 1.0 or isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(

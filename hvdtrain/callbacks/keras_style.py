@@ -29,6 +29,9 @@ _COUNTS = (
     "_global_test_batch",
 )
 
+# Keras's own callbacks that give the model other weights from on_test_begin to on_test_end.
+_SWAPPERS = ("SwapEMAWeights",)
+
 _STOPPED = "model.stop_training"  # among a callback's values: it ended the run
 
 
@@ -43,6 +46,7 @@ class KerasStyle(Callback):
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
+        self.swaps_weights = _is_kerass_own(type(callback), _SWAPPERS)
         self._given = self._values()
         self._trainer: RunContext | None = None
         self._is_silent = False  # another rank writes the files
@@ -63,12 +67,11 @@ class KerasStyle(Callback):
         Options stay the user's, and so do arrays that the user gave it, such as validation data.
         """
         changed: dict[str, Any] = {}
-        for name, value in self._values().items():
-            given = self._given.get(name)
-            if not isinstance(value, list):
-                changed |= {name: value} if given != value else {}
-            elif not isinstance(given, list) or list(map(id, value)) != list(map(id, given)):
+        for name, value in _changed(self._given, self._values()).items():
+            if isinstance(value, list):
                 changed |= {f"{name}.{index}": array for index, array in enumerate(value)}
+            else:
+                changed[name] = value
         if self._trainer is not None and self._trainer.model.stop_training:
             changed[_STOPPED] = True
         return changed
@@ -78,6 +81,8 @@ class KerasStyle(Callback):
         lists: dict[str, dict[int, Any]] = {}
         for name, value in state.items():
             attribute, _, index = name.partition(".")
+            if attribute in self._options:  # in a checkpoint of an earlier version
+                continue
             if attribute in vars(self._callback) and index:
                 lists.setdefault(attribute, {})[int(index)] = value
             elif attribute in vars(self._callback):
@@ -90,11 +95,16 @@ class KerasStyle(Callback):
             self._trainer.model.stop_training = True
             self._trainer.stop()
 
+    @property
+    def _options(self) -> tuple[str, ...]:
+        """What is the user's though the callback changes it: Keras negates min_delta when it learns the direction."""
+        return ("min_delta",) if hasattr(self._callback, "monitor_op") else ()
+
     def _values(self) -> dict[str, Any]:
         """Return the callback's numbers and lists of arrays. A list is copied: it may be filled in place."""
         found: dict[str, Any] = {}
         for name, value in vars(self._callback).items():
-            if name.startswith("_") and name not in _COUNTS:
+            if (name.startswith("_") and name not in _COUNTS) or name in self._options:
                 continue
             if isinstance(value, bool | int | float | np.generic):
                 found[name] = value.item() if isinstance(value, np.generic) else value
@@ -110,7 +120,10 @@ class KerasStyle(Callback):
         epochs = sys.maxsize if trainer.epochs is None else trainer.epochs  # which Keras's callbacks calculate with
         self._call("set_params", {"verbose": 0, "epochs": epochs, "steps": trainer.steps_per_epoch})
         self._call("set_model", trainer.model)
+        before = self._values()
         self._call("on_train_begin", {})
+        # What it sets there it sets in each process, such as its rank: only later changes are the run's.
+        self._given.update(_changed(before, self._values()))
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
         """Call on_epoch_begin."""
@@ -183,6 +196,17 @@ def as_callback(callback: Any) -> Callback:
     raise TypeError(
         f"A callback must be a hvdtrain.callbacks.Callback or a keras.callbacks.Callback. Received: {callback!r}"
     )
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are other ones than before; a list is the same one if it holds the same arrays."""
+    return {name: value for name, value in after.items() if name not in before or _differ(before[name], value)}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return list(map(id, one)) != list(map(id, other))
+    return isinstance(one, list) or isinstance(other, list) or bool(one != other)
 
 
 def _is_kerass_own(kind: type, names: tuple[str, ...]) -> bool:

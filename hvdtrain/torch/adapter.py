@@ -268,7 +268,7 @@ class TorchAdapter:
             return
         counted = self._update.weights.count(batch)
         self._model.eval()
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference_mode, in which a step could not compute a gradient that it needs
             if not isinstance(self._step, YieldingStep):
                 self._forward(batch, counted)
                 return
@@ -281,7 +281,7 @@ class TorchAdapter:
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
         self._model.eval()
-        with torch.inference_mode(), self._autocast():
+        with torch.no_grad(), self._autocast():
             outputs = self._step.predict(inputs)
         return tree_map(training_state.to_host, outputs)
 

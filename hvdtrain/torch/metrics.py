@@ -63,6 +63,7 @@ class Accuracy:
         self._threshold = 0.5 if isinstance(loss, torch.nn.BCELoss) else 0.0
         self._ignored = -100 if loss is None else getattr(loss, "ignore_index", None)
         self._has_loss = loss is not None
+        self._axis: int | None = None  # of classes, once a batch has shown it
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return one value per target, also for ignored targets."""
@@ -70,17 +71,25 @@ class Accuracy:
             return (outputs > self._threshold) == (targets > 0.5)
         if targets.is_floating_point():
             targets = targets.argmax(1)
-        return outputs.argmax(1 if self._has_loss else _class_axis(outputs, targets)) == targets
+        if self._has_loss:
+            return outputs.argmax(1) == targets
+        self._axis = _class_axis(outputs, targets, known=self._axis)
+        return outputs.argmax(self._axis) == targets
 
     def mask(self, values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         """Return which of the values count; None if all do."""
         return None if self._ignored is None or values.shape != targets.shape else targets != self._ignored
 
 
-def _class_axis(outputs: torch.Tensor, targets: torch.Tensor) -> int:
-    """Return the axis of classes: 1 as torch's losses take them, or the last as many models return them."""
+def _class_axis(outputs: torch.Tensor, targets: torch.Tensor, *, known: int | None) -> int:
+    """Return the axis of classes: 1 as torch's losses take them, or the last as many models return them.
+
+    A batch with as many targets a sample as classes does not show which one it is: then it is the `known` one.
+    """
     is_second = outputs.shape[:1] + outputs.shape[2:] == targets.shape
     is_last = outputs.shape[:-1] == targets.shape
+    if is_second and is_last and outputs.dim() != 2 and known is not None:
+        return known
     if (is_second == is_last and outputs.dim() != 2) or not (is_second or is_last):
         raise ValueError(
             "accuracy needs outputs (batch, classes, ...) or (batch, ..., classes) for targets (batch, ...). Received: "

@@ -271,7 +271,10 @@ def _example(item: Any) -> str:
         body = [f"return hvdtrain.Loss(my_loss({', '.join([f'model({inputs})', *targets])}))"]
         if labels is not None:  # as transformers' models take it
             body = ["out = model(**batch)", f"metrics = dict(outputs=out.logits, targets=batch[{labels!r}])"]
-            body += ["return hvdtrain.Loss(out.loss, **metrics)"]
+            # With a label for each token, what the mean of such a model was divided by.
+            count = f"(batch[{labels!r}] != -100).sum()"
+            has_tokens = len(getattr(item[labels], "shape", ())) > 1
+            body += [f"return hvdtrain.Loss(out.loss, {f'count={count}, ' if has_tokens else ''}**metrics)"]
     elif isinstance(item, tuple | list) and len(item) > 1:
         names = ["x", "y", "weight"] if len(item) == 3 else [f"part{index}" for index in range(len(item))]
         body = [f"{', '.join(names)} = batch", f"return hvdtrain.Loss(my_loss(model, {', '.join(names)}))"]

@@ -279,7 +279,8 @@ class Trainer:
         schedules = [each.schedule for each in checkpoints]
         limits = {**asdict(loop.budget), "validate_every": loop.validation.every}
         limits |= {"class_weight": self._adapter.class_weight, "balance": balance}
-        facts = {**limits, "validation": list(named_sets(validation)), "checkpoints": schedules, "resume": resume}
+        sets = named_sets(validation, train)
+        facts = {**limits, "validation": list(sets), "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
         check_end(source.facts, loop.budget)
@@ -295,7 +296,7 @@ class Trainer:
                 "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
                 "shares. With SyncBatchNorm, or a normalization of single samples, it does not."
             )
-        loop.validation.sets = {name: as_source(each, **of_rank) for name, each in named_sets(validation).items()}
+        loop.validation.sets = {name: as_source(each, **of_rank) for name, each in sets.items()}
         self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = loop.budget.epochs
         self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)

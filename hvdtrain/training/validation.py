@@ -36,7 +36,8 @@ class Validation:
                 found = self.evaluate(source, hooks)
             prefix = f"val_{name}_" if name else "val_"
             named = {prefix + metric: value for metric, value in found.items()}
-            for hook in hooks:
+            # First those that give the model its weights back: others may read them, or restore the best ones.
+            for hook in sorted(hooks, key=lambda each: not each.swaps_weights):
                 hook.on_validation_end(self.context, named)
             logs |= named
         return logs
@@ -70,14 +71,19 @@ def load_rank_state(adapter: Adapter, arrays: rank_state.Arrays) -> None:
     adapter.rank_state = arrays
 
 
-def named_sets(data: Any) -> dict[str, Any]:
+def named_sets(data: Any, train: Any = None) -> dict[str, Any]:
     """Return the validation sets by name: the datasets of a dict, or anything else as a single set.
 
-    A dict of arrays, or of dicts, is a single set: the inputs of a model by name.
+    A dict of arrays, or of dicts, is a single set: the inputs of a model by name. But dicts with the keys of the
+    training data are sets, if their own names are not these keys.
     """
     if data is None:
         return {}
-    if not isinstance(data, Mapping) or any(is_array(each) or isinstance(each, Mapping) for each in data.values()):
+    if not isinstance(data, Mapping):
+        return {"": data}
+    keys = train.keys() if isinstance(train, Mapping) and data.keys() != train.keys() else None
+    are_sets = keys is not None and all(isinstance(each, Mapping) and each.keys() == keys for each in data.values())
+    if not are_sets and any(is_array(each) or isinstance(each, Mapping) for each in data.values()):
         return {"": data}
     wrong = [name for name in data if not isinstance(name, str) or not name]
     if wrong or not data:

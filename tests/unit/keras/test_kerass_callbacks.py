@@ -222,6 +222,39 @@ def test_a_run_that_early_stopping_has_ended_trains_no_further_when_resumed(tmp_
     assert_same(after, before)
 
 
+def test_a_resumed_run_judges_improvement_as_a_straight_one(tmp_path):
+    """Keras negates min_delta in the first epoch of a process."""
+
+    def run(epochs, **options):
+        slower = keras.callbacks.ReduceLROnPlateau(min_delta=0.5, patience=1, factor=0.5, min_lr=0.0)
+        return in_trainer([slower], epochs=epochs, **options)
+
+    straight = run(6)
+    run(2, checkpoint_dir=str(tmp_path))
+    resumed = run(6, checkpoint_dir=str(tmp_path))
+    assert float(straight.optimizer.learning_rate) < 0.05
+    assert float(resumed.optimizer.learning_rate) == float(straight.optimizer.learning_rate)
+    assert_same(resumed, straight)
+
+
+def test_what_a_callback_sets_when_training_begins_is_not_restored_and_what_it_counts_is(tmp_path):
+    class Own(keras.callbacks.Callback):
+        def __init__(self, process):
+            super().__init__()
+            self.process, self.epochs = process, 0
+
+        def on_train_begin(self, logs=None):
+            self.rank = self.process
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.epochs += 1
+
+    first, again = Own(7), Own(8)
+    in_trainer([first], epochs=2, checkpoint_dir=str(tmp_path))
+    in_trainer([again], epochs=4, checkpoint_dir=str(tmp_path))
+    assert (again.rank, again.epochs) == (8, 4)
+
+
 @pytest.mark.parametrize("swap_on_epoch", [False, True])
 def test_swapped_weights_are_resumed(tmp_path, swap_on_epoch):
     def run(epochs, **options):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hvdtrain
-from hvdtrain.callbacks import EMA, Callback, Checkpoint
+from hvdtrain.callbacks import EMA, Callback, Checkpoint, EarlyStopping
 from hvdtrain.distributed import world
 from hvdtrain.errors import CheckpointError
 from hvdtrain.torch.averaging import AveragedWeights
@@ -69,6 +69,16 @@ def test_validation_has_the_averages_and_training_the_weights():
     with ema.averaged():
         assert trainer.evaluate((X, Y), batch_size=2)["loss"] == history["val_loss"][-1]
     assert trainer.evaluate((X, Y), batch_size=2)["loss"] != history["val_loss"][-1]
+
+
+@pytest.mark.parametrize("ema_is_first", [True, False])
+def test_the_best_weights_come_back_whichever_callback_is_first(ema_is_first):
+    stop = EarlyStopping("val_loss", patience=0, mode="max", restore_best=True)  # the first validation is the best
+    weights, ema = Weights(), EMA(0.5, every=1)
+    pair = [ema, stop] if ema_is_first else [stop, ema]
+    trainer = make()
+    trainer.fit((X, Y), validation=(X, Y), validate_every=2, epochs=5, callbacks=[weights, *pair], **QUIET)
+    assert torch.equal(trainer.model.weight.detach().double(), weights.seen[2])
 
 
 class FailInValidation(Callback):

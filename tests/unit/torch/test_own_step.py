@@ -217,12 +217,16 @@ def test_a_loss_or_a_step(make):
             {"input_ids": X, "labels": Y},
             r"a dict of input_ids \(10, 4\) float32, labels \(10,\) int64(.|\n)*model\(\*\*batch\)",
         ),
+        (
+            {"input_ids": X, "labels": Y[:, None].repeat(4, 1)},
+            r"hvdtrain\.Loss\(out\.loss, count=\(batch\['labels'\] != -100\)\.sum\(\), \*\*metrics\)",
+        ),
         ({"x": X, "y": Y}, r"a dict of x (.|\n)*model\(batch\['x'\]\), batch\['y'\]"),
         ((X, Y, X, X), r"a tuple of 4: \(10, 4\) float32, (.|\n)*part0, part1, part2, part3 = batch"),
         ((X, Y, X), r"weigh samples in your own loss(.|\n)*x, y, weight = batch"),
         (X, r"Received: \(10, 4\) float32 on rank 0(.|\n)*my_loss\(model, batch\)"),
     ],
-    ids=["labels", "dict", "tuple", "weight", "no targets"],
+    ids=["labels", "tokens", "dict", "tuple", "weight", "no targets"],
 )
 def test_a_batch_that_the_default_step_cannot_take_is_shown_a_step(make, batch, message):
     with pytest.raises((TypeError, ValueError), match=message) as caught:
@@ -281,6 +285,30 @@ def test_accuracy_finds_the_classes_of_an_own_step(own, shape):
         lambda model, batch: hvdtrain.Loss(model(X).mean(), outputs=batch[0], targets=batch[1]), metrics="accuracy"
     )
     assert trainer.evaluate((outputs, targets))["accuracy"] == pytest.approx(0.8)
+
+
+def test_accuracy_remembers_the_axis_of_classes_where_a_batch_does_not_show_it(own):
+    trainer = own(pass_on, metrics="accuracy")
+    outputs = [torch.eye(3)[torch.randint(3, (6, tokens))] for tokens in (5, 3)]
+    batches = [(each, each.argmax(-1)) for each in outputs]
+    assert trainer.evaluate(loader(*batches))["accuracy"] == 1.0
+
+
+def test_a_step_may_compute_a_gradient_that_its_loss_needs(own):
+    def step(model, batch):
+        with torch.enable_grad():
+            x = batch["x"].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            return hvdtrain.Loss((slope**2).mean())
+
+    history = own(step).fit({"x": X, "y": Y}, validation={"x": X, "y": Y}, **QUIET)
+    assert history["val_loss"][-1] > 0
+
+
+def test_validation_sets_like_the_training_data_are_sets(own):
+    given = {"clean": {"x": X, "y": Y}, "noisy": {"x": X[:4], "y": Y[:4]}}
+    history = own(dict_step).fit({"x": X, "y": Y}, validation=given, **QUIET)
+    assert {"val_clean_loss", "val_noisy_loss"} < history.keys()
 
 
 def test_accuracy_does_not_guess_the_axis_of_classes(own):
