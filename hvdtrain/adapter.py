@@ -75,6 +75,7 @@ class Fault:
     steps_ago: int = 0  # how many steps before all ranks learn of it; 0 unless ranks step alone or with a delay
     in_a_row: int | None = None  # steps that a rank did not take, up to now; None where every step reports a fault
     is_late: bool = False  # whether ranks have taken the step after which they learn of it
+    is_restored: bool = False  # whether the gradient is a checkpoint's, which does not say what made it
 
 
 @dataclass

@@ -417,7 +417,7 @@ DEFECTS = (
     Defect(
         "sync: the outer momentum is not in checkpoints",
         "hvdtrain/sync/periodic.py",
-        "arrays=state.arrays | velocities",
+        "arrays=state.arrays | self._host_velocities()",
         "arrays=state.arrays",
         ALONE,
     ),

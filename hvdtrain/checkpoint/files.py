@@ -138,11 +138,15 @@ def is_finite(directory: str | os.PathLike[str]) -> bool:
 def has_finite_numbers(arrays: dict[str, Arrays], trained: frozenset[str]) -> bool:
     """Return whether weights, named `trained`, are finite, and no buffer, statistic or optimizer state is NaN.
 
+    A gradient in flight, or a velocity, must be finite: it changes weights later.
+
     Infinity counts in weights alone: masks (-inf) and observed ranges (inf, -inf) hold it by design. Running metrics
     may be NaN: the loss of a step that was skipped, for one.
     """
     model, optimizer = arrays.get("model", {}), arrays.get("optimizer", {})
     if not all(np.isfinite(_ends(array)).all() for name, array in model.items() if name in trained):
+        return False
+    if not all(np.isfinite(_ends(array)).all() for array in arrays.get("sync", {}).values()):
         return False
     ranks = arrays.get("ranks", {}).items()
     statistics = [array for name, array in ranks if name.partition("/")[2].startswith("mean.")]

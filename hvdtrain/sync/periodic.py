@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter, Fault, Options, Ranks, State
 from hvdtrain.data.sources import Batch
@@ -57,6 +59,8 @@ class PeriodicAdapter(WrappedAdapter):
         self._faulty: Fault | None = None  # this rank's first since then
         self._fault_at = 0
         self._refused = 0  # this rank's steps in a row that it did not take, up to the last one
+        self._is_loaded = False  # whether no step was taken since `load_state`: a fit then continues that run
+        self._velocities: dict[str, NDArray[Any]] = {}  # of a checkpoint, until outers are made for its weights
         self._outers: list[Outer] = []
         self._identities: list[list[int]] = []  # of the weights that they synchronize
         recorder.exchanges = recorder.exchanges or 0
@@ -76,21 +80,30 @@ class PeriodicAdapter(WrappedAdapter):
         self._is_requested = self._period.is_streaming
 
     def start(self) -> None:
-        """Broadcast the root's weights, optimizer state and velocity."""
+        """Broadcast the root's weights, optimizer state and velocity. Count steps from 0, unless a run continues."""
         for outer in self._outers:
             outer.drop()
+        self._steps = self._steps if self._is_loaded else 0
         self._alone, self._is_requested, self._faulty, self._refused = 0, False, None, 0
         super().start()
         if self._world.size == 1:
             return
-        root = self._world.broadcast_object([self._steps, any(o.velocity for o in self._outers)], name="sync")
-        self._steps = root[0]
-        for outer in self._make_outers() if root[1] else ():
-            like = outer.replica.weights()
-            mine = outer.velocity if self._world.is_root else like
-            host = [outer.replica.to_host(each) for each in mine]
-            received = [self._world.broadcast(each, name="sync.velocity") for each in host]
-            outer.velocity = [outer.replica.from_host(a, each) for a, each in zip(received, like, strict=True)]
+        mine = self._host_velocities()
+        described = [[name, each.shape, each.dtype.name] for name, each in mine.items()]
+        self._steps, described = self._world.broadcast_object([self._steps, described], name="sync")
+        like = {name: mine[name] if self._world.is_root else np.zeros(shape, dtype) for name, shape, dtype in described}
+        # Which weights are trained may still change in on_epoch_begin, so outers take it with the first step.
+        self._velocities = {name: self._world.broadcast(each, name="sync.velocity") for name, each in like.items()}
+        self._outers, self._identities = [], []
+
+    def _host_velocities(self) -> dict[str, NDArray[Any]]:
+        """Return the velocities by name; none where no outer step was taken."""
+        held = {
+            f"{_VELOCITY}{number}.{index}": outer.replica.to_host(each)
+            for number, outer in enumerate(self._outers)
+            for index, each in enumerate(outer.velocity)
+        }
+        return held or self._velocities
 
     def _make_outers(self) -> list[Outer]:
         """Return the outer optimizer of each fragment: new ones if other weights are trained than before."""
@@ -109,11 +122,25 @@ class PeriodicAdapter(WrappedAdapter):
             how = {"lr": period.lr, "momentum": period.momentum}
             self._outers = [Outer(part, **how, keeps_anchor=keeps) for part in parts]
             self._identities = identities
+            self._restore_velocities()
         return self._outers
+
+    def _restore_velocities(self) -> None:
+        """Give new outers a checkpoint's velocities, unless other weights were trained there: then they begin at 0."""
+        held, self._velocities = self._velocities, {}
+        found = []
+        for number, outer in enumerate(self._outers if held else ()):
+            pairs = [(held.get(f"{_VELOCITY}{number}.{i}"), each) for i, each in enumerate(outer.replica.weights())]
+            if any(saved is None or saved.shape != tuple(like.shape) for saved, like in pairs):
+                return
+            found.append([outer.replica.from_host(saved, like) for saved, like in pairs if saved is not None])
+        for outer, velocity in zip(self._outers, found, strict=False):
+            outer.velocity = velocity
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take a step alone, and synchronize what is due; the first `after_steps` are synchronous."""
         period = self._period
+        self._is_loaded = False
         if self._steps < period.after_steps or self._world.size == 1:
             self._adapter.reduce_over("all")
             super().train_step(batches)
@@ -190,13 +217,8 @@ class PeriodicAdapter(WrappedAdapter):
     def state(self) -> State:
         """Return the adapter's state, the velocities, and how many steps are done."""
         state = self._adapter.state()
-        velocities = {
-            f"{_VELOCITY}{number}.{index}": outer.replica.to_host(each)
-            for number, outer in enumerate(self._outers)
-            for index, each in enumerate(outer.velocity)
-        }
         meta = {**state.meta, "sync": {"steps": self._steps, "fragments": self._period.fragments}}
-        return replace(state, arrays=state.arrays | velocities, meta=meta)
+        return replace(state, arrays=state.arrays | self._host_velocities(), meta=meta)
 
     def load_state(self, state: State) -> None:
         """Restore it; a checkpoint of a run without a strategy, or with other fragments, has no velocity for this."""
@@ -207,8 +229,9 @@ class PeriodicAdapter(WrappedAdapter):
         self._adapter.load_state(replace(state, arrays=others, meta=meta))
         self._steps, self._alone, self._outers, self._identities = own["steps"], 0, [], []
         fits = self._period.momentum and own["fragments"] == self._period.fragments
-        for number, outer in enumerate(self._make_outers() if velocities and fits else ()):
-            outer.velocity = [
-                outer.replica.from_host(velocities[f"{_VELOCITY}{number}.{index}"], each)
-                for index, each in enumerate(outer.replica.weights())
-            ]
+        self._velocities, self._is_loaded = velocities if fits else {}, True
+
+    def finish(self) -> Fault | None:
+        """End the run: also one whose last weights are those of an earlier step, which a callback has loaded."""
+        self._is_loaded = False
+        return super().finish()

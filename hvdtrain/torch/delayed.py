@@ -42,6 +42,7 @@ class Reduced:
     origin: Origin
     gradients: dict[Parameter, Tensor]
     fault: Fault | None = None  # why this rank's own gradient is not finite
+    is_restored: bool = False  # from a checkpoint, which has no fault
 
 
 class GradientInFlight:
@@ -93,12 +94,14 @@ class GradientInFlight:
             mine = self._wait()
         except Exception:  # noqa: BLE001 - of a fit that an error has ended
             mine = None
-        described = None if mine is None else (asdict(mine.origin), [self._names[p] for p in mine.gradients])
+        described = None
+        if mine is not None:
+            described = asdict(mine.origin), [self._names[p] for p in mine.gradients], mine.is_restored
         found = self._world.broadcast_object(described, name="delayed")
         self._reduced = None
         if found is None:
             return
-        origin, names = found
+        origin, names, is_restored = found
         by_name = {name: parameter for parameter, name in self._names.items()}
         gradients = {} if mine is None else mine.gradients
         shared = {
@@ -107,7 +110,7 @@ class GradientInFlight:
         }
         if self._world.size > 1:
             hvd.broadcast_parameters([(f"delayed.{self._names[p]}", each) for p, each in shared.items()], root_rank=0)
-        self._reduced = Reduced(Origin(**origin), shared, None if mine is None else mine.fault)
+        self._reduced = Reduced(Origin(**origin), shared, None if mine is None else mine.fault, is_restored)
 
     def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         """Return what `State.arrays` and `State.meta` hold of it; this rank alone waits for the reduction."""
@@ -125,7 +128,7 @@ class GradientInFlight:
         saved = {name.removeprefix(_PREFIX): a for name, a in arrays.items() if name.startswith(_PREFIX)}
         known = [(p, name) for p, name in self._names.items() if name in saved]
         gradients = {p: torch.from_numpy(saved[name].copy()).to(p.device, p.dtype) for p, name in known}
-        self._reduced = Reduced(Origin(**meta[_META]), gradients)
+        self._reduced = Reduced(Origin(**meta[_META]), gradients, is_restored=True)
 
 
 class _Sent:

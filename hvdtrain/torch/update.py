@@ -217,6 +217,8 @@ class Update:
         self._counts_nothing = origin.total == 0
         factor = self._scale() / origin.scale  # the gradient was made at another loss scale
         for parameter, gradient in late.gradients.items():
+            if not parameter.requires_grad:  # frozen since the gradient was computed
+                continue
             parameter.grad = gradient if factor == 1.0 else gradient.mul_(factor)
 
     def _scale(self) -> float:
@@ -233,7 +235,10 @@ class Update:
         """Return why the gradient of the step before was refused, and drop it."""
         name = self.drop_gradients()
         own = None if self._late is None else self._late.fault
-        return replace(own, reduced=name) if own else Fault(name, None, float("nan"), (), steps_ago=1, is_late=True)
+        if own:
+            return replace(own, reduced=name)
+        is_restored = self._late is not None and self._late.is_restored
+        return Fault(name, None, float("nan"), (), steps_ago=1, is_late=True, is_restored=is_restored)
 
     def _first_non_finite(self) -> str:
         return self.name_of(first_non_finite((p, p.grad) for p in self.parameters)) or "none"

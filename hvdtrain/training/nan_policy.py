@@ -60,6 +60,11 @@ class NanPolicy:
             rank, host, what = found[0]
             more = f" (and on {len(found) - 1} more ranks)" if found[1:] else ""
             text += f"on rank {rank} ({host}){more} the gradient of {what}."
+        elif fault.is_restored:
+            text += (
+                f"the gradient of {fault.reduced} is not finite. It was in flight when the checkpoint was saved, which "
+                "does not say on which rank and for which samples it was computed."
+            )
         else:
             text += (
                 f"the gradient of {fault.reduced} is not finite over all ranks, though it is on each: their sum "

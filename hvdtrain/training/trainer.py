@@ -186,7 +186,8 @@ class Trainer:
             seconds: training time in all, without validation; that before a checkpoint counts. All ranks end after
                 the same step, the first one that all know to be late enough.
             validate_every: optimizer steps, counted over all epochs, after which validation runs within an epoch too.
-                It does not change training: metrics, statistics and random states of the epoch stay as they are.
+                It does not change training: metrics, statistics and random states of the epoch stay as they are. Only
+                with a `sync` that has fragments or overlap, ranks synchronize for it.
             batch_size: samples per rank and batch; an optimizer step takes batch_size * size * accumulate.
             class_weight: for Keras: how much training samples weigh, by class, as in Keras's fit; a class that is left
                 out weighs 1. A torch loss has weights of its own.
@@ -279,7 +280,7 @@ class Trainer:
         schedules = [each.schedule for each in checkpoints]
         limits = {**asdict(loop.budget), "validate_every": loop.validation.every}
         limits |= {"class_weight": self._adapter.class_weight, "balance": balance}
-        sets = named_sets(validation, train)
+        sets = named_sets(validation, train.keys() if isinstance(train, Mapping) else None)
         facts = {**limits, "validation": list(sets), "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
@@ -321,6 +322,8 @@ class Trainer:
 
         A collective: call it on every rank, not within an epoch of `fit`. All ranks get the same numbers.
         """
+        if not self.in_sync:
+            raise HvdTrainError(self._not_in_sync("evaluate", "computes the loss of a part"))
         if self._loop.in_epoch:
             raise HvdTrainError(
                 "evaluate() was called in the middle of a training epoch: it would mix its metrics with the epoch's. "
@@ -335,12 +338,15 @@ class Trainer:
         What can only be iterated has no order that ranks could share: a TypeError.
         """
         if not self.in_sync:
-            raise HvdTrainError(
-                "predict() was called between two synchronizations of sync=..., where each rank holds weights of its "
-                "own, and predicts a part. Call it where trainer.in_sync is True, as in on_epoch_end. "
-                f"Received: predict() after step {self.global_step} on rank {self.world.rank}"
-            )
+            raise HvdTrainError(self._not_in_sync("predict", "predicts a part"))
         return predict(self._adapter, self.world, x, batch_size=batch_size)
+
+    def _not_in_sync(self, method: str, what: str) -> str:
+        return (
+            f"{method}() was called between two synchronizations of sync=..., where each rank holds weights of its "
+            f"own, and {what}. Call it where trainer.in_sync is True, as in on_epoch_end. "
+            f"Received: {method}() after step {self.global_step} on rank {self.world.rank}"
+        )
 
     def save(self, directory: str) -> None:
         """Write weights, optimizer state and options to `directory`. A collective; rank 0 writes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,18 +71,18 @@ def load_rank_state(adapter: Adapter, arrays: rank_state.Arrays) -> None:
     adapter.rank_state = arrays
 
 
-def named_sets(data: Any, train: Any = None) -> dict[str, Any]:
+def named_sets(data: Any, keys: Set[str] | None = None) -> dict[str, Any]:
     """Return the validation sets by name: the datasets of a dict, or anything else as a single set.
 
-    A dict of arrays, or of dicts, is a single set: the inputs of a model by name. But dicts with the keys of the
-    training data are sets, if their own names are not these keys.
+    A dict of arrays, or of dicts, is a single set: the inputs of a model by name. But if the training data are a dict
+    with these `keys`, dicts with the same keys are sets of their own.
     """
     if data is None:
         return {}
     if not isinstance(data, Mapping):
         return {"": data}
-    keys = train.keys() if isinstance(train, Mapping) and data.keys() != train.keys() else None
-    are_sets = keys is not None and all(isinstance(each, Mapping) and each.keys() == keys for each in data.values())
+    is_like_train = keys is None or data.keys() == keys
+    are_sets = not is_like_train and all(isinstance(each, Mapping) and each.keys() == keys for each in data.values())
     if not are_sets and any(is_array(each) or isinstance(each, Mapping) for each in data.values()):
         return {"": data}
     wrong = [name for name in data if not isinstance(name, str) or not name]

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from trainer_kit import BATCH, Infinite, assert_close, fit, model, sparse_data, sparse_model
+from trainer_kit import BATCH, Infinite, assert_close, data, fit, make_trainer, model, run, sparse_data, sparse_model
 
 import hvdtrain
 from hvdtrain.callbacks import EMA, Callback, Checkpoint
@@ -117,6 +117,64 @@ def test_weights_that_are_trained_anew_between_synchronizations_are_refused(worl
     net = model()
     with pytest.raises(HvdTrainError, match=r"Weights were frozen, or are trained again, between two synchronizations"):
         fit(net, "sgd", sync=hvdtrain.DiLoCo(4), hooks=[Thaw(net, at=2)], epochs=1)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("strategy", ["DiLoCo", "streaming"])
+def test_a_run_in_which_weights_were_thawed_resumes_bit_for_bit(strategy, shared_tmp_path):
+    """The script begins with the frozen layer, and on_epoch_begin trains it again."""
+
+    def train(folder, epochs):
+        net = model()
+        fit(net, "sgd", sync=THAWED[strategy], hooks=[Thaw(net), Checkpoint(folder)], epochs=epochs)
+        return [p.detach().numpy().copy() for p in net.parameters()]
+
+    straight = train(shared_tmp_path / "straight", 5)
+    train(shared_tmp_path / "stopped", 3)
+    for ours, theirs in zip(train(shared_tmp_path / "stopped", 5), straight, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.world_size(2)
+def test_all_ranks_begin_without_a_velocity_where_the_roots_checkpoint_has_none(
+    shared_tmp_path, assert_same_on_all_ranks
+):
+    fit(model(), "sgd", hooks=[Checkpoint(shared_tmp_path)], epochs=1)
+    net = model()
+    trainer = make_trainer(net, "sgd", sync=hvdtrain.DiLoCo(2))
+    run(trainer, epochs=1)
+    run(trainer, hooks=[Checkpoint(shared_tmp_path)], epochs=2)
+    assert_same_on_all_ranks(*net.parameters())
+
+
+class InSync(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, trainer, step):
+        self.seen.append(trainer.in_sync)
+
+
+@pytest.mark.world_size(2)
+def test_a_second_fit_begins_with_its_synchronous_steps(world):
+    trainer, first, second = make_trainer(model(), "sgd", sync=hvdtrain.LocalSGD(3, after_steps=2)), InSync(), InSync()
+    run(trainer, hooks=[first], epochs=1)
+    run(trainer, hooks=[second], epochs=1)
+    assert first.seen == second.seen
+    assert first.seen[:5] == [True, True, False, False, True]
+
+
+@pytest.mark.world_size(2)
+def test_evaluate_is_refused_where_ranks_hold_different_weights(world):
+    class Interrupt(Callback):
+        def on_step_end(self, trainer, step):
+            raise KeyboardInterrupt
+
+    trainer = make_trainer(model(), "sgd", sync=hvdtrain.LocalSGD(8))
+    with pytest.raises(KeyboardInterrupt):
+        run(trainer, hooks=[Interrupt()], epochs=1)
+    with pytest.raises(HvdTrainError, match=r"evaluate\(\) was called between two synchronizations"):
+        trainer.evaluate(data())
 
 
 @pytest.mark.world_size(2)

@@ -89,6 +89,8 @@ def test_older_versions_read_the_manifest(tmp_path):
         ({"ranks": {"1/mean.buffer.mean": NAN}}, False),
         ({"ranks": {"1/sum.totals": NAN, "0/random.python": np.ones(3)}}, True),
         ({"callbacks": {"0.best": NAN}}, True),
+        ({"sync": {"gradient.w": NAN}}, False),  # `Delayed` applies it in the next step
+        ({"sync": {"velocity.0.0": INF}}, False),
     ],
 )
 def test_what_must_be_finite(groups, finite):

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import hvdtrain  # noqa: E402
 import hvdtrain.torch as hvd  # noqa: E402
-from hvdtrain.callbacks import Callback, EarlyStopping  # noqa: E402
+from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping  # noqa: E402
 from hvdtrain.data import sharding  # noqa: E402
 from hvdtrain.errors import HvdTrainError, NonFiniteError  # noqa: E402
 from hvdtrain.sync import as_strategy  # noqa: E402
@@ -179,6 +179,31 @@ def test_a_gradient_that_is_not_finite_is_left_out_one_step_later(at, caplog):
     assert [index for index, taken in enumerate(poison.taken) if not taken] == ([at + 1] if at < 11 else [])
     assert "Skipped" in caplog.text
     assert ("The last step: on rank 0 (" in caplog.text) == (at == 11)
+
+
+def test_the_error_after_a_resume_says_that_the_checkpoint_held_the_gradient(tmp_path):
+    def train():
+        net = model()
+        fit(net, nan_policy="raise", callbacks=[Poison(net, 2), Checkpoint(tmp_path, every_steps=1, keep_last=None)])
+
+    with pytest.raises(NonFiniteError, match="on rank 0"):
+        train()
+    with pytest.raises(NonFiniteError, match=r"2.bias is not finite. It was in flight when the checkpoint was saved"):
+        train()
+
+
+def test_a_layer_that_is_frozen_does_not_move_by_a_gradient_of_before():
+    net, weights = model(), []
+
+    class Freeze(Callback):
+        def on_step_end(self, trainer, step):
+            if trainer.global_step >= 3:
+                net[0].requires_grad_(False)
+                weights.append(net[0].weight.detach().clone())
+
+    fit(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), callbacks=[Freeze()])
+    assert all(torch.equal(each, weights[0]) for each in weights)
+    assert torch.equal(net[0].weight, weights[0])
 
 
 def test_the_error_names_the_samples_of_the_step_before():
