@@ -200,13 +200,11 @@ def as_callback(callback: Any) -> Callback:
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Return the values that are other ones than before; a list is the same one if it holds the same arrays."""
-    return {name: value for name, value in after.items() if name not in before or _differ(before[name], value)}
 
+    def comparable(value: Any) -> Any:
+        return list(map(id, value)) if isinstance(value, list) else value
 
-def _differ(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return list(map(id, one)) != list(map(id, other))
-    return isinstance(one, list) or isinstance(other, list) or bool(one != other)
+    return {n: v for n, v in after.items() if n not in before or comparable(before[n]) != comparable(v)}
 
 
 def _is_kerass_own(kind: type, names: tuple[str, ...]) -> bool:

@@ -144,9 +144,8 @@ def has_finite_numbers(arrays: dict[str, Arrays], trained: frozenset[str]) -> bo
     may be NaN: the loss of a step that was skipped, for one.
     """
     model, optimizer = arrays.get("model", {}), arrays.get("optimizer", {})
-    if not all(np.isfinite(_ends(array)).all() for name, array in model.items() if name in trained):
-        return False
-    if not all(np.isfinite(_ends(array)).all() for array in arrays.get("sync", {}).values()):
+    weights = [array for name, array in model.items() if name in trained]
+    if not all(np.isfinite(_ends(array)).all() for array in [*weights, *arrays.get("sync", {}).values()]):
         return False
     ranks = arrays.get("ranks", {}).items()
     statistics = [array for name, array in ranks if name.partition("/")[2].startswith("mean.")]

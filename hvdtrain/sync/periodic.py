@@ -83,7 +83,8 @@ class PeriodicAdapter(WrappedAdapter):
         """Broadcast the root's weights, optimizer state and velocity. Count steps from 0, unless a run continues."""
         for outer in self._outers:
             outer.drop()
-        self._steps = self._steps if self._is_loaded else 0
+        if not self._is_loaded:
+            self._steps = 0
         self._alone, self._is_requested, self._faulty, self._refused = 0, False, None, 0
         super().start()
         if self._world.size == 1:
@@ -128,13 +129,15 @@ class PeriodicAdapter(WrappedAdapter):
     def _restore_velocities(self) -> None:
         """Give new outers a checkpoint's velocities, unless other weights were trained there: then they begin at 0."""
         held, self._velocities = self._velocities, {}
+        if not held:
+            return
         found = []
-        for number, outer in enumerate(self._outers if held else ()):
+        for number, outer in enumerate(self._outers):
             pairs = [(held.get(f"{_VELOCITY}{number}.{i}"), each) for i, each in enumerate(outer.replica.weights())]
             if any(saved is None or saved.shape != tuple(like.shape) for saved, like in pairs):
                 return
             found.append([outer.replica.from_host(saved, like) for saved, like in pairs if saved is not None])
-        for outer, velocity in zip(self._outers, found, strict=False):
+        for outer, velocity in zip(self._outers, found, strict=True):
             outer.velocity = velocity
 
     def train_step(self, batches: Sequence[Batch]) -> None:

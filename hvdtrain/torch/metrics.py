@@ -88,9 +88,10 @@ def _class_axis(outputs: torch.Tensor, targets: torch.Tensor, *, known: int | No
     """
     is_second = outputs.shape[:1] + outputs.shape[2:] == targets.shape
     is_last = outputs.shape[:-1] == targets.shape
-    if is_second and is_last and outputs.dim() != 2 and known is not None:
+    is_ambiguous = is_second and is_last and outputs.dim() != 2
+    if is_ambiguous and known is not None:
         return known
-    if (is_second == is_last and outputs.dim() != 2) or not (is_second or is_last):
+    if is_ambiguous or not (is_second or is_last):
         raise ValueError(
             "accuracy needs outputs (batch, classes, ...) or (batch, ..., classes) for targets (batch, ...). Received: "
             f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}. Return outputs.reshape(-1, classes) and "

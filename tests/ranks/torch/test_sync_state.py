@@ -119,6 +119,14 @@ def test_weights_that_are_trained_anew_between_synchronizations_are_refused(worl
         fit(net, "sgd", sync=hvdtrain.DiLoCo(4), hooks=[Thaw(net, at=2)], epochs=1)
 
 
+def assert_resumes_bit_for_bit(train, folder, *, stop_after, epochs):
+    """Run `train(folder, epochs)`, which returns arrays, straight, and stopped after some epochs."""
+    straight = train(folder / "straight", epochs)
+    train(folder / "stopped", stop_after)
+    for ours, theirs in zip(train(folder / "stopped", epochs), straight, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", ["DiLoCo", "streaming"])
 def test_a_run_in_which_weights_were_thawed_resumes_bit_for_bit(strategy, shared_tmp_path):
@@ -129,10 +137,7 @@ def test_a_run_in_which_weights_were_thawed_resumes_bit_for_bit(strategy, shared
         fit(net, "sgd", sync=THAWED[strategy], hooks=[Thaw(net), Checkpoint(folder)], epochs=epochs)
         return [p.detach().numpy().copy() for p in net.parameters()]
 
-    straight = train(shared_tmp_path / "straight", 5)
-    train(shared_tmp_path / "stopped", 3)
-    for ours, theirs in zip(train(shared_tmp_path / "stopped", 5), straight, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_resumes_bit_for_bit(train, shared_tmp_path, stop_after=3, epochs=5)
 
 
 @pytest.mark.world_size(2)
@@ -187,10 +192,7 @@ def test_a_model_in_half_precision_resumes_bit_for_bit(world, shared_tmp_path):
         fit(net, "sgd", sync=hvdtrain.DiLoCo(2), hooks=[Checkpoint(folder)], epochs=epochs)
         return [p.detach().float().numpy() for p in net.parameters()]
 
-    straight = train(shared_tmp_path / "straight", 4)
-    train(shared_tmp_path / "stopped", 1)
-    for ours, theirs in zip(train(shared_tmp_path / "stopped", 4), straight, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_resumes_bit_for_bit(train, shared_tmp_path, stop_after=1, epochs=4)
 
 
 @pytest.mark.world_size(2)
