@@ -1,8 +1,9 @@
 """Take an optimizer's step by torch's fused kernels: one pass over memory instead of one an operation.
 
 Sums of products are rounded once, not twice, and on a GPU Adam's bias corrections are float32, so torch does it only on
-request. Here it is requested for one step at a time: parameter groups, and checkpoints of them, stay the user's. On
-GPUs only under HVDTRAIN_GPU_ASYNC=1: no GPU has run it.
+request. Here it is requested for one step at a time: parameter groups, and checkpoints of them, stay the user's. The
+kernels do not raise tensors' versions, by which torch finds a backward pass through weights that have changed since its
+forward pass; so this module raises them. On GPUs only under HVDTRAIN_GPU_ASYNC=1: no GPU has run it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def chosen(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         last.remove()
         for group in groups:
             group["fused"] = None
+        torch.autograd.graph.increment_version(
+            [param for group in groups for param in group["params"] if param.grad is not None]
+        )
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

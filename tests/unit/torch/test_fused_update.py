@@ -82,6 +82,21 @@ def test_a_fused_step_is_the_users_to_rounding(
     assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
 
 
+@pytest.mark.parametrize(("kind", "options"), [KINDS[1], KINDS[4], KINDS[5]])
+def test_a_backward_pass_through_weights_that_a_step_changed_raises(
+    kind: type[Optimizer], options: dict[str, Any], kernels: list[str]
+) -> None:
+    layer = torch.nn.Linear(1, 1)
+    outputs = layer(torch.ones(1, 1, requires_grad=True))
+    stale = outputs.square().sum()
+    outputs.sum().backward(retain_graph=True)
+    with fused_update.chosen(optimizer := kind(layer.parameters(), **options)):
+        optimizer.step()
+    assert len(kernels) == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
 def test_groups_are_the_users_again_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the kernel's")
