@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.checkpoint import folders
 from hvdtrain.errors import CheckpointError
-from hvdtrain.system import private_files
+from hvdtrain.system import private_files, safe_arrays
 
 Arrays = dict[str, NDArray[Any]]
 Result = TypeVar("Result")
@@ -35,9 +35,9 @@ _STEM = re.compile(r"[a-z][a-z0-9_-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # The digest covers every byte before it, so that no flipped bit goes unseen; a later format must end the same way.
 _OWN_DIGEST = re.compile(rb'(?P<body>.*), "sha256": "(?P<digest>[0-9a-f]{64})"}\n', re.DOTALL)
-# What safetensors reads back into numpy: bfloat16, for one, it writes and then cannot read.
+# What `safe_arrays` and safetensors read back into numpy: bfloat16, for one, it writes and then cannot read.
 _DTYPES = frozenset(
-    ["bool", "complex64", "float16", "float32", "float64"]
+    ["bool", "complex64", "complex128", "float16", "float32", "float64"]
     + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 )
 
@@ -167,7 +167,7 @@ def _writable(stem: str, arrays: Arrays) -> Arrays:
             raise CheckpointError(f"Array {name!r} of {stem} has dtype {array.dtype}, which no checkpoint can hold.")
     if "__metadata__" in arrays:
         raise CheckpointError(f"Array '__metadata__' of {stem} has a name that safetensors reserves.")
-    return {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors ignores strides
+    return safe_arrays.encoded(arrays)
 
 
 def _check_replaceable(target: Path) -> None:
@@ -275,7 +275,7 @@ def _parse_arrays(name: str, content: bytes) -> Arrays:
     from safetensors.numpy import load
 
     try:
-        return load(content)
+        return safe_arrays.decoded(load(content))
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         # Its hash is right, so it was written like this.
         raise CheckpointError(f"{name} is no safetensors file that numpy can hold: {error!r}") from error

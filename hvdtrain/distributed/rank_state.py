@@ -19,6 +19,7 @@ from safetensors.numpy import load, save
 
 from hvdtrain.distributed import checksums
 from hvdtrain.distributed.world import World
+from hvdtrain.system import safe_arrays
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -90,7 +91,7 @@ def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
         return before[rank]
     rules: dict[str, Callable[[list[NDArray[Any]]], NDArray[Any]]] = {
         "sum": lambda values: np.sum(values, axis=0) if rank == 0 else np.zeros_like(values[0]),
-        "mean": lambda values: np.mean(values, axis=0, dtype=np.float64).astype(values[0].dtype),
+        "mean": _mean,
         "max": lambda values: np.max(values, axis=0),
         "cat": lambda values: np.concatenate(values) if rank == 0 else values[0][:0],
     }
@@ -104,9 +105,17 @@ def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
     return mine
 
 
+def _mean(values: list[NDArray[Any]]) -> NDArray[Any]:
+    """Return the mean; what is equal on all ranks, such as a mask or a table, stays as it is, bit for bit."""
+    if all(each.tobytes() == values[0].tobytes() for each in values):
+        return values[0]
+    dtype = np.complex128 if values[0].dtype.kind == "c" else np.float64
+    return np.asarray(np.mean(values, axis=0, dtype=dtype).astype(values[0].dtype))
+
+
 def _pack(arrays: Arrays) -> bytes:
-    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+    return save(safe_arrays.encoded(arrays))
 
 
 def _unpack(data: bytes) -> Arrays:
-    return dict(load(data)) if data else {}
+    return safe_arrays.decoded(load(data)) if data else {}

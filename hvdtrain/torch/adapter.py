@@ -19,7 +19,7 @@ from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
 from hvdtrain.data.sources import Batch, tree_map
 from hvdtrain.distributed import launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
-from hvdtrain.distributed.world import Op, World
+from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import names, training_state
 from hvdtrain.torch.arguments import check
@@ -30,6 +30,7 @@ from hvdtrain.torch.micro_batches import MicroBatches
 from hvdtrain.torch.named_steps import END, Names
 from hvdtrain.torch.open_steps import OpenSteps
 from hvdtrain.torch.replica import Replica
+from hvdtrain.torch.settle import settle
 from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
@@ -319,21 +320,9 @@ class TorchAdapter:
         return fault
 
     def settle(self) -> None:
-        """Average running statistics over ranks; counters become the largest."""
-        buffers = [each for each in self._model.buffers() if each.numel()] if self._reduced else []
-        # In float64, in which equal float32 numbers have themselves as their mean on any number of ranks.
-        floats = [each for each in buffers if each.is_floating_point()]
-        self._settle(floats, torch.float64, "mean")
-        self._settle([each for each in buffers if not each.is_floating_point()], torch.int64, "max")
-
-    @torch.no_grad()
-    def _settle(self, buffers: list[torch.Tensor], dtype: torch.dtype, op: Op) -> None:
-        if not buffers:
-            return
-        flat = torch.cat([buffer.to(dtype).reshape(-1).cpu() for buffer in buffers])
-        settled = torch.from_numpy(self._world.allreduce(flat.numpy(), op, name="settle"))
-        for buffer, part in zip(buffers, settled.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(part.reshape(buffer.shape))
+        """Average running statistics over ranks; counters become the largest. See `settle.settle`."""
+        if self._reduced:
+            settle(list(names.buffers(self._model)), self._world)
 
     def _optimizers(self) -> training_state.Optimizers:
         return {name: (update.optimizer, update.scaler) for name, update in self._updates.items()}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hvdtrain.adapter import Options
+from hvdtrain.torch import dtypes
 from hvdtrain.torch.named_steps import check_optimizers
 from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
 from hvdtrain.torch.update import needs_closure
@@ -25,6 +26,7 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
     if step is None and list(optimizers) != [""]:
         raise ValueError(f"Several optimizers need step=, which yields their names. Received: {', '.join(optimizers)}")
     check_optimizers(optimizers)
+    dtypes.check(model, precision=options.precision)
     if options.micro_batch == "auto":
         _check_repeatable(model, several=list(optimizers) != [""])
     if options.sync or options.cutoff:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from hvdtrain.torch import names
 from hvdtrain.torch.training_state import to_host
 
-_HALF = (torch.float16, torch.bfloat16)  # too few digits for the small change of an average; it is held in float32
+# These have too few digits for the small change of an average, which is held in the wider type.
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
 class AveragedWeights:
@@ -21,8 +22,7 @@ class AveragedWeights:
         model = torch.nn.ModuleDict(model) if isinstance(model, dict) else model
         self._weights = {name: p.detach() for name, p in names.parameters(model) if p.requires_grad}
         self._averages = {
-            name: weight.to(torch.float32 if weight.dtype in _HALF else weight.dtype, copy=True)
-            for name, weight in self._weights.items()
+            name: weight.to(_WIDER.get(weight.dtype, weight.dtype), copy=True) for name, weight in self._weights.items()
         }
         self._trained: list[torch.Tensor] | None = None  # the weights themselves, while the model holds the averages
 

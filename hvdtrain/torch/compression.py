@@ -75,6 +75,16 @@ class Compression:
     bf16 = BF16Compressor
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, of the same memory if possible; other tensors as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def from_real(real: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `as_real` made of a tensor of `dtype`, as that type again."""
+    return (torch.view_as_complex(real) if dtype.is_complex else real).to(dtype)
+
+
 def is_native(tensor: Tensor) -> bool:
     """Return whether Horovod can reduce this very tensor in place."""
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
@@ -82,8 +92,8 @@ def is_native(tensor: Tensor) -> bool:
 
 
 def to_reduce(tensor: Tensor) -> Tensor:
-    """Return `tensor` as something that can be added up; the tensor itself where that is possible."""
-    tensor = tensor.detach()
+    """Return `tensor` as something that can be added up: of its own memory where that is possible."""
+    tensor = as_real(tensor.detach())
     if tensor.dtype not in REDUCED:
         if tensor.dtype not in _REDUCED_AS:
             raise TypeError(
@@ -96,7 +106,7 @@ def to_reduce(tensor: Tensor) -> Tensor:
 
 def to_move(tensor: Tensor) -> Tensor:
     """Return `tensor` as something that can be sent bit for bit; `from_move` turns it back."""
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if tensor.dtype in _MOVED:
         return tensor
     if tensor.dtype.itemsize not in _BITS:  # complex128

@@ -13,10 +13,9 @@ from torch.nn import Parameter
 
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Fault
-from hvdtrain.data.sources import as_array
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
-from hvdtrain.torch import engine
+from hvdtrain.torch import dtypes, engine
 from hvdtrain.torch.gradient_exchange import GradientExchange
 from hvdtrain.torch.reduce_ops import Reduction, submit
 from hvdtrain.torch.reduction_unit import drain
@@ -117,7 +116,7 @@ class GradientInFlight:
         reduced = self._wait()
         if reduced is None:
             return {}, {}
-        arrays = {f"{_PREFIX}{self._names[p]}": as_array(each) for p, each in reduced.gradients.items()}
+        arrays = {f"{_PREFIX}{self._names[p]}": dtypes.to_array(each) for p, each in reduced.gradients.items()}
         return arrays, {_META: asdict(reduced.origin)}
 
     def load(self, arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch import engine
-from hvdtrain.torch.compression import Compression, from_move, to_move, to_reduce
+from hvdtrain.torch.compression import Compression, from_move, from_real, to_move, to_reduce
 from hvdtrain.torch.engine import Average, Handle, Sum
 from hvdtrain.torch.reduce_ops import Reduction, differentiable, submit
 
@@ -154,7 +154,7 @@ def grouped_reducescatter_async(
     if prescale_factor != 1.0:  # Horovod would do it in its fusion buffer, and refuse what is larger
         sent = [(t * prescale_factor).to(t.dtype) for t in sent]
     options = {"op": op, "process_set": process_set, "postscale_factor": postscale_factor}
-    return _start("reducescatter_async", sent, Tensor.to, tensors, name, **options)
+    return _start("reducescatter_async", sent, from_real, tensors, name, **options)
 
 
 def reducescatter_async(

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import engine
+from hvdtrain.torch.compression import as_real, from_real
 
 
 class HostMean:
@@ -36,31 +37,35 @@ class HostMean:
             self._find_peers()
         groups: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
         for parameter in (p for p in parameters if p.requires_grad):  # halves are added up in float32
-            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            dtype = torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
             groups.setdefault((parameter.device, dtype), []).append(parameter)
         with recorder.waiting():
             for number, ((device, dtype), members) in enumerate(groups.items()):
                 self._average(members, device, dtype, name=f"host_mean.{number}")
 
     def _average(self, members: list[Parameter], device: torch.device, dtype: torch.dtype, *, name: str) -> None:
-        sizes = [parameter.numel() for parameter in members]
+        shapes = [as_real(parameter.detach()).shape for parameter in members]
+        sizes = [shape.numel() for shape in shapes]
         total, ranks = sum(sizes) + len(sizes), len(self._peers)  # with a flag for each gradient that is there
         shard = -(-total // ranks)
         flat = torch.zeros(ranks * shard, dtype=dtype, device=device)
         parts, flags = flat[: total - len(sizes)].split(sizes), flat[total - len(sizes) : total]
         for index, (part, parameter) in enumerate(zip(parts, members, strict=True)):
             if parameter.grad is not None:
-                part.copy_(parameter.grad.detach().reshape(-1))
+                part.copy_(as_real(parameter.grad.detach()).reshape(-1))
                 flags[index] = 1.0
         # (ranks, shard): one row per rank of this host
         mine = self._exchange(flat, shard, f"{name}.scatter").view(ranks, shard).mean(0)
         means = self._exchange(mine.repeat(ranks), shard, f"{name}.gather")
         present = means[total - len(sizes) : total].tolist()
-        for part, parameter, there in zip(means[: total - len(sizes)].split(sizes), members, present, strict=True):
-            if there and parameter.grad is None:
-                parameter.grad = part.view(parameter.shape).to(parameter.dtype)
-            elif there:
-                parameter.grad.detach().copy_(part.view(parameter.shape))  # type: ignore[union-attr]
+        parts = means[: total - len(sizes)].split(sizes)
+        for part, shape, parameter, there in zip(parts, shapes, members, present, strict=True):
+            if there:
+                mean = from_real(part.view(shape), parameter.dtype)
+                if parameter.grad is None:
+                    parameter.grad = mean
+                else:
+                    parameter.grad.detach().copy_(mean)
 
     def _exchange(self, rows: Tensor, shard: int, name: str) -> Tensor:
         """Send each rank of this host its shard of `rows`; return what they send, in rank order."""

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import hvdtrain.torch as hvd
 from hvdtrain.data.sources import as_source, tree_map
 from hvdtrain.distributed.world import World
-from hvdtrain.torch import training_state
+from hvdtrain.torch import dtypes, training_state
 from hvdtrain.torch.arguments import check_parameters
 from hvdtrain.torch.losses import as_tensor
 from hvdtrain.torch.sources import LoaderSource
@@ -28,6 +28,7 @@ def prepare(
             "prepare weighs the gradients of short batches, but not the loss that a closure returns. Use "
             f"hvdtrain.Trainer, which weighs both. Received: {type(optimizer).__name__}"
         )
+    dtypes.check(model)
     device = torch.device(world.device)
     training_state.place(model, device)
     training_state.move_optimizer(optimizer)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch import engine
-from hvdtrain.torch.compression import BF16Compressor, Compression, from_move, same_memory, to_move, to_reduce
+from hvdtrain.torch.compression import (
+    BF16Compressor,
+    Compression,
+    as_real,
+    from_move,
+    from_real,
+    to_move,
+    to_reduce,
+)
 from hvdtrain.torch.engine import Adasum, Average, Handle, Sum
 
 _P = ParamSpec("_P")
@@ -49,10 +57,14 @@ def submit(
     """
     if how.op == Adasum:
         check_adasum(tensors[0])
+    if how.op not in (Average, Sum) and any(tensor.is_complex() for tensor in tensors):
+        raise TypeError(
+            "Complex numbers can be averaged and added up only. Received: another op. Use torch.view_as_real."
+        )
     wires = []
     for tensor in tensors:
         sent = to_reduce(tensor)
-        wires.append(sent if in_place or not same_memory(sent, tensor) else sent.clone())
+        wires.append(sent if in_place or sent.data_ptr() != tensor.data_ptr() else sent.clone())
     # Horovod multiplies a sum by a rounded 1/size and cuts: 49 ones on 49 ranks would have the integer mean 0.
     whole_numbers = how.op == Average and not any(sent.is_floating_point() for sent in wires)
     sent_as = replace(how, op=Sum) if whole_numbers else how
@@ -72,10 +84,10 @@ def submit(
             elif active != expected:
                 received.mul_(expected / active)
             if not in_place:
-                results.append(received.to(tensor.dtype))
+                results.append(from_real(received, tensor.dtype))
                 continue
-            if not same_memory(received, tensor):
-                tensor.detach().copy_(received)
+            if received.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(from_real(received, tensor.dtype))
             results.append(tensor)
         return results
 
@@ -90,13 +102,15 @@ class BF16Exchange(Handle):
     """
 
     def __init__(self, tensors: Sequence[Tensor], how: Reduction, name: str) -> None:
-        self._like = [(t.shape, t.dtype) for t in tensors]
+        self._dtypes = [t.dtype for t in tensors]
+        tensors = [as_real(t.detach()) for t in tensors]
+        self._shapes = [t.shape for t in tensors]
         self._how, self._size = how, how.process_set.size()
         shard = -(-sum(t.numel() for t in tensors) // self._size)
         bits = torch.zeros(self._size * shard, dtype=torch.bfloat16, device=tensors[0].device)
         offset = 0
         for tensor in tensors:
-            flat = tensor.detach().reshape(-1)
+            flat = tensor.reshape(-1)
             bits[offset : offset + flat.numel()] = flat * how.prescale_factor if how.prescale_factor != 1.0 else flat
             offset += flat.numel()
         sent = bits.view(torch.float16)
@@ -115,9 +129,12 @@ class BF16Exchange(Handle):
 
     def _split(self, gather: Any) -> list[Tensor]:
         bits = engine.native().synchronize(gather).view(torch.bfloat16)
-        sizes = [shape.numel() for shape, _ in self._like]
-        parts = bits[: sum(sizes)].split(sizes)
-        return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, self._like, strict=True)]
+        sizes = [shape.numel() for shape in self._shapes]
+        parts = zip(bits[: sum(sizes)].split(sizes), self._shapes, self._dtypes, strict=True)
+        return [
+            from_real(part.view(shape).float() if dtype.is_complex else part.view(shape), dtype)
+            for part, shape, dtype in parts
+        ]
 
 
 def check_adasum(tensor: Tensor) -> None:

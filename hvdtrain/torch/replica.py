@@ -16,6 +16,7 @@ from hvdtrain.data.sources import as_array
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import engine
+from hvdtrain.torch.compression import as_real
 from hvdtrain.torch.gradient_exchange import GradientExchange
 from hvdtrain.torch.reduce_ops import Reduction
 from hvdtrain.torch.training_state import Optimizers
@@ -123,7 +124,7 @@ class Replica:
         return [p for optimizer, _ in self._optimizers.values() for p in _trained(optimizer)]
 
     def _weights(self) -> list[Tensor]:
-        return [p.detach() for p in self._parameters()]
+        return [as_real(p.detach()) for p in self._parameters()]
 
     def _entries(self) -> Iterator[tuple[Parameter, dict[str, Any], str]]:
         for optimizer, _ in self._optimizers.values():
@@ -132,7 +133,8 @@ class Replica:
                 yield from ((parameter, state, name) for name in sorted(state))
 
     def _moments(self) -> list[Tensor]:
-        return [state[name] for parameter, state, name in self._entries() if _is_moment(parameter, name, state[name])]
+        entries = self._entries()
+        return [as_real(state[name]) for parameter, state, name in entries if _is_moment(parameter, name, state[name])]
 
     def _counters(self) -> Iterator[tuple[dict[str, Any], str]]:
         for parameter, state, name in self._entries():
@@ -158,7 +160,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_moment(parameter: Parameter, name: str, value: Any) -> bool:
     """Return whether an entry has a value for each weight, or for rows of them; a scalar weight has scalars of both."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return False
     return value.dim() > 0 or (parameter.dim() == 0 and name != "step")
 
@@ -189,11 +191,6 @@ def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device],
     """Return tensors by how they travel: in their own type, halves as float32."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        if not tensor.is_floating_point():
-            raise TypeError(
-                f"Weights of {tensor.dtype} cannot be averaged over ranks. Received: shape {tuple(tensor.shape)}. "
-                "Train their real and imaginary parts."
-            )
         wide = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
         groups.setdefault((wide, tensor.device), []).append(tensor)
     return groups

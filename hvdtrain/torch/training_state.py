@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
-from hvdtrain.data.sources import as_array, tree_map
-from hvdtrain.torch import names
+from hvdtrain.data.sources import tree_map
+from hvdtrain.torch import dtypes, names
 
 Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by name; a single one has the name ""
 
 
-def to_host(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a copy on the host; bfloat16, which numpy lacks, as float32."""
-    return np.array(as_array(tensor))
+def to_host(value: Any) -> NDArray[Any]:
+    """Return a copy on the host; see `dtypes.to_array`."""
+    return np.array(dtypes.to_array(value) if isinstance(value, torch.Tensor) else value)
 
 
 def on_device(tree: Any, device: torch.device) -> Any:
@@ -58,7 +58,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
     """Return all that training changes; on the host as views of it, since a copy is as large as the model."""
-    arrays = {f"model.{name}": as_array(tensor) for name, tensor in _tensors(model).items()}
+    arrays = {f"model.{name}": dtypes.to_array(tensor) for name, tensor in _tensors(model).items()}
     metas = {}
     for name, (optimizer, scaler) in optimizers.items():
         tensors, metas[name] = _capture_optimizer(optimizer, scaler)
@@ -72,8 +72,9 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
 
 
 def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    saved = optimizer.state_dict()
+    saved, parameters = optimizer.state_dict(), _parameters(optimizer)
     arrays: dict[str, NDArray[Any]] = {}
+    types: dict[str, str] = {}  # of what has another type than its parameter, in which torch would load it
     scalars: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
         scalars[str(index)] = {}
@@ -81,7 +82,10 @@ def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[A
             # LBFGS has lists of tensors: one array each, and None in its place.
             parts = {f".{i}": each for i, each in enumerate(value)} if isinstance(value, list) else {"": value}
             tensors = {part: each for part, each in parts.items() if isinstance(each, torch.Tensor)}
-            arrays |= {f"{index}.{name}{part}": as_array(each) for part, each in tensors.items()}
+            arrays |= {f"{index}.{name}{part}": dtypes.to_array(each) for part, each in tensors.items()}
+            own = parameters[index].dtype
+            named = {f"{index}.{name}{part}": str(each.dtype) for part, each in tensors.items() if each.dtype != own}
+            types |= {} if name == "step" else {key: dtype.removeprefix("torch.") for key, dtype in named.items()}
             if isinstance(value, list):
                 scalars[str(index)][name] = [None if part in tensors else each for part, each in parts.items()]
             elif not tensors:
@@ -91,7 +95,11 @@ def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[A
         for group in saved["param_groups"]
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
-    return arrays, meta
+    return arrays, meta | ({"types": types} if types else {})
+
+
+def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _prefix(name: str) -> str:
@@ -107,6 +115,9 @@ def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> Non
         here, there = shapes.get(name, "missing"), saved_shapes.get(name, "missing")
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
+    for name, tensor in current.items():
+        if (saved[name].dtype.kind == "c") != tensor.is_complex():
+            raise ValueError(f"tensor {name} is {saved[name].dtype} in the checkpoint and {tensor.dtype} in the model")
     metas = state.meta.get("optimizers", {"": state.meta})
     if sorted(metas) != sorted(optimizers):
         raise ValueError(f"the checkpoint has the optimizers {sorted(metas)}, and here are {sorted(optimizers)}")
@@ -114,9 +125,8 @@ def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> Non
         before, layout = metas[name]["layout"], _layout(optimizer)
         if before != layout:
             raise ValueError(f"the optimizer{name and ' '}{name} is {before} in the checkpoint and {layout} here")
-    with torch.no_grad():
-        for name, tensor in current.items():
-            tensor.copy_(torch.from_numpy(saved[name]))
+    for name, tensor in current.items():
+        dtypes.copy_array(tensor, saved[name])
     for name, (optimizer, scaler) in optimizers.items():
         prefix = _prefix(name)
         own = {key.removeprefix(prefix): array for key, array in state.arrays.items() if key.startswith(prefix)}
@@ -138,6 +148,17 @@ def _restore_optimizer(arrays: dict[str, NDArray[Any]], meta: dict[str, Any], op
         for group, old in zip(optimizer.state_dict()["param_groups"], meta["groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    parameters = _parameters(optimizer)
+    for name, dtype in meta.get("types", {}).items():
+        index, key = name.split(".", 1)
+        owner, _, place = key.rpartition(".")
+        parameter = parameters[int(index)]
+        state = optimizer.state[parameter]
+        value = torch.from_numpy(arrays[name].copy()).to(parameter.device, getattr(torch, dtype))
+        if owner:
+            state[owner][int(place)] = value
+        else:
+            state[key] = value
     if meta["scaler"]:  # empty where the checkpoint's run had none
         scaler.load_state_dict(meta["scaler"])
 
@@ -163,19 +184,18 @@ def rank_state(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
     return random_states() | {name: to_host(buffer) for name, buffer in _buffers(model).items()}
 
 
-@torch.no_grad()
 def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module) -> None:
     """Restore what `rank_state` returned, as far as it is there."""
     set_random_states(held)
     held = {names.plain(name): array for name, array in held.items()}  # older checkpoints have names of compiled models
     for name, buffer in _buffers(model).items():
         if name in held:
-            buffer.copy_(torch.from_numpy(held[name].copy()))
+            dtypes.copy_array(buffer, held[name].copy())
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's buffers under the names that `hvdtrain.distributed.rank_state` explains."""
-    return {f"{'mean' if b.is_floating_point() else 'max'}.buffer.{name}": b for name, b in names.buffers(model)}
+    return {f"{dtypes.rule(buffer)}.buffer.{name}": buffer for name, buffer in names.buffers(model)}
 
 
 def _layout(optimizer: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError, HvdTrainError
 from hvdtrain.torch import clipping, fused_update, names
+from hvdtrain.torch.compression import as_real
 from hvdtrain.torch.delayed import GradientInFlight, Origin, Reduced
 from hvdtrain.torch.host_mean import HostMean
 from hvdtrain.torch.losses import LossWeights
@@ -354,13 +355,13 @@ class OutOfMemoryOnRank(Exception):  # noqa: N818 - caught by whoever repeats th
 
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
     """Return whether every element is finite; gradients that are None are left out."""
-    dense = [g._values() if g.is_sparse else g for g in gradients if g is not None]
+    dense = [as_real((g._values() if g.is_sparse else g).detach()) for g in gradients if g is not None]
     if not dense:
         return True
     if all(g.is_cuda and g.numel() for g in dense):  # one launch for many; on CPUs it takes ten times as long
-        return bool(_stack(torch._foreach_norm([g.detach() for g in dense], float("inf"))).isfinite().all())
+        return bool(_stack(torch._foreach_norm(dense, float("inf"))).isfinite().all())
     # A sum costs a fiftieth of a test of each element, which follows where one is not finite: it may have overflowed.
-    sums = _stack([g.detach().sum(dtype=torch.float32) for g in dense])
+    sums = _stack([g.sum(dtype=torch.float32) for g in dense])
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in dense)
 
 

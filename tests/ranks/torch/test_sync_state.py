@@ -43,6 +43,7 @@ class Turned(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.linear = torch.nn.Linear(6, 3)
         self.turn = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
@@ -51,10 +52,22 @@ class Turned(torch.nn.Module):
 
 
 @pytest.mark.world_size(2)
-def test_complex_weights_are_refused(world):
+def test_complex_weights_and_their_momentum_are_averaged_as_their_parts(world):
+    """With SGD and every=1, that is synchronous training."""
+    net, reference = Turned(), Turned()
+    fit(net, sync=hvdtrain.LocalSGD(1))
+    fit(reference)
+    assert_close(net, reference)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("strategy", [hvdtrain.DiLoCo(4, fragments=2, overlap=1), hvdtrain.Delayed()], ids=str)
+def test_complex_weights_of_ranks_are_equal_under_each_strategy(strategy, assert_same_on_all_ranks):
     net = Turned()
-    with pytest.raises(TypeError, match=r"Weights of torch\.complex64 cannot be averaged over ranks\. Received: shape"):
-        fit(net, "sgd", sync=hvdtrain.LocalSGD(2), epochs=1)
+    before = net.turn.detach().clone()
+    fit(net, "adam", sync=strategy)
+    assert_same_on_all_ranks(net.linear.weight, torch.view_as_real(net.turn.detach()))
+    assert ((net.turn - before).imag != 0).all()
 
 
 class Scaled(torch.nn.Module):

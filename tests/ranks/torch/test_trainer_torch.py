@@ -60,6 +60,8 @@ def test_buffers_that_nothing_changes_stay_as_they_are():
             self.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
             self.register_buffer("third", torch.tensor(1 / 3), persistent=False)
             self.register_buffer("flag", torch.tensor(True))
+            self.register_buffer("freqs", torch.polar(torch.ones(3), torch.arange(3.0)), persistent=False)
+            self.register_buffer("tenth", torch.tensor(0.1, dtype=torch.float64))  # three of them have another mean
 
         def forward(self, x):
             return self.layer(x) + 0 * self.third
@@ -74,6 +76,53 @@ def test_buffers_that_nothing_changes_stay_as_they_are():
     assert (model.mask == torch.finfo(torch.float32).min).all()
     assert model.third == torch.tensor(1 / 3)
     assert model.flag
+    assert torch.equal(model.freqs, torch.polar(torch.ones(3), torch.arange(3.0)))
+    assert model.tenth == torch.tensor(0.1, dtype=torch.float64)
+
+
+class Rotated(torch.nn.Module):
+    """Multiplies by complex weights, as layers in the frequency domain do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 6)
+        self.single = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.wide = torch.nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    def forward(self, x):
+        z = torch.view_as_complex(self.layer(x).view(-1, 3, 2))
+        return (z * self.single * self.wide).abs().float()
+
+
+COMPLEX = [
+    ({}, 1e-6),
+    ({"clip_norm": 0.1, "nan_policy": "skip"}, 1e-6),
+    ({"compression": "bf16"}, 1e-2),
+    ({"sync": hvdtrain.LocalSGD(2, within="host")}, 1e-6),
+]
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("number", range(len(COMPLEX)))
+def test_complex_weights_train_as_in_one_process(number):
+    options, near = COMPLEX[number]
+    model, alone = Rotated(), Rotated()
+    trainer = hvdtrain.Trainer(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss(), **options
+    )
+    trainer.fit((X, Y), epochs=3, batch_size=9, progress=False)  # one step an epoch, of uneven shares
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(3):
+        plain.zero_grad()
+        torch.nn.CrossEntropyLoss()(alone(torch.from_numpy(X)), torch.from_numpy(Y)).backward()
+        if "clip_norm" in options:
+            torch.nn.utils.clip_grad_norm_(alone.parameters(), options["clip_norm"])
+        plain.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=near, rtol=1e-5)
+    weights = torch.cat([torch.view_as_real(model.single.detach()).double(), torch.view_as_real(model.wide.detach())])
+    assert all(torch.equal(each, weights) for each in hvd.allgather(weights[None]))
 
 
 @pytest.mark.world_size(2, 3)

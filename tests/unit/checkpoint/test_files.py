@@ -217,7 +217,7 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_no_files(one, monkeypatch,
     ("bad", "reason"),
     [
         (Contents({"model": {"x": np.array([None])}}, {}), "'x' of model has dtype object"),
-        (Contents({"model": {"x": np.ones(2, np.complex128)}}, {}), "dtype complex128"),
+        (Contents({"model": {"x": np.ones(2, np.longdouble)}}, {}), "dtype float128"),
         (Contents({"model": {"__metadata__": np.ones(2)}}, {}), "safetensors reserves"),
         (Contents({}, {"x": object()}), "no JSON"),
     ],
