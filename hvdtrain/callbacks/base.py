@@ -186,8 +186,11 @@ class Callback:
         `logs` has the metrics of the epoch, as in History.
         """
 
+    def on_training_end(self, trainer: RunContext) -> None:
+        """Run once, after the last checkpoint: weights that are loaded here are those with which `fit` ends."""
+
     def on_fit_end(self, trainer: RunContext) -> None:
-        """Run once, after the last epoch."""
+        """Run once, after the last epoch, when the model holds its final weights."""
 
     def close(self) -> None:
         """Close open resources. Runs on each rank when fit ends, also after an error."""

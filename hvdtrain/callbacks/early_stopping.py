@@ -28,8 +28,8 @@ class EarlyStopping(Callback):
         patience: epochs, or validations, without improvement that are tolerated; 0 stops at the first.
         min_delta: smallest change that counts as an improvement.
         mode: whether less or more is better; "auto" takes "min" for a loss or an error, else "max".
-        restore_best: restore the best weights when the run ends early. Checkpoints then hold two
-            states, the present and the best.
+        restore_best: give the model the best weights, and the optimizer its state then, when `fit` ends, early or not.
+            Checkpoints then hold two states, the present and the best, so that a longer run resumes from the present.
 
     Raises:
         ValueError: negative patience or min_delta, or an unknown mode.
@@ -57,6 +57,7 @@ class EarlyStopping(Callback):
         self._best = -math.inf
         self._best_place = ""  # in words
         self._best_state: State | None = None
+        self._holds_best = False  # the model has had no other weights since `_judged_at`
         self._since = 0  # judgements since the best
         self._judged_at = -1  # global step of the last one
 
@@ -83,19 +84,29 @@ class EarlyStopping(Callback):
         if self._judged_at != trainer.global_step:
             self._judge(trainer, logs[self._monitor], f"epoch {epoch + 1}")
 
+    def on_training_end(self, trainer: RunContext) -> None:
+        """Restore the best weights, if the last ones are others."""
+        if not (self._holds_best and self._judged_at == trainer.global_step):
+            self._restore(trainer)
+
+    def _restore(self, trainer: RunContext) -> None:
+        if self._best_state is not None:
+            trainer.load_state(self._best_state)
+            self._holds_best = True
+
     def _judge(self, trainer: RunContext, value: float, place: str) -> None:
-        self._judged_at = trainer.global_step
+        self._judged_at, self._holds_best = trainer.global_step, False
         if self._improves(value, place):
             if self._restore_best:
                 best = _settled(trainer.state(), trainer.world) if trainer.in_epoch else trainer.state()
                 # Without an update that is still to be made, as with sync=Delayed(): it would change the best weights.
                 weights = {name: array for name, array in best.arrays.items() if name not in best.pending}
                 self._best_state = replace(best, arrays=weights)
+                self._holds_best = not best.pending
         elif self._stop_if_exhausted():
             if trainer.world.is_root:
                 log.info("stop: %s has not improved since %s", self._monitor, self._best_place or "the beginning")
-            if self._best_state is not None:
-                trainer.load_state(self._best_state)
+            self._restore(trainer)
 
     def _stop_if_exhausted(self) -> bool:
         """Stop the run when patience is exhausted, and return whether it is."""

@@ -184,6 +184,8 @@ class Loop:
                     self._save(each)
                 each.wait()
                 self._note(each.describe_best())
+            for hook in hooks:
+                hook.on_training_end(context)
             fault = self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
             self._nan_policy.must_stop(fault, (), at="The last step")
             for hook in hooks:

@@ -40,6 +40,31 @@ def test_early_stopping_bears_its_patience_and_restores_the_best_weights(make, n
     assert torch.equal(model[0].weight, kept[1])
 
 
+def test_the_best_weights_come_back_where_epochs_end_and_a_longer_run_has_the_last(make, net, tmp_path):
+    scores, kept = [3.0, 1.0, 2.0, 2.0, 2.5], {}
+
+    class Script(Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            logs["score"] = scores[epoch]
+            kept.setdefault(epoch, trainer.model[0].weight.detach().clone())
+
+    def fit(epochs, folder=tmp_path):
+        stopping = EarlyStopping("score", patience=9, mode="min", restore_best=True)
+        trainer = make(net())
+        options = {"callbacks": [Script(), stopping], "checkpoint_dir": folder, "run_dir": None, "progress": False}
+        trainer.fit((X, Y), epochs=epochs, **options)
+        return trainer.model[0].weight
+
+    torch.manual_seed(0)
+    for epochs in (4, 4, 5):  # from the beginning, with nothing left to train, and longer
+        assert torch.equal(fit(epochs), kept[1])
+    resumed = kept[4]
+    kept.clear()
+    torch.manual_seed(0)
+    fit(5, folder=None)
+    assert torch.equal(resumed, kept[4])
+
+
 def test_the_parts_of_a_fit_come_in_order(make):
     seen = []
 
@@ -66,13 +91,16 @@ def test_the_parts_of_a_fit_come_in_order(make):
             assert logs["val_loss"] > 0
             seen.append(f"epoch {epoch} end")
 
+        def on_training_end(self, trainer):
+            seen.append("training end")
+
         def on_fit_end(self, trainer):
             seen.append("fit end")
 
     make().fit((X, Y), validation=(X, Y), epochs=1, batch_size=6, callbacks=[Watch()], progress=False)
     steps = ["step 0 begin", "step 0 end", "step 1 begin", "step 1 end"]
     validation = ["validation begin", "validation end ['val_loss']"]
-    assert seen == ["fit begin", "epoch 0 begin", *steps, *validation, "epoch 0 end", "fit end"]
+    assert seen == ["fit begin", "epoch 0 begin", *steps, *validation, "epoch 0 end", "training end", "fit end"]
 
 
 def test_the_progress_line_says_epoch_metrics_and_speed(make, capsys):
