@@ -227,11 +227,11 @@ DEFECTS = (
         ranks("trainer-torch", "healthy or flipped"),
     ),
     Defect(
-        "adapter: running statistics are the largest over ranks, not the mean",
-        "hvdtrain/torch/adapter.py",
-        'self._settle(floats, torch.float64, "mean")',
-        'self._settle(floats, torch.float64, "max")',
-        TRAINER,
+        "settle: running statistics are the largest over ranks, not the mean",
+        "hvdtrain/torch/settle.py",
+        'world.allreduce(flat.numpy(), "mean", name="settle")',
+        'world.allreduce(flat.numpy(), "max", name="settle")',
+        unit("torch/test_dtypes.py"),
     ),
     # Where a run resumes
     Defect(
