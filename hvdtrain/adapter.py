@@ -153,6 +153,7 @@ class Adapter(Protocol):
     # Called within steps, on all ranks, if each step's exchange is in flight until the next step: at this point other
     # collectives do not wait for one.
     between_exchanges: Callable[[], None]
+    notes: list[str]  # log lines on what the adapter has changed or kept; after a step the loop logs and removes them
 
     couples_samples: bool  # whether what a sample gives depends on the others of its rank's batch, as with BatchNorm
 

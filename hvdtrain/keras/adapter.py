@@ -120,6 +120,7 @@ class KerasAdapter:
         self._sums = _losses_are_sums(model, split=self._weighted)
         self.fault: Fault | None = None
         self.between_exchanges: Callable[[], None] = lambda: None
+        self.notes: list[str] = []
         self.class_weight: dict[int, float] | None = None
         self.couples_samples = _couples_samples(model)
         self._snapshot = None if options.nan_policy is None else StepSnapshot(model, options)

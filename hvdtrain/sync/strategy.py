@@ -40,6 +40,7 @@ class WrappedAdapter:
         self._adapter = adapter
         self.fault: Fault | None = None
         self.couples_samples = adapter.couples_samples
+        self.notes = adapter.notes
 
     @property
     def learning_rates(self) -> list[float]:

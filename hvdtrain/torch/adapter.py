@@ -27,6 +27,7 @@ from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.torch.micro_batches import MicroBatches
+from hvdtrain.torch.modes import Modes
 from hvdtrain.torch.named_steps import END, Names
 from hvdtrain.torch.open_steps import OpenSteps
 from hvdtrain.torch.replica import Replica
@@ -36,6 +37,7 @@ from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()
+_MODES, _TRAINED = "max.train_mode", "max.requires_grad"  # in rank_state
 
 
 class TorchAdapter:
@@ -56,15 +58,19 @@ class TorchAdapter:
     ) -> None:
         given, several = model, isinstance(optimizer, dict)
         if isinstance(model, dict):
+            is_training = any(each.training for each in model.values())
             model = nn.ModuleDict(model)
+            model.training = is_training
         optimizers: dict[str, Any] = optimizer if several else {"": optimizer}
         check(model, optimizers, loss, step, options)
         self._options, self._world, self._device = options, world, torch.device(world.device)
         self.between_exchanges: Callable[[], None] = lambda: None
+        self.notes: list[str] = []
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
         self._device = training_state.place(model, self._device)
         self._model = model
+        self._modes = Modes(model, self.notes.append)
         for each in optimizers.values():
             training_state.move_optimizer(each)
         if isinstance(loss, nn.Module):
@@ -122,8 +128,9 @@ class TorchAdapter:
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
-        """Random states, buffers, the epoch's totals, and which gradients travel together."""
+        """Random states, buffers, modules' modes, the epoch's totals, and which gradients travel together."""
         held = training_state.rank_state(self._model) | self._micro_batches.rank_state
+        held |= {_MODES: self._modes.array, _TRAINED: training_state.trained_flags(self._model)}
         for update in self._updates.values():
             held |= update.rank_state
         if self._training:
@@ -133,6 +140,10 @@ class TorchAdapter:
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         training_state.set_rank_state(held, self._model)
+        if _TRAINED in held and (changed := training_state.set_trained_flags(held[_TRAINED], self._model)):
+            self.notes.append(f"requires_grad is as in the checkpoint: changed for {_count(changed)}")
+        if _MODES in held:
+            self._modes.array = held[_MODES]
         self._micro_batches.rank_state = held
         for update in self._updates.values():
             update.rank_state = held
@@ -141,6 +152,7 @@ class TorchAdapter:
     def start(self) -> None:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
         self._end_open_steps()
+        self._modes.start()
         if self._reduced:
             hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
         for update in self._updates.values():
@@ -182,8 +194,7 @@ class TorchAdapter:
         if first:
             self._totals.clear()  # of an evaluation that was interrupted
             self._training = True
-        if first or not self._model.training:
-            self._model.train()
+        self._modes.train()
         return first
 
     def _take_step(self, batches: Sequence[Batch], *, first: bool) -> Fault | None:
@@ -268,7 +279,7 @@ class TorchAdapter:
         if not batch.local_count:
             return
         counted = self._update.weights.count(batch)
-        self._model.eval()
+        self._modes.evaluate()
         with torch.no_grad():  # not inference_mode, in which a step could not compute a gradient that it needs
             if not isinstance(self._step, YieldingStep):
                 self._forward(batch, counted)
@@ -281,8 +292,7 @@ class TorchAdapter:
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
-        self._model.eval()
-        with torch.no_grad(), self._autocast():
+        with self._modes.evaluating(), torch.no_grad(), self._autocast():
             outputs = self._step.predict(inputs)
         return tree_map(training_state.to_host, outputs)
 
@@ -294,7 +304,8 @@ class TorchAdapter:
         return results
 
     def reset_metrics(self) -> None:
-        """Drop what they have counted."""
+        """Drop what they have counted; an evaluation ends."""
+        self._modes.resume()
         self._training = False
         self._totals.clear()
 
@@ -420,6 +431,10 @@ class TorchAdapter:
         name_of: dict[Any, str] = {parameter: name for name, parameter in names.parameters(self._model)}
         loss_mean = float(np.mean(losses)) if losses else float("nan")
         return Fault(name_of.get(reduced, "none"), name_of.get(own), loss_mean)
+
+
+def _count(parameters: list[str]) -> str:
+    return parameters[0] if len(parameters) == 1 else f"{len(parameters)} parameters, the first is {parameters[0]}"
 
 
 def _loss_name(optimizer: str) -> str:

@@ -123,6 +123,11 @@ def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> Non
         raise ValueError(f"the checkpoint has the optimizers {sorted(metas)}, and here are {sorted(optimizers)}")
     for name, (optimizer, _) in optimizers.items():
         before, layout = metas[name]["layout"], _layout(optimizer)
+        if before[0] == layout[0] and len(before[1]) != len(layout[1]):
+            raise ValueError(
+                f"the optimizer{name and ' '}{name} has {len(before[1])} parameter groups in the checkpoint and "
+                f"{len(layout[1])} here. Add the groups before fit, also those that a callback adds"
+            )
         if before != layout:
             raise ValueError(f"the optimizer{name and ' '}{name} is {before} in the checkpoint and {layout} here")
     for name, tensor in current.items():
@@ -191,6 +196,23 @@ def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module) -> Non
     for name, buffer in _buffers(model).items():
         if name in held:
             dtypes.copy_array(buffer, held[name].copy())
+
+
+def trained_flags(model: torch.nn.Module) -> NDArray[np.uint8]:
+    """Return for each parameter whether it is trained."""
+    return np.array([parameter.requires_grad for parameter in model.parameters()], np.uint8)
+
+
+def set_trained_flags(flags: NDArray[np.uint8], model: torch.nn.Module) -> list[str]:
+    """Restore what `trained_flags` returned; return the names of the parameters that were trained or frozen by it."""
+    parameters = list(names.parameters(model))
+    if len(flags) != len(parameters):  # of another model, with the same tensors
+        return []
+    pairs = zip(parameters, flags.astype(bool).tolist(), strict=True)
+    changed = {name: parameter for (name, parameter), flag in pairs if parameter.requires_grad != flag}
+    for parameter in changed.values():
+        parameter.requires_grad_(not parameter.requires_grad)
+    return list(changed)
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -367,6 +367,8 @@ class Loop:
         """Call the callbacks, save checkpoints that are due, and about once a second exchange heartbeats."""
         context = self._context
         watchdog.step_done(self.progress.global_step)
+        while self._adapter.notes:
+            self._note(self._adapter.notes.pop(0))
         for hook in self._hooks:
             hook.on_step_end(context, step)
         validated = self._validate_within_epoch()

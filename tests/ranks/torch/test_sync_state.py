@@ -106,7 +106,16 @@ class Thaw(Callback):
             self._layer.requires_grad_(True)
 
 
+class ThawOnce(Thaw):
+    """Trains the first layer too, from epoch 1 on, and says so once: a resumed run knows it from its checkpoint."""
+
+    def on_epoch_begin(self, trainer, epoch):
+        if epoch == 1:
+            self._layer.requires_grad_(True)
+
+
 THAWED = {
+    "every step": None,
     "LocalSGD": hvdtrain.LocalSGD(2),
     "DiLoCo": hvdtrain.DiLoCo(2),
     "streaming": hvdtrain.DiLoCo(4, fragments=2, overlap=1),
@@ -141,13 +150,20 @@ def assert_resumes_bit_for_bit(train, folder, *, stop_after, epochs):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("strategy", ["DiLoCo", "streaming"])
-def test_a_run_in_which_weights_were_thawed_resumes_bit_for_bit(strategy, shared_tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "thaw"),
+    [
+        ("DiLoCo", Thaw),
+        ("streaming", Thaw),
+        *((each, ThawOnce) for each in ("every step", "DiLoCo", "host", "Delayed")),
+    ],
+)
+def test_a_run_in_which_weights_were_thawed_resumes_bit_for_bit(strategy, thaw, shared_tmp_path):
     """The script begins with the frozen layer, and on_epoch_begin trains it again."""
 
     def train(folder, epochs):
         net = model()
-        fit(net, "sgd", sync=THAWED[strategy], hooks=[Thaw(net), Checkpoint(folder)], epochs=epochs)
+        fit(net, "sgd", sync=THAWED[strategy], hooks=[thaw(net), Checkpoint(folder)], epochs=epochs)
         return [p.detach().numpy().copy() for p in net.parameters()]
 
     assert_resumes_bit_for_bit(train, shared_tmp_path, stop_after=3, epochs=5)
