@@ -32,8 +32,8 @@ from hvdtrain.tensorflow.variables import broadcast_, broadcast_global_variables
 _OF_PROCESS_SETS = ("ProcessSet", "global_process_set")  # Horovod's own where it is installed: this loads it
 # Helpers that Horovod's module happens to show. They are its own, so they need Horovod installed.
 _HOROVODS_OWN = (
-    "LocalGradientAggregationHelper", "check_extension", "check_num_rank_power_of_2", "gpu_available",
-    "gradient_aggregation", "handle_average_backwards_compatibility", "refs_to_vars", "split_list",
+    "LocalGradientAggregationHelper", "_executing_eagerly", "check_extension", "check_num_rank_power_of_2",
+    "gpu_available", "gradient_aggregation", "handle_average_backwards_compatibility", "refs_to_vars", "split_list",
     "util", "vars_to_refs",
 )  # fmt: skip
 # Modules that scripts import names from; `keras` for `import horovod.tensorflow.keras as hvd`.

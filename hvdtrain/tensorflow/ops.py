@@ -57,6 +57,7 @@ def allreduce(
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     options = {"op": op, "name": name, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set), **scales}
     value = _tensor(tensor)
+    _check_reduction([value], **options)
     if isinstance(value, tf.IndexedSlices):
         return _run("allreduce", [value], device_sparse=device_sparse, **options)[0]
     (wire,), backs = _compressed([value], compression)
@@ -82,9 +83,17 @@ def grouped_allreduce(
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     options = {"op": op, "ignore_name_scope": ignore_name_scope, **ops.in_set(process_set), **scales}
     values = [_tensor(t) for t in tensors]
+    _check_reduction(values, **options)
     dense = [i for i, value in enumerate(values) if not isinstance(value, tf.IndexedSlices)]
     wires, backs = _compressed([values[i] for i in dense], compression)
-    reduced = _in_groups("grouped_allreduce", wires, name=name, device_dense=device_dense, **options)
+    if op == basics.Adasum:  # Horovod's grouped form raises UnboundLocalError; it would combine each tensor by itself
+        names = [None if name is None else f"{name}_{i}" for i in dense]
+        reduced = [
+            _run("allreduce", [wire], name=each, device_dense=device_dense, **options)[0]
+            for wire, each in zip(wires, names, strict=True)
+        ]
+    else:
+        reduced = _in_groups("grouped_allreduce", wires, name=name, device_dense=device_dense, **options)
     results = dict(zip(dense, _restored(reduced, backs), strict=True))
     for i in sorted(set(range(len(values))) - set(dense)):
         results[i] = _run("allreduce", [values[i]], device_sparse=device_sparse, **options)[0]
@@ -162,10 +171,10 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Return this rank's part, along axis 0, of the reduction of `tensor` over ranks; see `allreduce`."""
-    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    options = {"op": op, "name": name, "ignore_name_scope": ignore_name_scope, "device_dense": device_dense, **scales}
+    options = {"op": op, "name": name, "ignore_name_scope": ignore_name_scope, "device_dense": device_dense}
+    options |= {"postscale_factor": postscale_factor, **ops.in_set(process_set)}
     (wire,), backs = _compressed([_tensor(tensor)], compression)
-    return _restored(_run("reducescatter", [wire], **ops.in_set(process_set), **options), backs)[0]
+    return _restored(_run("reducescatter", [_scaled(wire, prescale_factor)], **options), backs)[0]
 
 
 @backend.untraced
@@ -179,10 +188,11 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Return this rank's part of the reduction of each tensor, all in one operation; see `reducescatter`."""
-    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    options = {"op": op, "device_dense": device_dense, **ops.in_set(process_set), **scales}
+    options = {"op": op, "device_dense": device_dense, "postscale_factor": postscale_factor}
+    options |= ops.in_set(process_set)
     wires, backs = _compressed([_tensor(t) for t in tensors], compression)
-    return _restored(_in_groups("grouped_reducescatter", wires, **options), backs)
+    scaled = [_scaled(wire, prescale_factor) for wire in wires]
+    return _restored(_in_groups("grouped_reducescatter", scaled, **options), backs)
 
 
 @backend.untraced
@@ -195,8 +205,19 @@ def join() -> Tensor:
 def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any | None = None
 ) -> Any:
-    """Return the root's `obj`, anything that can be pickled, on every rank; `session` must be None."""
-    refuse_session(session)
+    """Return the root's `obj`, anything that can be pickled, on every rank.
+
+    Args:
+        obj: of the root's rank; those of the others are not used.
+        root_rank: rank whose object all ranks get.
+        session: the session that runs it in a graph of TensorFlow 1; None means the default session.
+        name: equal on all ranks; made from the object's type if left out.
+        process_set: ranks that take part; None means all.
+    """
+    if _has_session(session):
+        module = basics.running()
+        options = {"session": session, "name": name, **ops.in_set(process_set)}
+        return obj if module is None else module.broadcast_object(obj, root_rank, **options)
     return ops.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -210,15 +231,26 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: Any | None = None
 ) -> list[Any]:
-    """Return every rank's `obj`, in rank order; `session` must be None."""
-    refuse_session(session)
+    """Return every rank's `obj`, in rank order; see `broadcast_object`."""
+    if _has_session(session):
+        module = basics.running()
+        options = {"session": session, "name": name, **ops.in_set(process_set)}
+        return [obj] if module is None else list(module.allgather_object(obj, **options))
     return ops.allgather_object(obj, name, process_set)
 
 
 def refuse_session(session: Any) -> None:
-    """Raise ValueError for a session, which Horovod's functions take too."""
+    """Raise ValueError for a session where there is no graph of TensorFlow 1."""
     if session is not None:
         raise ValueError(f"Sessions are TensorFlow 1's. Received: session={session!r}")
+
+
+def _has_session(session: Any) -> bool:
+    """Return whether a session, given or the default one, runs the graph of TensorFlow 1 that is being built."""
+    if tf.executing_eagerly():
+        refuse_session(session)
+        return False
+    return session is not None or tf.compat.v1.get_default_session() is not None
 
 
 def _fact(function: str, alone: int) -> Callable[..., Tensor]:
@@ -256,6 +288,51 @@ def _restored(values: list[Tensor], dtypes: list[str | None]) -> list[Tensor]:
     return [v if dtype is None else tf.cast(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
 
 
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Return `tensor` times `factor` in its own dtype, integers cut.
+
+    Horovod multiplies before a reducescatter in its fusion buffer, and refuses tensors that are larger than it. On CPUs
+    hvdtrain sets that buffer's size to 0.
+    """
+    if factor == 1.0:
+        return tensor
+    wide = tf.float32 if tensor.dtype in (tf.float16, tf.bfloat16, tf.float32) else tf.float64
+    return tf.cast(tf.cast(tensor, wide) * tf.constant(factor, wide), tensor.dtype)
+
+
+def _check_reduction(
+    values: list[Tensor],
+    *,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Any | None = None,
+    **_: Any,
+) -> None:
+    """Raise, before anything is sent, where Horovod has no such reduction: some of its own errors come later."""
+    if any(isinstance(v, tf.IndexedSlices) for v in values):
+        if op not in (basics.Average, basics.Sum):
+            raise NotImplementedError(f"tf.IndexedSlices can have op=Average or op=Sum. Received: op={op}")
+        if (prescale_factor, postscale_factor) != (1.0, 1.0):
+            received = f"prescale_factor={prescale_factor}, postscale_factor={postscale_factor}"
+            raise NotImplementedError(f"tf.IndexedSlices cannot be scaled: scale their values. Received: {received}")
+    module = basics.running()
+    if op != basics.Adasum or module is None or module.size() == 1:
+        return
+    if process_set is not None and process_set.process_set_id != 0:
+        raise NotImplementedError(f"Adasum runs over all ranks. Received: {process_set}")
+    if not module.mpi_enabled():
+        raise ValueError(
+            f"Adasum needs MPI. Received: Gloo as data plane on rank {module.rank()}. Launch with `horovodrun --mpi`, "
+            "or use op=Average."
+        )
+    if module.size() & (module.size() - 1):
+        raise NotImplementedError(f"Adasum needs a power of 2 of ranks. Received: {module.size()} ranks")
+    kinds = sorted({value.dtype.name for value in values if not value.dtype.is_floating})
+    if kinds:
+        raise TypeError(f"Adasum combines floats. Received: tensors of {', '.join(kinds)}")
+
+
 def _in_groups(kind: str, values: list[Tensor], name: str | None = None, **options: Any) -> list[Tensor]:
     """Run a grouped collective of Horovod, which takes tensors of one dtype, once for each dtype."""
     results: list[Tensor] = [None] * len(values)
@@ -271,8 +348,8 @@ def _run(kind: str, values: list[Tensor], *args: Any, **options: Any) -> list[Te
     """Return the results of Horovod's collective `kind`; in one process without Horovod, those of one rank."""
     module = basics.running()
     if module is None:
-        factor = options.get("prescale_factor", 1.0) * options.get("postscale_factor", 1.0)
-        return values if factor == 1.0 else [tf.cast(tf.cast(v, tf.float64) * factor, v.dtype) for v in values]
+        before, after = options.get("prescale_factor", 1.0), options.get("postscale_factor", 1.0)
+        return [_scaled(_scaled(value, before), after) for value in values]
 
     def call() -> list[Tensor]:
         result = getattr(module, kind)(values if kind.startswith("grouped") else values[0], *args, **options)

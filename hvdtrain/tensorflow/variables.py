@@ -12,7 +12,7 @@ from hvdtrain.distributed import world
 from hvdtrain.keras import variables as keras_variables
 from hvdtrain.keras.backends.tensorflow import untraced
 from hvdtrain.keras.reduction import GradientReduction, small_together
-from hvdtrain.keras.variables import CHUNK_BYTES, num_bytes
+from hvdtrain.keras.variables import CHUNK_BYTES
 from hvdtrain.tensorflow import ops
 
 
@@ -43,7 +43,7 @@ def broadcast_variables(
         raise ValueError(f"root_rank must be a rank in [0, {size}). Received: root_rank={root_rank}")
     if not plain or not GradientReduction(process_set=process_set).active():
         return tf.group()
-    chunks = small_together([num_bytes(v) for v in plain], limit=CHUNK_BYTES, room=CHUNK_BYTES)
+    chunks = small_together([_num_bytes(v) for v in plain], limit=CHUNK_BYTES, room=CHUNK_BYTES)
     return tf.group(*(_broadcast([plain[i] for i in chunk], root_rank, process_set) for chunk in chunks))
 
 
@@ -52,10 +52,10 @@ def broadcast_(
     variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: Any | None = None
 ) -> list[Any]:
     """Assign the root's values to `variables` and return them as tensors; see `broadcast_variables`."""
-    variables = list(variables)
-    done = broadcast_variables(variables, root_rank, process_set)
+    plain = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    done = broadcast_variables(plain, root_rank, process_set)
     with tf.control_dependencies([] if done is None else [done]):
-        return [tf.identity(v) for v in variables]
+        return [v.read_value() for v in plain]  # tf.identity may return what a reference variable held before
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -80,6 +80,12 @@ def _broadcast(variables: list[Any], root_rank: int, process_set: Any | None) ->
     )
     values = tf.split(received, [tf.size(part) for part in parts])
     return tf.group(*(v.assign(_from_bytes(value, v)) for v, value in zip(variables, values, strict=True)))
+
+
+def _num_bytes(variable: Any) -> int:
+    # The base type: a reference variable of TensorFlow 1 says "float32_ref".
+    count = variable.shape.num_elements()
+    return CHUNK_BYTES if count is None else int(count * variable.dtype.base_dtype.size)
 
 
 def _as_bytes(variable: Any) -> Any:

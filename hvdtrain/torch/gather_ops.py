@@ -152,7 +152,8 @@ def grouped_reducescatter_async(
     name = name or engine.auto_name("reducescatter", process_set)
     sent = [to_reduce(t) for t in tensors]
     if prescale_factor != 1.0:  # Horovod would do it in its fusion buffer, and refuse what is larger
-        sent = [(t * prescale_factor).to(t.dtype) for t in sent]
+        # Integers in float64, as Horovod multiplies them: torch would in float32.
+        sent = [((t if t.is_floating_point() else t.double()) * prescale_factor).to(t.dtype) for t in sent]
     options = {"op": op, "process_set": process_set, "postscale_factor": postscale_factor}
     return _start("reducescatter_async", sent, from_real, tensors, name, **options)
 

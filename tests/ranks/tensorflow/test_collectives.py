@@ -37,7 +37,8 @@ def collect(x):
         "sent": hvd.alltoall(x),
         "split": hvd.alltoall(x, splits=[1] * hvd.size()),
         "part": hvd.reducescatter(x, op=hvd.Sum),
-        "part_group": hvd.grouped_reducescatter([x, counts], op=hvd.Sum),
+        "part_scaled": hvd.reducescatter(x, op=hvd.Sum, prescale_factor=0.25, postscale_factor=4.0),
+        "part_group": hvd.grouped_reducescatter([x, counts], op=hvd.Sum, prescale_factor=2.0),
         "ranks": [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()],
         "included": hvd.process_set_included_op(),
     }  # fmt: skip
@@ -65,8 +66,8 @@ def test_every_collective_takes_variables_of_both_kinds(how):
         assert got["root"] == [2.0] * hvd.size()
         assert got["sent"] == all_of_them
         assert got["split"] == (all_of_them, [1] * hvd.size())
-        assert got["part"] == [TOTAL]
-        assert got["part_group"] == [[TOTAL], [TOTAL]]
+        assert got["part"] == got["part_scaled"] == [TOTAL]
+        assert got["part_group"] == [[2 * TOTAL], [2 * TOTAL]]
         assert got["ranks"] == ranks
         assert got["included"] == 1
         assert got["group"] == [full, full]
@@ -80,6 +81,49 @@ def test_a_tape_differentiates_collectives():
         root = hvd.broadcast(x, 0)
     assert tape.gradient(total, x).numpy() == [hvd.size()]
     assert tape.gradient(root, x).numpy() == [1.0 if hvd.rank() == 0 else 0.0]
+    rows = tf.Variable([1.0] * hvd.size())
+    with tf.GradientTape() as tape:
+        part = hvd.reducescatter(rows, op=hvd.Sum, prescale_factor=3.0, postscale_factor=2.0)
+    assert tape.gradient(part, rows).numpy().tolist() == [6.0 * hvd.size()] * hvd.size()  # as Horovod defines it
+
+
+def test_tensors_are_scaled_before_a_reducescatter_with_the_bits_of_allreduce():
+    for dtype in ("float16", "float32", "float64", "int32", "int64"):
+        x = tf.cast([7.3 + hvd.rank()] * hvd.size(), dtype)
+        options = {"op": hvd.Sum, "prescale_factor": 0.7, "postscale_factor": 1.3}
+        whole = hvd.allreduce(x, **options).numpy()[:1]
+        part = hvd.reducescatter(x, **options).numpy()
+        if dtype == "float64":  # allreduce takes its factors as float32
+            np.testing.assert_allclose(part, whole, rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(part, whole)
+
+
+@pytest.mark.world_size(2)
+def test_a_group_is_combined_by_adasum_as_each_of_its_tensors():
+    if not hvd.mpi_enabled():
+        with pytest.raises(ValueError, match="Adasum needs MPI"):
+            hvd.grouped_allreduce([tf.ones(2)], op=hvd.Adasum)
+        return
+    tensors = [tf.constant([1.0 + hvd.rank(), 2.0, -3.0 * hvd.rank()]), tf.constant([[0.5 - hvd.rank()]], tf.float64)]
+    each = [hvd.allreduce(tensor, op=hvd.Adasum).numpy().tolist() for tensor in tensors]
+    for run in (hvd.grouped_allreduce, tf.function(hvd.grouped_allreduce, autograph=False)):
+        assert [t.numpy().tolist() for t in run(tensors, op=hvd.Adasum, name="combined")] == each
+    assert each[0] != hvd.allreduce(tensors[0]).numpy().tolist()
+
+
+def test_what_horovod_cannot_reduce_is_refused_before_anything_is_sent():
+    slices = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), tf.constant([5, 2]))
+    for options in ({"op": hvd.Max}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}):
+        with pytest.raises(NotImplementedError, match=r"tf\.IndexedSlices c"):
+            hvd.grouped_allreduce([tf.ones(2), slices], **options)
+    if hvd.size() == 2 and hvd.mpi_enabled():
+        with pytest.raises(TypeError, match="Adasum combines floats. Received: tensors of int32"):
+            hvd.allreduce(tf.constant([1]), op=hvd.Adasum)
+    if hvd.size() == 3 and hvd.mpi_enabled():
+        with pytest.raises(NotImplementedError, match="power of 2"):
+            hvd.allreduce(tf.ones(1), op=hvd.Adasum)
+    assert hvd.allreduce(tf.constant([1.0])).numpy() == [1.0]  # ranks are still in step
 
 
 def different_values():
@@ -169,6 +213,24 @@ def test_batches_of_any_length_are_normalized_as_one():
     assert hvd.SyncBatchNormalization.from_config(layer.get_config()).momentum == layer.momentum
     with pytest.raises(ValueError, match="no fused form"):
         hvd.SyncBatchNormalization(fused=True)
+
+
+def test_a_session_of_tensorflow_1_broadcasts_reference_variables_and_objects():
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        for dtype in (tf.float32, tf.float16, tf.int64, tf.bool):
+            kinds = [
+                v1.Variable(tf.cast([hvd.rank(), 1], dtype), use_resource=use_resource)
+                for use_resource in (False, True)
+            ]
+            session.run(v1.variables_initializer(kinds))
+            returned = session.run(hvd.broadcast_(kinds, root_rank=1))
+            for value in [*returned, *session.run(kinds)]:
+                assert value.tolist() == [1, 1]
+        assert hvd.broadcast_object({"of": hvd.rank()}, root_rank=1) == {"of": 1}
+        assert hvd.allgather_object(hvd.rank(), session=session) == [*RANKS]
+    with pytest.raises(ValueError, match="Sessions are TensorFlow 1's"):
+        hvd.broadcast_object(1, session=session)
 
 
 @pytest.mark.long

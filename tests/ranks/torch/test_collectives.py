@@ -103,6 +103,8 @@ def test_reducescatter_scales_before_it_reduces(hvd, rank, size):
     tensor = torch.ones(size * 40_000, 2) * (rank + 1)  # more than a fusion buffer of Horovod's holds
     mine = hvd.reducescatter(tensor, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
     torch.testing.assert_close(mine, torch.full((40_000, 2), 2.0 * sum(range(1, size + 1))))
+    large = torch.full((size,), 2**40 + 1)  # exact in float64 alone
+    assert hvd.reducescatter(large, op=hvd.Sum, prescale_factor=2.0).tolist() == [(2**41 + 2) * size]
 
 
 def test_reducescatter_and_grouped_gathers(hvd, rank, size):

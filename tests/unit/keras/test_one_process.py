@@ -78,7 +78,8 @@ if keras.backend.backend() == "tensorflow":
     def graph():
         taped.broadcast_variables([x, y], root_rank=0)
         scaled = taped.grouped_allreduce([x, y], op=taped.Sum, prescale_factor=2.0)
-        return *scaled, *taped.alltoall(x, [2]), taped.reducescatter(x), taped.size_op(), taped.join()
+        part = taped.reducescatter(x, prescale_factor=2.0, postscale_factor=0.5)
+        return *scaled, *taped.alltoall(x, [2]), part, taped.size_op(), taped.join()
 
     got = [each.numpy().tolist() for each in graph()]
     assert got == [[2.0, 4.0], [6.0, 8.0], [1.0, 2.0], [2], [1.0, 2.0], 1, 0]
