@@ -171,8 +171,8 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Return this rank's part, along axis 0, of the reduction of `tensor` over ranks; see `allreduce`."""
-    options = {"op": op, "name": name, "ignore_name_scope": ignore_name_scope, "device_dense": device_dense}
-    options |= {"postscale_factor": postscale_factor, **ops.in_set(process_set)}
+    options: dict[str, Any] = {"op": op, "name": name, "ignore_name_scope": ignore_name_scope}
+    options |= {"device_dense": device_dense, "postscale_factor": postscale_factor, **ops.in_set(process_set)}
     (wire,), backs = _compressed([_tensor(tensor)], compression)
     return _restored(_run("reducescatter", [_scaled(wire, prescale_factor)], **options), backs)[0]
 
@@ -188,7 +188,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Return this rank's part of the reduction of each tensor, all in one operation; see `reducescatter`."""
-    options = {"op": op, "device_dense": device_dense, "postscale_factor": postscale_factor}
+    options: dict[str, Any] = {"op": op, "device_dense": device_dense, "postscale_factor": postscale_factor}
     options |= ops.in_set(process_set)
     wires, backs = _compressed([_tensor(t) for t in tensors], compression)
     scaled = [_scaled(wire, prescale_factor) for wire in wires]
