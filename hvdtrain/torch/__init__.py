@@ -53,7 +53,7 @@ from hvdtrain.torch.reduce_ops import (
     join,
     sparse_allreduce_async,
 )
-from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
+from hvdtrain.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 # What the engine itself answers, when first used: this module can be imported where there is no Horovod.
 _ENGINE_NAMES = (
@@ -74,7 +74,7 @@ __all__ = [
     "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
     "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async",
     "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
-    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "convert_sync_batchnorm", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
     "init", "join", "poll", "reducescatter", "reducescatter_async", "shutdown", "sparse_allreduce_async",
     "synchronize",

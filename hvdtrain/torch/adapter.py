@@ -33,6 +33,7 @@ from hvdtrain.torch.open_steps import OpenSteps
 from hvdtrain.torch.replica import Replica
 from hvdtrain.torch.settle import settle
 from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
+from hvdtrain.torch.sync_batch_norm import convert_torchs
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,10 +63,12 @@ class TorchAdapter:
             model = nn.ModuleDict(model)
             model.training = is_training
         optimizers: dict[str, Any] = optimizer if several else {"": optimizer}
+        self.notes: list[str] = []
+        if world.size > 1 or launch_environment.is_elastic():
+            self.notes += filter(None, [convert_torchs(model)])
         check(model, optimizers, loss, step, options)
         self._options, self._world, self._device = options, world, torch.device(world.device)
         self.between_exchanges: Callable[[], None] = lambda: None
-        self.notes: list[str] = []
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
         self._device = training_state.place(model, self._device)

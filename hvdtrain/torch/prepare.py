@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +12,15 @@ from torch.utils.data import DataLoader
 import hvdtrain.torch as hvd
 from hvdtrain.data.sources import as_source, tree_map
 from hvdtrain.distributed.world import World
-from hvdtrain.torch import dtypes, training_state
+from hvdtrain.torch import dtypes, names, training_state
 from hvdtrain.torch.arguments import check_parameters
 from hvdtrain.torch.losses import as_tensor
+from hvdtrain.torch.settle import settle
 from hvdtrain.torch.sources import LoaderSource
+from hvdtrain.torch.sync_batch_norm import convert_torchs
 from hvdtrain.torch.update import needs_closure
+
+log = logging.getLogger("hvdtrain")
 
 
 def prepare(
@@ -29,6 +34,8 @@ def prepare(
             f"hvdtrain.Trainer, which weighs both. Received: {type(optimizer).__name__}"
         )
     dtypes.check(model)
+    if world.size > 1 and (converted := convert_torchs(model)) and world.is_root:
+        log.info("%s", converted)
     device = torch.device(world.device)
     training_state.place(model, device)
     training_state.move_optimizer(optimizer)
@@ -57,8 +64,9 @@ class PreparedLoader:
     """Yields this rank's batches on its device, the same number on every rank; each iteration is a new epoch.
 
     During a short batch, the model's gradients are scaled so that their mean over ranks equals one process's mean over
-    all samples. `count` is the number of this rank's samples in the current batch. It is 0 for a filler, which has no
-    weight in the gradient and must not count in metrics.
+    all samples. After a pass in which the model trains, ranks average its running statistics. `count` is the number of
+    this rank's samples in the current batch. It is 0 for a filler, which has no weight in the gradient and must not
+    count in metrics.
     """
 
     def __init__(self, loader: DataLoader[Any], source: LoaderSource, model: torch.nn.Module, world: World) -> None:
@@ -87,6 +95,10 @@ class PreparedLoader:
             finally:  # also if the loop ends early
                 for hook in hooks:
                     hook.remove()
+        if (
+            self._world.size > 1 and self._model.training
+        ):  # equal also in evaluation, and in the file that rank 0 writes
+            settle(list(names.buffers(self._model)), self._world)
 
     def _scale_gradients(self, weight: float) -> list[Any]:
         if weight == 1.0:

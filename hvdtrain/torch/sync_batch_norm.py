@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from hvdtrain.distributed import launch_environment
 from hvdtrain.torch import engine
@@ -48,6 +49,52 @@ class SyncBatchNorm(_BatchNorm):
             if momentum is None:  # on the device: the host does not know how many batches there were
                 momentum = (1.0 / self.num_batches_tracked.double()).to(running.dtype)
             running.lerp_(new.to(running.dtype), momentum)
+
+
+def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Let every BatchNorm of a model normalize by the batches of all ranks, as torch's function of this name does.
+
+    Modules, parameters and buffers stay the same objects, so an optimizer may be made before or after.
+
+    Args:
+        module: a model, or a BatchNorm; it is changed in place.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: a BatchNorm is lazy, or has a `forward` of its own, which would be lost; nothing is changed.
+    """
+    _convert(module, _BatchNorm)
+    return module
+
+
+def convert_torchs(module: nn.Module) -> str | None:
+    """Convert `torch.nn.SyncBatchNorm`, which without torch.distributed is a plain BatchNorm; return a log line."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None  # it synchronizes over torch's own ranks
+    names = _convert(module, nn.SyncBatchNorm)
+    if not names:
+        return None
+    count = "1 layer" if len(names) == 1 else f"{len(names)} layers"
+    return f"torch.nn.SyncBatchNorm -> hvdtrain.torch.SyncBatchNorm: {count}, {names[0] or 'the model itself'} first"
+
+
+def _convert(module: nn.Module, kind: type[_BatchNorm]) -> list[str]:
+    found = {name: each for name, each in module.named_modules() if isinstance(each, kind)}
+    found = {name: each for name, each in found.items() if not isinstance(each, SyncBatchNorm)}
+    for name, each in found.items():
+        is_lazy = isinstance(each, LazyModuleMixin)
+        if is_lazy or type(each).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            reason = "has no weights yet: call the model on a batch first" if is_lazy else "has a forward of its own"
+            raise TypeError(
+                f"Only torch's own BatchNorm can become a SyncBatchNorm. Received: {name or 'a module'} of type "
+                f"{type(each).__name__}, which {reason}."
+            )
+    for each in found.values():
+        each.__class__ = SyncBatchNorm
+        each.__dict__.pop("process_group", None)
+    return list(found)
 
 
 class _Normalize(torch.autograd.Function):

@@ -22,9 +22,10 @@ def all_equal(model):
 
 
 @pytest.mark.world_size(2, 3)
-def test_sync_batch_norm_in_the_trainer_equals_one_process():
+@pytest.mark.parametrize("kind", [hvd.SyncBatchNorm, torch.nn.SyncBatchNorm], ids=["ours", "torch's"])
+def test_sync_batch_norm_in_the_trainer_equals_one_process(kind):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 5), hvd.SyncBatchNorm(5), torch.nn.Linear(5, 3))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), kind(5), torch.nn.Linear(5, 3))
     alone = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
     model.load_state_dict(alone.state_dict())
     x, y = X[:4], Y[:4]  # one step, shared out evenly or not
@@ -32,6 +33,8 @@ def test_sync_batch_norm_in_the_trainer_equals_one_process():
     trainer = hvdtrain.Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
     trainer.fit((x, y), epochs=1, batch_size=4, progress=False)
     assert all_equal(model)
+    line = "torch.nn.SyncBatchNorm -> hvdtrain.torch.SyncBatchNorm: 1 layer, 1 first"
+    assert (line in trainer.decisions) == (kind is torch.nn.SyncBatchNorm and hvd.rank() == 0)
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
     loss(alone(torch.from_numpy(x)), torch.from_numpy(y)).backward()
     plain.step()
