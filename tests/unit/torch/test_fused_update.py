@@ -233,7 +233,8 @@ def test_a_trainer_of_one_process_takes_the_steps_of_one_of_ranks(
     x, y = torch.randn(12, 4), torch.arange(12) % 3
     weights = []
     for reduces in (False, True):  # then a DistributedOptimizer is there on one rank too
-        monkeypatch.setattr(adapter, "launch_environment", SimpleNamespace(reduces_alone=lambda answer=reduces: answer))
+        answers = SimpleNamespace(reduces_alone=lambda answer=reduces: answer, is_elastic=lambda: False)
+        monkeypatch.setattr(adapter, "launch_environment", answers)
         torch.manual_seed(0)
         model = net()
         trainer = make(model, optimizer=Adam(model.parameters(), lr=0.01), **options)
