@@ -95,7 +95,7 @@ class _Table:
                 importlib.import_module, ("pyarrow", "pyarrow.fs", "pyarrow.parquet")
             )
         except ImportError:
-            raise PackageMissingError("pyarrow is not installed. Run: pip install 'hvdtrain[parquet]'") from None
+            raise PackageMissingError("pyarrow is not installed. Run: pip install pyarrow") from None
         self.path = path
         try:
             place = path if "://" in path else os.path.abspath(path)

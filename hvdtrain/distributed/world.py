@@ -197,7 +197,8 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
             return None
         raise HorovodMissingError(
             f"{found} started this process, but Horovod is not installed: every process would train alone. "
-            "Run `hvdtrain build` in this environment, or set HVDTRAIN_SOLO=1 to run one process on purpose."
+            f"Run `{installed.how_to_build()}` in this environment, or set HVDTRAIN_SOLO=1 to run one process on "
+            "purpose."
         )
     problem = installed.mismatch(framework)
     if problem is None:

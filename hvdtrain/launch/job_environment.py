@@ -50,7 +50,7 @@ def check_place(who: str = "it") -> None:
     if found and found.size and found.size > 1 and found.name != "Slurm":
         raise UsageError(f"{who} starts the ranks itself, and {found} has started this one. Run it by itself")
     if importlib.util.find_spec("horovod") is None:
-        raise UsageError("Horovod is not installed, so no ranks can be started. Run `hvdtrain build`")
+        raise UsageError(f"Horovod is not installed, so no ranks can be started. Run `{installed.how_to_build()}`")
 
 
 def check_host(spec: LaunchSpec) -> None:

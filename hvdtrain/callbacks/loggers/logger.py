@@ -95,7 +95,7 @@ class Package:
         if spec is None or spec.origin is None:
             raise PackageMissingError(
                 f"{who} needs the package {self.name}, which is not installed on host {socket.gethostname()}. Type: "
-                f"pip install 'hvdtrain[loggers]', or for this logger alone: pip install {self.name}"
+                f"pip install {self.name}"
             )
 
     def load(self) -> None:

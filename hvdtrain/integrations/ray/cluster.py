@@ -137,7 +137,7 @@ class RayCluster:
             self.ray = importlib.import_module("ray")
         except ImportError as problem:
             raise PackageMissingError(
-                f"hvdtrain.integrations.ray needs the package ray ({problem}). Type: pip install 'hvdtrain[ray]'"
+                f"hvdtrain.integrations.ray needs the package ray ({problem}). Type: pip install ray"
             ) from None
         self._workers: list[Worker] = []
         self._leaving: dict[Worker, Any] = {}

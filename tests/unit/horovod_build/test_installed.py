@@ -71,3 +71,18 @@ def test_a_horovod_that_another_hvdtrain_built_has_other_changes(said: Path) -> 
     assert installed.has_other_changes()
     said.write_text(f'{{"hvdtrain": {build.record(Found((), "c++", None, None, None, (), ()), "k")}}}')
     assert not installed.has_other_changes()
+
+
+@pytest.mark.parametrize(
+    ("there", "command"),
+    [
+        ({"torch": "2.13.0"}, "hvdtrain build"),
+        ({"tensorflow": "2.21.0"}, "hvdtrain build"),
+        ({}, f"{installed.command_for_tested('torch')} && hvdtrain build"),
+    ],
+)
+def test_with_jax_alone_a_framework_is_installed_before_horovod_is_built(
+    monkeypatch: pytest.MonkeyPatch, there: dict[str, str], command: str
+) -> None:
+    monkeypatch.setattr(installed, "framework_version", there.get)
+    assert installed.how_to_build() == command

@@ -44,3 +44,13 @@ def test_code_and_documents_use_the_fields_words(word: str) -> None:
         if pattern.search(line)
     ]
     assert not found, f"write {WORDS[word]}:\n" + "\n".join(found)
+
+
+def test_no_message_installs_hvdtrain_itself_from_an_index_that_does_not_have_it() -> None:
+    messages = {path: path.read_text(encoding="utf-8") for path in texts() if path.suffix == ".py"}
+    found = [
+        path
+        for path, text in messages.items()
+        if re.search(r"pip install [^\n]*hvdtrain\b", text.replace("&& hvdtrain", ""))
+    ]
+    assert not found, "name the packages of the extra instead"

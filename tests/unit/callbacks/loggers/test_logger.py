@@ -193,7 +193,7 @@ def test_a_missing_package_is_named_at_construction_with_what_to_type(monkeypatc
     for make_logger, package in (
         (lambda: TensorBoardLogger("x"), "tensorboard"), (MLflowLogger, "mlflow-skinny"), (WandbLogger, "wandb")
     ):  # fmt: skip
-        with pytest.raises(PackageMissingError, match=rf"pip install 'hvdtrain\[loggers\]'.*pip install {package}"):
+        with pytest.raises(PackageMissingError, match=f"Type: pip install {package}"):
             make_logger()
     CSVLogger("x.csv")
     assert os.listdir() == []

