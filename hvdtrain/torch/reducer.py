@@ -52,6 +52,10 @@ class Reducer:
         self.is_synchronized = False
         self.names: dict[Parameter, str] = {param: name for name, param in named}
         self.passes: dict[Parameter, int] = {}  # since the last step, of each parameter that is reduced
+        self._counts_again = False
+        # Parameters whose gradients are not sent during backward: a pass may add to them more than once.
+        self._held_back: set[Parameter] = set()
+        self._repeated: set[Parameter] = set()  # those of which it is known
         self._on_gpu = False
         self._units: list[ReductionUnit] = []
         self._unit_of: dict[Parameter, ReductionUnit] = {}
@@ -81,6 +85,7 @@ class Reducer:
                     self.names.setdefault(param, f"allreduce.noname.{i}.{j}")
                     self.passes[param] = 0
                     new.append(param)
+        self._held_back.update(new if self._counts_again else ())
         self._on_gpu = self._on_gpu or any(param.is_cuda for param in new)
         if self.is_distributed:
             for members in partition(new, self.options):
@@ -172,6 +177,15 @@ class Reducer:
         for unit in self._units:
             unit.set_scale(self.scale)
 
+    def count_again(self) -> None:
+        """Accept a backward pass that adds to a gradient several times, as one through reentrant checkpoints does.
+
+        For who calls `synchronize` after the step's last pass. A parameter's first gradient is sent then, and so are
+        all gradients of a parameter to which a pass has added more than once.
+        """
+        self._counts_again = True
+        self._held_back = set(self.passes)
+
     def forget(self) -> None:
         """Drop the step in flight. Before its names are used again, the reducer waits for its operations."""
         self._renew()
@@ -200,18 +214,25 @@ class Reducer:
     def _on_gradient(self, param: Parameter) -> None:
         self._renew()
         if self.passes[param] >= self.passes_per_step:
-            raise AssertionError(
-                f"The gradient of {self.names[param]} was computed more than backward_passes_per_step="
-                f"{self.passes_per_step} times before step(). Raise it, or call optimizer.step() after each backward. "
-                f"{ANOTHERS_BACKWARD}"
-            )
+            if param not in self._held_back or self._unit_of[param].is_started:
+                raise AssertionError(self._too_often(param))
+            self._repeated.add(param)
         self.is_synchronized = False
         self.passes[param] += 1
         if self.passes[param] == self.passes_per_step:
             unit = self._unit_of[param]
             unit.ready += 1
-            if unit.ready == len(unit.params) and unit is not self._closing:
+            is_complete = unit.ready == len(unit.params) and unit is not self._closing
+            if is_complete and (not self._held_back or self._held_back.isdisjoint(unit.params)):
                 unit.start(self._all_active)
+
+    def _too_often(self, param: Parameter) -> str:
+        return (
+            f"The gradient of {self.names[param]} was computed more than backward_passes_per_step="
+            f"{self.passes_per_step} times before step(). If there was one backward() for each of these passes, the "
+            "layer is used in several reentrant checkpoints: give torch.utils.checkpoint use_reentrant=False. "
+            f"Else raise backward_passes_per_step, or call optimizer.step() after each backward. {ANOTHERS_BACKWARD}"
+        )
 
     def _all_active(self) -> bool:
         """Return whether no rank has joined; bf16 units, which need all ranks, check it first."""
@@ -239,6 +260,9 @@ class Reducer:
         try:
             with recorder.waiting():
                 total = self._synchronize(weight, expected)
+            if len(self._held_back) > len(self._repeated) and total != FAILED:
+                done = {param for param, passes in self.passes.items() if passes == self.passes_per_step}
+                self._held_back -= done - self._repeated
         except BaseException:
             self._abandon()
             raise

@@ -52,6 +52,7 @@ class Update:
             compression = getattr(hvd.Compression, options.compression)
             named = names.parameters(model)
             self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
+            self.optimizer._hvd_reducer.count_again()
         self.detach()
         self.in_flight: GradientInFlight | None = None  # for sync=Delayed()
         if options.sync == "Delayed":

@@ -8,6 +8,7 @@ import torch
 
 import hvdtrain
 import hvdtrain.torch as hvd
+from hvdtrain.torch import engine
 
 X = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
 Y = np.arange(9) % 3
@@ -147,6 +148,79 @@ def test_targets_that_do_not_count_weigh_nothing_on_any_rank():
         plain.step()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+class Shared(torch.nn.Module):
+    """Uses one layer three times, each time in a reentrant checkpoint: backward adds to its gradient three times."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = torch.nn.Linear(4, 300), torch.nn.Linear(300, 300), torch.nn.Linear(300, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True)
+        return self.last(x)
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_layer_in_several_reentrant_checkpoints_trains_as_in_one_process(accumulate):
+    model, alone = Shared(), Shared()
+    trainer = hvdtrain.Trainer(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        loss=torch.nn.CrossEntropyLoss(),
+        accumulate=accumulate,
+    )
+    batch_size = 9 if accumulate == 1 else 3  # one step an epoch, of uneven shares
+    trainer.fit((X, Y), epochs=4, batch_size=batch_size, progress=False)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(4):
+        plain.zero_grad()
+        torch.nn.CrossEntropyLoss()(alone(torch.from_numpy(X)), torch.from_numpy(Y)).backward()
+        plain.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    assert all_equal(model)
+
+
+@pytest.mark.world_size(2)
+def test_the_trainer_sends_gradients_during_backward_from_the_third_step_on(monkeypatch):
+    model = torch.nn.Sequential(*(torch.nn.Linear(*sizes) for sizes in ((4, 400), (400, 400), (400, 3))))
+    trainer = hvdtrain.Trainer(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss()
+    )
+    native, sent, seen = engine.native(), [], []
+    send = native.allreduce_async_
+
+    def record(tensor, name=None, **options):
+        sent.append(name)
+        return send(tensor, name=name, **options)
+
+    class Clear(hvdtrain.callbacks.Callback):
+        def on_step_begin(self, trainer, step):
+            sent.clear()
+
+    def first_layer(gradient):  # backward makes its gradient last
+        seen.append("1.weight" in sent)
+        return gradient
+
+    monkeypatch.setattr(native, "allreduce_async_", record)
+    model[0].weight.register_hook(first_layer)
+    trainer.fit((X[:8], Y[:8]), epochs=1, batch_size=1, progress=False, callbacks=[Clear()])
+    assert seen == [False, False, True, True]  # hooks come after the first, and count in the second
+
+
+@pytest.mark.world_size(2)
+def test_without_the_trainer_such_a_layer_is_an_error_with_the_way_that_works():
+    model = Shared()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with pytest.raises(AssertionError, match=r"The gradient of block\.\w+ was computed.*use_reentrant=False"):
+        model(torch.from_numpy(X)).sum().backward()
+    optimizer._hvd_reducer.forget()
 
 
 def head_trainer(model, parameters):
