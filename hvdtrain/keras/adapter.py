@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from hvdtrain.data.sources import Batch, as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import training_state
+from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
@@ -117,7 +118,8 @@ class KerasAdapter:
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
         self._model, self._options, self._world = model, options, world
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
-        self._sums = _losses_are_sums(model, split=self._weighted)
+        self._sums = are_sums(model, split=self._weighted)  # as declared; the first batch shows more
+        self._losses_checked = not self._weighted
         self.fault: Fault | None = None
         self.between_exchanges: Callable[[], None] = lambda: None
         self.notes: list[str] = []
@@ -189,6 +191,7 @@ class KerasAdapter:
         self._resume_metrics()
         if not self._started:
             self._broadcast()
+        self._check_losses(batches[0])
         if self._snapshot is not None:
             self._snapshot.save()
         total = sum(batch.global_count for batch in batches)
@@ -227,8 +230,9 @@ class KerasAdapter:
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""
         self._begin(batch)
+        self._check_losses(batch)
         if batch.local_count:
-            with self._running_metrics():
+            with self._running_metrics(), self._reported_sums(batch):
                 self._logs = self._model.test_on_batch(*_data(batch, self._world), return_dict=True)
 
     def predict_step(self, inputs: Any) -> Any:
@@ -299,6 +303,18 @@ class KerasAdapter:
         self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
         self._fresh, self._logs = False, {}
 
+    def _check_losses(self, batch: Batch) -> None:
+        """At the first batch, let the losses show whether they are means or sums over samples."""
+        if not self._losses_checked:
+            data = _data(batch, self._world)
+            self._sums = check_losses(self._model, data, batch.local_count, self._world, sums=self._sums)
+            self._losses_checked = True
+
+    def _reported_sums(self, batch: Batch) -> AbstractContextManager[None]:
+        """Return a block in which a sum over this rank's samples is reported as its part of the sum over all."""
+        ratio = batch.global_count / batch.local_count if self._sums and batch.local_count else 1.0
+        return as_global_sums(self._model, ratio)
+
     def _returned(self, results: dict[str, Any]) -> dict[str, Any]:
         """Return those results of the model's metrics that the user's own step returns too; log what it returns else.
 
@@ -346,7 +362,7 @@ class KerasAdapter:
                 "class_weight needs targets that are one array. Give each sample its weight, as a third item: "
                 f"(x, y, sample_weight). Received: targets of type {type(batch.targets).__name__}"
             )
-        with self._running_metrics():
+        with self._running_metrics(), self._reported_sums(batch):
             data, weights = _data(batch, self._world), self.class_weight
             self._logs = self._model.train_on_batch(*data, class_weight=weights, return_dict=True)
         assign(restored, before)
@@ -367,39 +383,6 @@ class KerasAdapter:
         finally:
             for name in changed:
                 del vars(self._model)[name]
-
-
-def _losses_are_sums(model: keras.Model, *, split: bool) -> bool:
-    """Return whether a compiled model's loss, or losses, are sums over samples (True) or means (False).
-
-    A batch is weighed by its samples, which is right for these. Others have a divisor that Keras does not report: where
-    a step's samples are `split` over ranks or batches, so that it matters, they are a ValueError.
-    """
-    leaves = [leaf for leaf in keras.tree.flatten(model.loss) if leaf is not None]
-    sums = [getattr(leaf, "reduction", "mean") == "sum" for leaf in leaves]
-    if not split:
-        return bool(sums) and all(sums)
-    for leaf in leaves:
-        reduction, name = getattr(leaf, "reduction", "mean"), getattr(leaf, "name", leaf)
-        if reduction != "sum" and getattr(leaf, "ignore_class", None) is not None:
-            raise ValueError(
-                "A loss with ignore_class divides by the number of targets that are left, which differs from rank to "
-                f"rank. Received: ignore_class={leaf.ignore_class} in {name}. Leave it out and give those samples a "
-                'sample_weight of 0, or use reduction="sum".'
-            )
-        if reduction not in ("sum_over_batch_size", "mean", "sum"):
-            raise ValueError(
-                'A loss must have reduction="sum_over_batch_size" or "sum" when a step is split over ranks or batches. '
-                f"Received: reduction={reduction!r} in {name}"
-            )
-    if any(sums) and not all(sums):
-        raise ValueError(f"Losses must be all means or all sums. Received: {sum(sums)} of {len(sums)} are sums")
-    if any(sums) and any(getattr(v, "regularizer", None) is not None for v in model.trainable_variables):
-        raise ValueError(
-            'A loss with reduction="sum" adds up over ranks and batches, and a regularizer must not. Received: a model '
-            'with regularizers. Use reduction="sum_over_batch_size", or the optimizer\'s weight_decay.'
-        )
-    return any(sums)
 
 
 def _warn_of_masks(model: keras.Model, world: World) -> None:

@@ -133,13 +133,17 @@ def metric_variables(model: keras.Model) -> list[Any]:
     return [v for metric in model.metrics for v in metric.variables]
 
 
-def _seeds_and_statistics(model: keras.Model) -> dict[str, Any]:
+def seed_states(model: keras.Model) -> list[Any]:
+    """Return the states of the model's random generators, and of Keras's global one if there is one."""
     from keras.src.backend.common import global_state
 
     shared = global_state.get_global_attribute("global_seed_generator")
     generators = [g for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
-    states = {id(g.state): g.state for g in [*generators, *([shared] if shared is not None else [])]}
-    seeds = {f"random.seed.{index}": state for index, state in enumerate(states.values())}
+    return list({id(g.state): g.state for g in [*generators, *([shared] if shared is not None else [])]}.values())
+
+
+def _seeds_and_statistics(model: keras.Model) -> dict[str, Any]:
+    seeds = {f"random.seed.{index}": state for index, state in enumerate(seed_states(model))}
     statistics = enumerate(model.non_trainable_weights)
     return seeds | {f"{'mean' if 'float' in str(v.dtype) else 'max'}.weight.{index}": v for index, v in statistics}
 
