@@ -24,7 +24,6 @@ from hvdtrain.horovod_build.installed import (
 )
 from hvdtrain.system import open_mpi, toolchain
 
-
 # The header that refuses an older C++ standard than its framework was written for.
 _ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
 # The oldest NVIDIA driver for programs of a CUDA major version.
