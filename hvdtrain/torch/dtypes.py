@@ -29,13 +29,18 @@ _NUMPYS = frozenset(
 
 
 def check(model: nn.Module, *, precision: str = "fp32") -> None:
-    """Raise ValueError if a parameter or a buffer has a type that cannot be trained or saved; names the first."""
+    """Raise ValueError if a parameter or a buffer has a type or layout that cannot be trained or saved; names it."""
     tensors: Iterable[tuple[str, Tensor]] = (*names.parameters(model), *names.buffers(model))
     for name, tensor in tensors:
         if tensor.dtype not in _NUMPYS and tensor.dtype not in _WIDER and tensor.dtype not in _BYTES:
             raise ValueError(
                 f"A checkpoint cannot hold tensors of this type. Received: {name} of type {tensor.dtype}. Keep it as a "
                 "plain attribute of its module, not as a parameter or a buffer, or convert it."
+            )
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"Parameters and buffers must be dense. Received: {name} of layout {tensor.layout}. Keep it dense, or "
+                "as a plain attribute of its module, which forward moves to the device."
             )
         if tensor.is_complex() and tensor.requires_grad and precision == "fp16":
             raise ValueError(

@@ -33,9 +33,10 @@ def prepare(
             "prepare weighs the gradients of short batches, but not the loss that a closure returns. Use "
             f"hvdtrain.Trainer, which weighs both. Received: {type(optimizer).__name__}"
         )
-    dtypes.check(model)
-    if world.size > 1 and (converted := convert_torchs(model)) and world.is_root:
-        log.info("%s", converted)
+    if world.size > 1:
+        dtypes.check(model)
+        if (converted := convert_torchs(model)) and world.is_root:
+            log.info("%s", converted)
     device = torch.device(world.device)
     training_state.place(model, device)
     training_state.move_optimizer(optimizer)

@@ -85,6 +85,13 @@ def test_a_buffer_that_no_checkpoint_can_hold_is_refused_by_name(dtype):
         dtypes.check(model)
 
 
+def test_a_sparse_buffer_is_refused_by_name():
+    model = nn.Linear(1, 1)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match=r"must be dense\. Received: graph of layout torch\.sparse_coo"):
+        dtypes.check(model)
+
+
 @pytest.mark.parametrize("dtype", HELD, ids=str)
 def test_what_is_equal_on_all_ranks_settles_to_itself_bit_for_bit(dtype):
     def on_rank(world):
