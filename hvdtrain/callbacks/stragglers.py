@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-
 from hvdtrain.callbacks.base import Callback, RunContext
 from hvdtrain.telemetry.interval import WORDS, Interval, RankTimes, lower_median
 
 log = logging.getLogger("hvdtrain")
 
-_IN_A_ROW = 3  # intervals: a single slow second is not reported
-_IN_A_ROW_S = 2.5  # the first intervals of a run may have few steps, and be much shorter than a second
+# A rank is named when it was late for so many seconds more than it was not, and cleared when the opposite holds. On a
+# busy host, ranks take turns in being late for some seconds. Each further time takes twice as long.
+_LONG_S = 18.0
+_LEAST_INTERVALS = 3  # however long they are
 _LEAST_SHARE = 0.1  # of a step that the other ranks lose: less is not reported
 _ADVICE = {
     "compute": "Look at its host: other processes, clocks and heat, a GPU or core shared with another rank. If it "
@@ -33,7 +33,7 @@ class Stragglers(Callback):
         factor: a rank is slow above `factor` times the median rank's own time; 0 switches the warning off.
 
     Attributes:
-        slow: {rank: its warning} of the ranks that are slow now.
+        slow: {rank: its warning} of the ranks that are slow now, and have been for some time.
 
     Raises:
         ValueError: factor is neither 0 nor above 1.
@@ -43,13 +43,16 @@ class Stragglers(Callback):
         if factor != 0 and not factor > 1:
             raise ValueError(f"factor must be above 1, or 0 for no warnings. Received: factor={factor!r}")
         self._factor = factor
-        self._late: dict[int, tuple[int, float]] = {}  # rank -> late intervals in a row, and their seconds
+        self._late_s: dict[
+            int, float
+        ] = {}  # of each rank, up to its `_limit_s`; time in which it is not late counts down
+        self._limit_s: dict[int, float] = {}
         self._first = True
         self.slow: dict[int, str] = {}
 
     def on_fit_begin(self, trainer: RunContext) -> None:
         """Reset."""
-        self._late, self.slow, self._first = {}, {}, True
+        self._late_s, self._limit_s, self.slow, self._first = {}, {}, {}, True
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
         """Check the latest steps. The first step does not count, because it compiles and connects."""
@@ -58,19 +61,28 @@ class Stragglers(Callback):
             return
         own, median = interval.times.own, lower_median(interval.times.own)
         costs_much = own - median > _LEAST_SHARE * interval.times.step.max()
-        late = np.flatnonzero((own > self._factor * median) & costs_much).tolist()
-        before = {rank: self._late.get(rank, (0, 0.0)) for rank in late}
-        self._late = {rank: (times + 1, seconds + interval.seconds) for rank, (times, seconds) in before.items()}
-        for rank, (times, seconds) in self._late.items():
-            if rank in self.slow or times < _IN_A_ROW or seconds < _IN_A_ROW_S:
-                continue
-            self.slow[rank] = describe(rank, trainer.hosts[rank], interval.times)
-            if trainer.world.is_root:
-                log.warning("%s", self.slow[rank])
-        for rank in [rank for rank in self.slow if rank not in late]:
+        is_late = (own > self._factor * median) & costs_much
+        for rank in range(trainer.world.size):
+            self._count(trainer, rank, interval, is_late=bool(is_late[rank]))
+
+    def _count(self, trainer: RunContext, rank: int, interval: Interval, *, is_late: bool) -> None:
+        """Count an interval for or against a rank; name the rank, or clear it, at the end of the scale."""
+        limit_s = self._limit_s.get(rank, _LONG_S)
+        seconds = min(interval.seconds, limit_s / _LEAST_INTERVALS)
+        late_s = self._late_s.get(rank, 0.0) + (seconds if is_late else -seconds)
+        late_s = self._late_s[rank] = min(max(late_s, 0.0), limit_s)
+        host = trainer.hosts[rank]
+        if late_s == limit_s and rank not in self.slow:
+            self.slow[rank] = describe(rank, host, interval.times)
+            said = self.slow[rank]
+        elif late_s == 0.0 and rank in self.slow:
             del self.slow[rank]
-            if trainer.world.is_root:
-                log.warning("rank %d on host %s is as fast as the others again", rank, trainer.hosts[rank])
+            self._limit_s[rank] = 2 * limit_s
+            said = f"rank {rank} on host {host} is as fast as the others again"
+        else:
+            return
+        if trainer.world.is_root:
+            log.warning("%s", said)
 
 
 def describe(rank: int, host: str, times: RankTimes) -> str:

@@ -12,7 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdtrain.tools.plan.model import Cluster, Forecast, Step, marginal_efficiency, pays_up_to, require
-from hvdtrain.tools.plan.strategies import ENOUGH, StrategyForecast, strategies, wanted
+from hvdtrain.tools.plan.strategies import (
+    ENOUGH,
+    StrategyForecast,
+    strategies,
+    waits_most,
+    wanted,
+    wanted_by_link,
+)
 from hvdtrain.tools.quantities import format_size, format_time, three_digits
 
 
@@ -104,15 +111,24 @@ def _strategies(found: Sequence[StrategyForecast], plan: Plan) -> Table:
 
 
 def _advice(found: Sequence[StrategyForecast], plan: Plan) -> str:
-    best, ranks = wanted(found), plan.forecasts[-1].ranks
-    if best is found[0]:
+    best, ranks, plain = wanted(found), plan.forecasts[-1].ranks, found[0]
+    if waits_most(found):
+        waiting, link = (_percent(seconds / plain.step_s) for seconds in (plain.waiting_s, plain.link_s))
+        text = (
+            f"On {ranks} ranks most of the loss is waiting for the slowest rank, {waiting} of a step; the link takes "
+            f'{link}. More even batches and hosts, fit(balance="speed") or cutoff= come before a strategy'
+        )
+        if (then := wanted_by_link(found)) is not plain:
+            text += f"; after them, the link wants {then.name}"
+    elif best is plain:
         text = (
             f"On {ranks} ranks this link needs no strategy: gradients in every step reach {_percent(best.efficiency)}"
         )
-    elif best.efficiency >= ENOUGH:
+    elif best.link_efficiency >= ENOUGH:
+        waits = ", without the waits for slow ranks" if best.waiting_s else ""
         text = (
             f"On {ranks} ranks this link wants {best.name}: what stands above it changes less in what is learned, and "
-            f"does not reach {ENOUGH:.0%}"
+            f"does not reach {ENOUGH:.0%}{waits}"
         )
     else:
         text = f"On {ranks} ranks nothing reaches {ENOUGH:.0%}. {best.name} comes closest; a larger `every` sends less"

@@ -29,13 +29,25 @@ class StrategyForecast:
         name: as one writes it for the Trainer.
         sent_bytes: what a rank sends in a step, on average.
         step_s: seconds from one step to the next, on average.
+        waiting_s: the part of it that waits for the slowest rank.
         efficiency: samples per second, as a share of those of as many lone ranks.
     """
 
     name: str
     sent_bytes: float
     step_s: float
+    waiting_s: float
     efficiency: float
+
+    @property
+    def link_s(self) -> float:
+        """The part of a step that the link takes."""
+        return self.step_s * (1 - self.efficiency) - self.waiting_s
+
+    @property
+    def link_efficiency(self) -> float:
+        """The efficiency if no rank waited for a slow one."""
+        return self.efficiency * self.step_s / (self.step_s - self.waiting_s)
 
 
 def strategies(step: Step, cluster: Cluster, ranks: int, *, moments: int) -> list[StrategyForecast]:
@@ -50,29 +62,45 @@ def strategies(step: Step, cluster: Cluster, ranks: int, *, moments: int) -> lis
     travels = 2 * (ranks - 1) / ranks  # of the bytes; see `model`
     whole = (1 + moments) * step.gradient_bytes
 
-    def found(name: str, size_bytes: float, step_s: float) -> StrategyForecast:
+    def found(name: str, size_bytes: float, busy_s: float, waiting_s: float) -> StrategyForecast:
+        step_s = busy_s + waiting_s
         return StrategyForecast(
-            name=name, sent_bytes=travels * size_bytes, step_s=step_s, efficiency=step.compute_s / step_s
+            name=name,
+            sent_bytes=travels * size_bytes,
+            step_s=step_s,
+            waiting_s=waiting_s,
+            efficiency=step.compute_s / step_s,
         )
 
     def alone(name: str, every: int, exchange_s: float, size_bytes: float) -> StrategyForecast:
-        waiting_s = every_step.waiting_s / math.sqrt(every)
-        return found(name, size_bytes / every, step.compute_s + exchange_s / every + waiting_s)
+        busy_s = step.compute_s + exchange_s / every
+        return found(name, size_bytes / every, busy_s, every_step.waiting_s / math.sqrt(every))
 
     whole_s = sum(allreduce(cluster, whole, ranks))
     fragment_s = sum(allreduce(cluster, step.gradient_bytes / _FRAGMENTS, ranks))
     left_s = _FRAGMENTS * max(0.0, fragment_s - cluster.overlap * _IN_FLIGHT * step.compute_s)
     streaming = f"sync=DiLoCo(every={_DILOCO}, fragments={_FRAGMENTS}, overlap={_IN_FLIGHT})"
     return [
-        found("sync=None", step.gradient_bytes, every_step.step_s),
-        found('compression="fp16"', step.gradient_bytes / 2, halved.step_s),
-        found("sync=Delayed()", step.gradient_bytes, delayed_s + every_step.waiting_s),
+        found("sync=None", step.gradient_bytes, step.compute_s + every_step.exposed_s, every_step.waiting_s),
+        found('compression="fp16"', step.gradient_bytes / 2, step.compute_s + halved.exposed_s, halved.waiting_s),
+        found("sync=Delayed()", step.gradient_bytes, delayed_s, every_step.waiting_s),
         alone(f"sync=LocalSGD(every={_LOCAL})", _LOCAL, whole_s, whole),
         alone(f"sync=DiLoCo(every={_DILOCO})", _DILOCO, whole_s, whole),
         alone(streaming, _DILOCO, left_s, step.gradient_bytes),
     ]
 
 
+def waits_most(found: Sequence[StrategyForecast]) -> bool:
+    """True if gradients in every step lose more to waits for the slowest rank than to the link, and not little."""
+    return found[0].efficiency < ENOUGH and found[0].waiting_s > found[0].link_s
+
+
 def wanted(found: Sequence[StrategyForecast]) -> StrategyForecast:
-    """Return the first of `strategies` that is nearly as fast as lone ranks; if none is, the fastest."""
-    return next((each for each in found if each.efficiency >= ENOUGH), max(found, key=lambda each: each.efficiency))
+    """Return the strategy that the largest loss asks for: sync=None if that is waiting for the slowest rank."""
+    return found[0] if waits_most(found) else wanted_by_link(found)
+
+
+def wanted_by_link(found: Sequence[StrategyForecast]) -> StrategyForecast:
+    """Return the first of `strategies` with which the link costs little; if there is none, the fastest."""
+    enough = (each for each in found if each.link_efficiency >= ENOUGH)
+    return next(enough, max(found, key=lambda each: each.efficiency))

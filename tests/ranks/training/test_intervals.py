@@ -75,7 +75,7 @@ def test_listening_changes_no_metric(kit, world, monkeypatch):
     ],
 )
 def test_a_slow_rank_is_found_by_all_and_for_the_right_reason(kit, world, monkeypatch, what):
-    monkeypatch.setattr("hvdtrain.callbacks.stragglers._IN_A_ROW_S", 0)
+    monkeypatch.setattr("hvdtrain.callbacks.stragglers._LONG_S", 2.0**-9)  # three intervals
     trainer = kit.trainer(kit.model())
     late = world.size - 1
     epoch, train_step = IndexedSource.epoch, trainer._adapter.train_step

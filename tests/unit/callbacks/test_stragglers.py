@@ -53,45 +53,68 @@ def run(caplog, *intervals, factor=1.3):
     ],
 )
 def test_a_slow_rank_is_named_once_with_its_host_and_the_reason(caplog, slow, rank, host, what):
-    stragglers, (said,) = run(caplog, *[slow] * 5)
+    stragglers, (said,) = run(caplog, *[slow] * 40)
     assert said.startswith(f"rank {rank} on host {host} is slow")
     assert what in said
     assert list(stragglers.slow) == [rank]
 
 
-def test_a_run_of_a_second_is_too_short_to_name_anybody(caplog):
-    short = dataclasses.replace(SLOW_DATA, seconds=0.3)
-    assert run(caplog, *[short] * 8)[1] == []
-    assert len(run(caplog, *[short] * 9)[1]) == 1
+def test_a_rank_is_named_after_18_seconds_and_three_intervals(caplog):
+    assert run(caplog, *[SLOW_DATA] * 17)[1] == []
+    assert len(run(caplog, *[SLOW_DATA] * 18)[1]) == 1
+    caplog.clear()
+    long = dataclasses.replace(SLOW_DATA, seconds=60.0)
+    assert run(caplog, long, long)[1] == []
+    assert len(run(caplog, long, long, long)[1]) == 1
 
 
-def test_one_slow_second_is_nobodys_fault(caplog):
-    _, said = run(caplog, SLOW_DATA, SLOW_DATA, EVEN, SLOW_DATA, SLOW_DATA, EVEN)
-    assert said == []
-
-
-def test_a_rank_that_recovers_is_told_of_and_may_be_slow_again(caplog):
-    stragglers, said = run(caplog, *[SLOW_DATA] * 3, EVEN, *[SLOW_DATA] * 3)
-    assert ["slow" in line for line in said] == [True, False, True]
+def test_a_rank_that_recovers_is_told_of_and_is_slow_again_after_twice_the_time(caplog):
+    once = [*[SLOW_DATA] * 18, *[EVEN] * 18]
+    stragglers, said = run(caplog, *once)
+    assert ["slow" in line for line in said] == [True, False]
     assert "rank 3 on host b is as fast as the others again" in said[1]
+    assert not stragglers.slow
+    caplog.clear()
+    assert len(run(caplog, *once, *[SLOW_DATA] * 35)[1]) == 2
+    caplog.clear()
+    stragglers, said = run(caplog, *once, *[SLOW_DATA] * 36)
+    assert len(said) == 3
     assert list(stragglers.slow) == [3]
+
+
+def test_a_slow_rank_that_is_fast_now_and_then_stays_named(caplog):
+    _, said = run(caplog, *[SLOW_DATA, SLOW_DATA, SLOW_DATA, EVEN] * 60)
+    assert len(said) == 1
+
+
+# Which of two ranks was late in each second of three minutes on a host with 8 other programs on 2 cores.
+RECORDED = (
+    ".....0...1....00.....0....0...1................................1....000...1..00......0011.000000..0......10......"
+    "111..11.1000..............................................1....1.11"
+)
+
+
+def test_ranks_that_take_turns_on_a_busy_host_are_not_named(caplog):
+    late = {"0": interval([0.01] * 4, [0.2, 0.1, 0.1, 0.1]), "1": interval([0.01] * 4, [0.1, 0.2, 0.1, 0.1]), ".": EVEN}
+    _, said = run(caplog, *[late[who] for who in RECORDED])
+    assert said == []
 
 
 def test_little_is_not_worth_a_word(caplog):
     shared = interval([0.0001, 0.0001, 0.0001, 0.0010], [0.0001] * 4)
     waits = RankTimes(np.full(4, 0.1), shared.times.data, np.full(4, 0.09), np.full(4, 0.0899), np.zeros(4))
     lost = Interval(0, 1, 1, 1, 1, 1.0, waits, 0.1, {})
-    _, said = run(caplog, *[lost] * 4)
+    _, said = run(caplog, *[lost] * 40)
     assert said == []
 
 
 def test_the_first_step_and_a_factor_of_0_say_nothing(caplog):
     stragglers = Stragglers()
     stragglers.on_fit_begin(TRAINER)
-    for each in (SLOW_DATA, SLOW_DATA, SLOW_DATA):  # the first of which compiles
+    for each in [SLOW_DATA] * 18:  # the first of which compiles
         stragglers.on_interval(TRAINER, each)
     assert not stragglers.slow
-    assert run(caplog, *[SLOW_DATA] * 5, factor=0)[1] == []
+    assert run(caplog, *[SLOW_DATA] * 40, factor=0)[1] == []
 
 
 @pytest.mark.parametrize("factor", [1, 0.5, -2, float("nan")])

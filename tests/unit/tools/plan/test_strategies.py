@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.cli import program
 from hvdtrain.tools.plan.model import Cluster, Step, forecast
-from hvdtrain.tools.plan.strategies import StrategyForecast, strategies, wanted
+from hvdtrain.tools.plan.strategies import StrategyForecast, strategies, wanted, wanted_by_link
 
 # As measured: an MLP of 20M parameters and momentum, two ranks on CPUs (`python -m benchmarks --link 1gbit`).
 STEP = Step(compute_s=0.144, gradient_bytes=80.15e6, samples=64)
@@ -64,6 +64,24 @@ def test_the_first_strategy_that_is_fast_enough_is_wanted(bits_per_s: float, nam
     assert wanted(strategies(step, cluster, 8, moments=2)).name == name
 
 
+@pytest.mark.parametrize(
+    ("spread_s", "bits_per_s", "name", "by_link"),
+    [
+        (0.2, 12e9, "sync=None", "sync=None"),  # the link costs less than 10 %
+        (0.5, 5e9, "sync=None", "sync=Delayed()"),  # it costs more, and waits still cost most
+        (0.02, 5e9, "sync=Delayed()", "sync=Delayed()"),
+        (0.05, 1e9, "sync=DiLoCo(every=100)", "sync=DiLoCo(every=100)"),
+    ],
+)
+def test_no_strategy_is_wanted_for_waits_that_cost_more_than_the_link(
+    spread_s: float, bits_per_s: float, name: str, by_link: str
+) -> None:
+    step = Step(compute_s=0.4, gradient_bytes=80e6, samples=64, spread_s=spread_s)
+    cluster = Cluster(link_bytes_per_s=bits_per_s / 8, overhead_s=0.0, bucket_bytes=20e6)
+    found = strategies(step, cluster, 8, moments=2)
+    assert (wanted(found).name, wanted_by_link(found).name) == (name, by_link)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["hvdtrain", "plan", "--step", "144ms", "--gradients", "80MB", *arguments])
     with pytest.raises(SystemExit) as info:
@@ -83,6 +101,11 @@ def test_the_command_says_which_strategy_a_link_wants(
     assert "Strategies of synchronization, on 2 ranks:" in slow
     assert "On 2 ranks this link wants sync=DiLoCo(every=100): what stands above it changes less" in slow
     assert "send weights and momentum, twice the gradients' bytes (--moments 1)" in slow
+    waits = printed(monkeypatch, capsys, "--link", "10Gb/s", "--max-ranks", "8", "--spread", "60ms")
+    assert "most of the loss is waiting for the slowest rank: more even batches" in waits
+    assert "On 8 ranks most of the loss is waiting for the slowest rank, 28% of a step; the link takes 25%." in waits
+    assert "come before a strategy" in waits
+    assert "after them, the link wants sync=Delayed()." in waits
     fast = printed(monkeypatch, capsys, "--link", "400Gb/s", "--max-ranks", "2")
     assert "On 2 ranks this link needs no strategy: gradients in every step reach 9" in fast
     hopeless = printed(monkeypatch, capsys, "--link", "1Mb/s", "--max-ranks", "2", "--moments", "0")
