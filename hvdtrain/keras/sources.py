@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +13,7 @@ from hvdtrain.data import sharding
 from hvdtrain.data.sources import Consumed, IteratedSource, Source, tree_map
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
-
-log = logging.getLogger("hvdtrain")
+from hvdtrain.keras.epoch_hooks import EpochHooks
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:
@@ -33,13 +31,11 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
 def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
     if len(data) == 0:
         raise ValueError(f"data holds no samples. Received: a {type(data).__name__} of length 0 on rank {world.rank}")
-    if type(data).on_epoch_end is not keras.utils.PyDataset.on_epoch_end and world.size > 1 and world.is_root:
-        log.warning(
-            "%s.on_epoch_end is not called: ranks might shuffle differently. Batches are shuffled by (seed, epoch).",
-            type(data).__name__,
-        )
+    hooks = EpochHooks(data, world=world, seed=seed)
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
+        if shuffle:  # in training
+            hooks.begin(epoch)
         where = {"rank": world.rank, "size": world.size, "epoch": epoch, "seed": seed}
         return (data[int(i)] for i in sharding.shard(len(data), **where, shuffle=shuffle, start=after.batches))
 
