@@ -38,8 +38,8 @@ def test_different_types_are_an_error(hvd, rank):
 
 
 def test_types_that_have_no_sum_are_an_error_before_anything_is_sent(hvd):
-    with pytest.raises(TypeError, match="complex64 cannot be reduced"):
-        hvd.allreduce(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="bool cannot be reduced"):
+        hvd.allreduce(torch.ones(2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("collective", ["allreduce_", "broadcast_"])
