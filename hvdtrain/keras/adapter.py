@@ -59,6 +59,7 @@ def make_adapter(
         )
     plain = _plain_optimizer(model, optimizer, loss, metrics)
     layers = model._flatten_layers(include_self=True)
+    _refuse_synchronized(layers, world)
     if options.precision != "fp32":  # variables stay float32
         for layer in layers:
             layer.dtype_policy = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}[options.precision]
@@ -110,6 +111,17 @@ def _couples_samples(model: keras.Model) -> bool:
     return not all(type(each).__module__.startswith("hvdtrain.") for each in norms)  # but for SyncBatchNormalization
 
 
+def _refuse_synchronized(layers: Sequence[Any], world: World) -> None:
+    """Raise ValueError if a BatchNormalization is synchronized, which Keras does within tf.distribute alone."""
+    for layer in layers if world.size > 1 else ():
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise ValueError(
+                "BatchNormalization(synchronized=True) synchronizes within tf.distribute alone, so each of Horovod's "
+                f"ranks would normalize by its own batch. Received: layer {layer.name} on {world.size} ranks. Use "
+                "GroupNormalization, or synchronized=False, whose running statistics are averaged after each epoch."
+            )
+
+
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
@@ -125,6 +137,8 @@ class KerasAdapter:
         self.notes: list[str] = []
         self.class_weight: dict[int, float] | None = None
         self.couples_samples = _couples_samples(model)
+        norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
+        self._synchronizes = world.size > 1 and any(type(each).__module__.startswith("hvdtrain.") for each in norms)
         self._snapshot = None if options.nan_policy is None else StepSnapshot(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read
@@ -194,6 +208,7 @@ class KerasAdapter:
         self._check_losses(batches[0])
         if self._snapshot is not None:
             self._snapshot.save()
+        self._warn_of_uneven_norms(batches)
         total = sum(batch.global_count for batch in batches)
         for batch in batches:
             share = 1.0 if self._sums else batch.local_count / total
@@ -309,6 +324,20 @@ class KerasAdapter:
             data = _data(batch, self._world)
             self._sums = check_losses(self._model, data, batch.local_count, self._world, sums=self._sums)
             self._losses_checked = True
+
+    def _warn_of_uneven_norms(self, batches: Sequence[Batch]) -> None:
+        """Log once that a SyncBatchNormalization's gradient is not exact where ranks have different batches."""
+        if not self._synchronizes or not self._world.is_root:
+            return
+        size = self._world.size
+        if any((batch.largest or -(-batch.global_count // size)) * size != batch.global_count for batch in batches):
+            self._synchronizes = False
+            log.warning(
+                "%s has a SyncBatchNormalization, whose gradient counts each rank alike, and ranks have different "
+                "numbers of samples in a step: it is not quite that of one process. Let the samples of each step "
+                "divide by the number of ranks.",
+                self._model.name,
+            )
 
     def _reported_sums(self, batch: Batch) -> AbstractContextManager[None]:
         """Return a block in which a sum over this rank's samples is reported as its part of the sum over all."""
