@@ -233,8 +233,9 @@ def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     if len(stuck) >= _ATTEMPTS_WITHOUT_PROGRESS or is_same:
         return RestartDecision(None, f"{len(stuck)} attempts in a row made no progress", stuck[0])
     if len(attempts) > max_restarts:
-        used_up = f"all {max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0"
-        return RestartDecision(None, used_up, last)
+        used_up = {0: "--max-restarts is 0", 1: "its only restart is used up"}
+        reason = used_up.get(max_restarts, f"all {max_restarts} restarts are used up")
+        return RestartDecision(None, reason, stuck[0] if stuck else last)
     # After progress restart at once: the job itself works. Without progress double the pause.
     return RestartDecision(min(_LONGEST_PAUSE_S, 2.0 ** (len(stuck) - 1)) if stuck else 0.0, "", last)
 
@@ -262,7 +263,9 @@ def _say_how_it_ended(
         return
     first = last if requests else decision.first
     if (error := first.error) is not None:
-        say(f"the first error, of rank {error.rank} on host {error.host}:\n{error.text}")
+        number = attempts.index(first) + 1
+        when = f", in attempt {number} of {len(attempts)}" if len(attempts) > 1 else ""
+        say(f"the first error, of rank {error.rank} on host {error.host}{when}:\n{error.text}")
     if requests:
         say(f"stopped by {requests[0].name}, but not in order: {last.cause}; the last checkpoint remains")
         return

@@ -136,6 +136,8 @@ class Watchdog:
         else:
             self.exit.facts, self.exit.rank, self.exit.size = facts, rank, size
         facts.post("pid", os.getpid())
+        if RUN_DIR in os.environ:  # `hvdtrain run` judges by the step whether an attempt made progress
+            waits.report_steps(facts.counter("progress"))
         self._idle_s, self._idle_reported = 0.0, False
 
     def _run(self) -> None:
@@ -162,7 +164,7 @@ class Watchdog:
         self._waited_s = {key: self._waited_s[key] + passed if key in self._waited_s else 0.0 for key in found}
         if self.exit is not None and RUN_DIR in os.environ and self._written != done:
             self._written = done
-            self.exit.facts.post("progress", {"step": done, "time": time.time()})
+            waits.report_counted()
         for key, waited_s in self._waited_s.items():
             limit_s = min(self._limit_s, _END_S) if found[key].kind == "end" else self._limit_s
             if waited_s >= limit_s and key not in self._reported:

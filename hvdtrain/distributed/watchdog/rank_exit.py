@@ -83,6 +83,7 @@ class RankExit:
 
     def _fail(self, error: BaseException, hook: Callable[..., Any]) -> None:
         code = 1
+        waits.report_counted()
         try:
             if isinstance(error, KeyboardInterrupt):
                 say(f"{self.who}: interrupted")

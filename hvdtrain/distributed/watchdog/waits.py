@@ -38,6 +38,7 @@ _NOT_THE_USERS = tuple(
 
 _steps = 0
 _given = False  # the number of the step, by a caller that knows it
+_report: Callable[[int], None] | None = None  # called with the number of each step
 # Name of the first gradient -> (all names, what returns how many reductions have begun and how many have ended).
 _graphs: dict[str, tuple[Sequence[str], Callable[[], tuple[int, int]]]] = {}
 # A thread that always waits for other ranks, and what returns the number of the step for which the process waits.
@@ -108,6 +109,20 @@ def step_done(step: int | None = None) -> None:
         _steps, _given = step, True
     elif not _given:
         _steps += 1
+    if _report is not None:
+        _report(_steps)
+
+
+def report_steps(report: Callable[[int], None]) -> None:
+    """Call `report` with the number of each step that is done from now on."""
+    global _report
+    _report = report
+
+
+def report_counted() -> None:
+    """Report the steps that only a graph has counted."""
+    if _report is not None and not _given and (done := steps_done()) > _steps:
+        _report(done)
 
 
 def steps_done() -> int:

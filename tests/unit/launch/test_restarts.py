@@ -82,3 +82,12 @@ def test_what_would_fail_again_is_not_tried_again(error: str) -> None:
 
 def test_a_usage_error_is_not_tried_again() -> None:
     assert judge([attempt(None, cause=Cause("rank 0 on host h", 2, 0))], max_restarts=9).pause_s is None
+
+
+def test_used_up_restarts_show_the_first_of_the_failures_without_progress() -> None:
+    attempts = [attempt(10), attempt(20), attempt(20)]
+    verdict = judge(attempts, max_restarts=2)
+    assert verdict.first is attempts[2]
+    attempts = [attempt(10), attempt(10), attempt(9)]
+    assert judge(attempts, max_restarts=2).first is attempts[1]
+    assert judge(attempts[:2], max_restarts=1).reason == "its only restart is used up"

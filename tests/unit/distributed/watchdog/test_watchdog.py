@@ -111,3 +111,19 @@ def test_a_job_that_may_be_restarted_learns_of_the_first_step_at_once(tmp_path, 
     assert watching._next_tick_s() == 0.1
     watching._written = 1
     assert watching._next_tick_s() == 1.0
+
+
+def test_a_killed_rank_leaves_the_number_of_its_last_step(tmp_path):
+    """Not the one of a second before: `hvdtrain run` would take the next attempt's for progress."""
+    code = (
+        "import os, pathlib, sys\n"
+        "from hvdtrain.distributed.watchdog import shared_facts, waits\n"
+        "waits.report_steps(shared_facts.SharedFacts(pathlib.Path(sys.argv[1]), 1).counter('progress'))\n"
+        "for step in (7, 12345, 170):\n"
+        "    waits.step_done(step)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, timeout=60)
+    assert run.returncode == -9
+    assert json.loads((tmp_path / "progress-1.json").read_text()) == {"step": 170}
