@@ -122,6 +122,9 @@ def _refuse_synchronized(layers: Sequence[Any], world: World) -> None:
             )
 
 
+_USE_TARGETS = ("train_step", "test_step", "compute_loss")
+
+
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
@@ -309,6 +312,12 @@ class KerasAdapter:
         """At the first batch of an epoch or evaluation, build the metrics that batches build, and reset all."""
         if not self._fresh:
             return
+        own = any(getattr(type(self._model), name) is not getattr(keras.Model, name) for name in _USE_TARGETS)
+        if batch.inputs is not None and batch.targets is None and self._model.loss is not None and not own:
+            raise ValueError(
+                f"The loss of {self._model.name} needs targets: give (inputs, targets); for an autoencoder, (x, x). "
+                "Received: data with inputs alone"
+            )
         if not self._has_metrics:
             # On every rank, also one without samples: ranks sum their metrics, and must have as many.
             self._model._symbolic_build(data_batch=_data(batch, self._world))

@@ -69,6 +69,12 @@ def test_full_precision_gets_no_loss_scaling():
     assert not isinstance(net.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@pytest.mark.parametrize("data", [X, (X,)], ids=["array", "tuple"])
+def test_data_without_targets_is_refused_with_the_way_out(data):
+    with pytest.raises(ValueError, match=r"needs targets: give \(inputs, targets\)"):
+        fit(hvdtrain.Trainer(make_model(), optimizer="sgd", loss="mse"), data)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_an_optimizer_that_is_distributed_is_refused(compiled):
     net = make_model()
