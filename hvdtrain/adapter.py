@@ -158,6 +158,13 @@ class Adapter(Protocol):
     couples_samples: bool  # whether what a sample gives depends on the others of its rank's batch, as with BatchNorm
 
     @property
+    def step_taken(self) -> bool:
+        """False if the last train_step changed no weight: nan_policy or loss scaling left it out; equal on all ranks.
+
+        It may make a GPU wait.
+        """
+
+    @property
     def in_sync(self) -> bool:
         """Whether ranks hold equal weights: always, but between two synchronizations of a strategy."""
 

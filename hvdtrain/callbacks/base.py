@@ -95,7 +95,11 @@ class RunContext(Protocol):
 
     @property
     def step_taken(self) -> bool:
-        """False in `on_step_end` of a step that nan_policy="skip" left out."""
+        """False in `on_step_end` of a step that nan_policy="skip" or loss scaling left out; equal on all ranks.
+
+        With LocalSGD and DiLoCo ranks skip for themselves: then False where all ranks learn that one has refused a
+        step, and what loss scaling skips counts. It may make a GPU wait if the optimizer is fused and precision="fp16".
+        """
 
     @property
     def in_sync(self) -> bool:

@@ -11,6 +11,7 @@ from hvdtrain.callbacks.base import Callback, Logs, RunContext
 class Schedule(Callback):
     """Call a torch.optim.lr_scheduler's `step` after every epoch or every optimizer step.
 
+    Steps that nan_policy="skip" or the loss scaling of precision="fp16" leaves out do not count.
     Its state is part of checkpoints. Do not combine it with the Trainer's lr_scaling and warmup_epochs: most schedulers
     compute from the rate that they were made with. Pass a Keras schedule to the optimizer as its learning rate instead.
 
@@ -37,8 +38,8 @@ class Schedule(Callback):
         self._scheduler, self._every, self._monitor = scheduler, every, monitor
 
     def on_step_end(self, trainer: RunContext, step: int) -> None:
-        """Step if `every` is "step"."""
-        if self._every == "step":
+        """Step if `every` is "step", and the optimizer did."""
+        if self._every == "step" and trainer.step_taken:
             self._scheduler.step()
 
     def on_epoch_end(self, trainer: RunContext, epoch: int, logs: Logs) -> None:

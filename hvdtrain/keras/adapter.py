@@ -136,6 +136,8 @@ class KerasAdapter:
         self._sums = are_sums(model, split=self._weighted)  # as declared; the first batch shows more
         self._losses_checked = not self._weighted
         self.fault: Fault | None = None
+        self._scales = isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer)
+        self._updates_before: Any = None  # with loss scaling, the optimizer's iterations before the last step
         self.between_exchanges: Callable[[], None] = lambda: None
         self.notes: list[str] = []
         self.class_weight: dict[int, float] | None = None
@@ -161,6 +163,14 @@ class KerasAdapter:
     def _set_batch_weight(self, weight: float) -> None:
         for part in self._parts:
             part.set_batch_weight(weight)
+
+    @property
+    def step_taken(self) -> bool:
+        """False if the step was refused, or loss scaling skipped it: `iterations` do not count such a step."""
+        if self.fault is not None or self._updates_before is None:
+            return self.fault is None
+        before, passes = number(self._updates_before), self._options.accumulate
+        return number(self._model.optimizer.iterations) // passes > before // passes
 
     @property
     def learning_rates(self) -> list[float]:
@@ -212,6 +222,8 @@ class KerasAdapter:
         if self._snapshot is not None:
             self._snapshot.save()
         self._warn_of_uneven_norms(batches)
+        if self._scales:  # a copy on the device, because JAX's steps reuse the variable's memory
+            self._updates_before = keras.ops.copy(self._model.optimizer.iterations)
         total = sum(batch.global_count for batch in batches)
         for batch in batches:
             share = 1.0 if self._sums else batch.local_count / total

@@ -71,6 +71,15 @@ class PeriodicAdapter(WrappedAdapter):
         return self._alone == 0
 
     @property
+    def step_taken(self) -> bool:
+        """False if a step was left out; of a step that ranks took alone, False where they learn of such a step.
+
+        What loss scaling skips on one rank alone counts: other ranks may have taken it.
+        """
+        is_alone = self._world.size > 1 and self._steps > self._period.after_steps
+        return self.fault is None and (is_alone or self._adapter.step_taken)
+
+    @property
     def in_flight(self) -> bool:
         """Whether an exchange of weights is in flight."""
         return any(outer.in_flight for outer in self._outers)

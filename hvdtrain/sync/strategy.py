@@ -43,6 +43,11 @@ class WrappedAdapter:
         self.notes = adapter.notes
 
     @property
+    def step_taken(self) -> bool:
+        """False if the last step was left out, equal on all ranks."""
+        return self._adapter.step_taken
+
+    @property
     def learning_rates(self) -> list[float]:
         """One per parameter group."""
         return self._adapter.learning_rates

@@ -104,6 +104,12 @@ class TorchAdapter:
             self._open_steps = OpenSteps(model, self._update, self._totals, self._forward, world, options)
 
     @property
+    def step_taken(self) -> bool:
+        """False if the last step was refused, or loss scaling skipped the updates of all its optimizers."""
+        tried = [each.was_taken for each in self._updates.values() if each.was_taken is not None]
+        return self.fault is None and (not tried or any(was_taken() for was_taken in tried))
+
+    @property
     def learning_rates(self) -> list[float]:
         """One per parameter group."""
         return [float(group["lr"]) for group in self._groups()]
@@ -193,6 +199,8 @@ class TorchAdapter:
 
     def _begin_step(self) -> bool:
         """Let the model train; return whether this is the first step since metrics were reset."""
+        for update in self._updates.values():
+            update.was_taken = None
         first = not self._training
         if first:
             self._totals.clear()  # of an evaluation that was interrupted

@@ -20,7 +20,7 @@ from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError, HvdTrainError
-from hvdtrain.torch import clipping, fused_update, names
+from hvdtrain.torch import clipping, fused_update, loss_scaling, names
 from hvdtrain.torch.compression import as_real
 from hvdtrain.torch.delayed import GradientInFlight, Origin, Reduced
 from hvdtrain.torch.host_mean import HostMean
@@ -61,6 +61,7 @@ class Update:
         self._late: Reduced | None = None  # the gradient of the step before, which this step applies
         self._batches: Sequence[Batch] = ()
         self._counts_nothing = False  # no sample counted on any rank: with SyncBatchNorm, gradients are zeros
+        self.was_taken: Callable[[], bool] | None = None  # whether the step was; None if no update was tried
         self.is_reducing = False  # from where this rank's gradients are complete to the step's end
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
 
@@ -194,7 +195,7 @@ class Update:
             clipping.clip_norm(parameters, clip_norm)
         how = fused_update.chosen(optimizer) if self._fuses else nullcontext()
         with optimizer.skip_synchronize() if self._distributed else how:  # a distributed one fuses by itself
-            self.scaler.step(optimizer)
+            self.was_taken = loss_scaling.step(self.scaler, optimizer)
         self.scaler.update()
         return False
 

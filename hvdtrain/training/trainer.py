@@ -428,8 +428,8 @@ class Trainer:
 
     @property
     def step_taken(self) -> bool:
-        """False if the last step was left out by nan_policy="skip"."""
-        return self._adapter.fault is None
+        """False if the last step was left out, by nan_policy="skip" or by loss scaling; equal on all ranks."""
+        return self._adapter.step_taken
 
     @property
     def in_sync(self) -> bool:

@@ -153,9 +153,18 @@ def test_gradients_that_only_overflow_on_their_way_are_nobodys(kit, world):
 @pytest.mark.world_size(2)
 def test_loss_scaling_that_skips_by_itself_is_no_fault(kit, world):
     run = kit.trainer(kit.norm_model(), nan_policy="raise", precision="fp16")
-    kit.set_loss_scale(run, 2.0**40)
-    history = run.fit(data(), epochs=2, batch_size=BATCH, progress=False)
-    assert kit.loss_scale(run) < 2.0**40
+    kit.set_loss_scale(run, 2.0**24)
+    taken = []
+
+    class Taken(Callback):
+        def on_step_end(self, trainer, step):
+            taken.append(trainer.step_taken)
+
+    history = run.fit(data(), epochs=2, batch_size=BATCH, callbacks=[Taken()], progress=False)
+    skipped = taken.count(False)
+    assert 0 < skipped < len(taken)
+    assert kit.loss_scale(run) == 2.0 ** (24 - skipped)
+    assert world.allgather_object(taken) == [taken] * world.size
     assert np.isfinite(history["loss"]).all()
 
 

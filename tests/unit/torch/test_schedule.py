@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hvdtrain
-from hvdtrain.callbacks import Schedule
+from hvdtrain.callbacks import EMA, Callback, Schedule
 from hvdtrain.distributed import world
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
@@ -36,6 +36,45 @@ def test_it_steps_as_often_as_requested(every, expected):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     trainer.fit((X, Y), epochs=2, batch_size=4, callbacks=[Schedule(scheduler, every=every)], progress=False)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+
+
+class Overflow(Callback):
+    """Makes the gradient of some steps infinite, and notes weights, rates and which steps were taken."""
+
+    def __init__(self, model, steps):
+        self.taken, self.rates, self.weights = [], [], [model.weight.detach().clone()]
+        model.weight.register_hook(lambda g: g * float("inf") if self.trainer.global_step in steps else g)
+
+    def on_fit_begin(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, trainer, step):
+        self.taken.append(trainer.step_taken)
+        self.rates.append(trainer.learning_rate)
+        self.weights.append(trainer.model.weight.detach().clone())
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first step of Delayed changes nothing
+@pytest.mark.parametrize("fused", [False, True])  # a fused optimizer is always called, and skips by itself
+@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"nan_policy": "skip"}, {"sync": hvdtrain.Delayed()}])
+def test_steps_that_are_left_out_move_no_schedule_and_no_average(hvd, options, fused):
+    late = "sync" in options
+    if late:
+        options = {"precision": "fp16", **options}
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(), **options)
+    overflow, ema = Overflow(model, {0, 1, 4}), EMA(0.5, every=1)
+    schedule = Schedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), every="step")
+    trainer.fit((X, Y), epochs=2, batch_size=4, callbacks=[overflow, schedule, ema], progress=False, run_dir=None)
+    left_out = {1, 2, 5} if late else {0, 1, 4}
+    assert overflow.taken == [step not in left_out for step in range(6)]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** sum(overflow.taken))
+    average, *after = overflow.weights
+    for taken, weight in zip(overflow.taken, after, strict=True):
+        average = (average + weight) / 2 if taken else average
+    np.testing.assert_allclose(ema.state()["average.weight"], average, atol=1e-6)
 
 
 class Ramp:
