@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Reduce
-from hvdtrain.data.sources import num_rows, tree_map
+from hvdtrain.data.sources import leaves, num_rows, tree_map
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.losses import Counted
 from hvdtrain.torch.stateful_metrics import StatefulMetrics, is_stateful
@@ -128,8 +129,7 @@ class Totals:
             outputs = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
             for row, (name, metric) in enumerate(self._metrics.items(), start=len(self._losses)):
                 values = torch.as_tensor(metric(outputs, targets)).to(self.sums.device)
-                if not values.dim() and counted.samples != 1:
-                    raise ValueError(self._one_number(name, counted.samples))
+                self._check_values(name, values, outputs, targets, samples=counted.samples)
                 mask = None
                 if isinstance(metric, Accuracy) and not counted.all_targets:
                     mask = metric.mask(values, targets.to(self.sums.device))
@@ -141,6 +141,23 @@ class Totals:
                     self._cells[row].add_((values & mask).sum(dtype=torch.float64))
                     self._masked_counts[row].add_(mask.sum(dtype=torch.float64))
             self.stateful.update(outputs, targets)
+
+    def _check_values(self, name: str, values: torch.Tensor, outputs: Any, targets: Any, *, samples: int) -> None:
+        """Raise ValueError unless a function has returned one value per sample or element."""
+        if not values.dim() and samples != 1:
+            raise ValueError(self._one_number(name, samples))
+        shapes = [tuple(leaf.shape) for leaf in leaves((outputs, targets)) if hasattr(leaf, "shape")]
+        rows = num_rows(outputs)
+        # A mean over the batch as an array of one number; or a column less a row, which torch makes a square of.
+        is_one = rows > 1 and values.numel() % rows != 0
+        is_broadcast = bool(shapes) and values.numel() > max(math.prod(shape) for shape in shapes)
+        if is_one or is_broadcast:
+            advice = "Give targets the shape of the outputs" if is_broadcast else "Return the values before the mean"
+            raise ValueError(
+                "A metric (outputs, targets) must return one value per sample or element. Received: shape "
+                f"{tuple(values.shape)} from {name}, for outputs and targets of {' and '.join(map(str, shapes))}, on "
+                f"rank {self._rank}. {advice}."
+            )
 
     def _one_number(self, name: str, samples: int) -> str:
         return (

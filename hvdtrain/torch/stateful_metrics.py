@@ -1,7 +1,8 @@
 """Metrics with a state of their own, exact over all ranks: torchmetrics' objects.
 
 Each rank updates a copy of the user's object with its own samples. A result is computed from the states of all ranks:
-sums are added, lists are concatenated, and other states are combined as the metric declares.
+sums are added, lists are concatenated, and other states are combined as the metric declares. Sums travel with the loss,
+in a vector whose length is known beforehand. A sum that takes another shape in the first batch is gathered like lists.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class StatefulMetrics:
 
     @property
     def numbers(self) -> NDArray[np.float64]:
-        """How often each metric was updated, and its states that are sums: to be added up over ranks."""
+        """Of each metric its updates, its sums of another shape, and its sums: to be added up over ranks."""
         held = [each.numbers(part) for part in self._parts(others=False) for each in self._metrics]
         parts = len(self._carried) + 1
         return np.asarray(np.concatenate([np.zeros(0), *held]).reshape(parts, -1).sum(0))
@@ -66,16 +67,20 @@ class StatefulMetrics:
         With `live`, an epoch is not over: only metrics that are cheap to reduce are returned, without a collective.
         """
         alone = self._world.size == 1 and not self._carried
+        of_each = [
+            (each, numbers, numbers[1] > 0) for each, numbers in zip(self._metrics, self._split(totals), strict=True)
+        ]
         parts = []
-        if self._gathers and not live and not alone:
+        if not live and not alone and (self._gathers or any(has_grown for *_, has_grown in of_each)):
             with agreement.everywhere(world=self._world, name="metrics"):
-                mine = _pack(self._parts(sums=False))
+                own = [each.states(sums=has_grown).items() for each, _, has_grown in of_each]
+                mine = _pack([dict(itertools.chain(*own)), *self._carried])
             parts = [part for data in self._world.allgather_bytes(mine, name="metrics") for part in _unpack(data)]
         found: dict[str, float] = {}
-        for each, numbers in zip(self._metrics, self._split(totals), strict=True):
-            if live and not each.is_live:
+        for each, numbers, has_grown in of_each:
+            if live and (not each.is_live or (has_grown and not alone)):
                 continue
-            for name, value in each.results(numbers, None if alone else parts).items():
+            for name, value in each.results(numbers, None if alone else parts, live=live).items():
                 if name in found or name in taken:
                     raise ValueError(f"Two metrics are named {name}. Give metrics as a dict, {{name: metric}}.")
                 found[name] = value
@@ -111,8 +116,8 @@ class StatefulMetrics:
 
         return restore
 
-    def _parts(self, **which: bool) -> list[Part]:
-        own = {name: value for each in self._metrics for name, value in each.states(**which).items()}
+    def _parts(self, *, others: bool = True) -> list[Part]:
+        own = {name: value for each in self._metrics for name, value in each.states(others=others).items()}
         return [own, *self._carried]
 
     def _split(self, totals: NDArray[np.float64]) -> list[NDArray[np.float64]]:
@@ -155,7 +160,7 @@ class _Metric:
             if isinstance(default, torch.Tensor) and _is(owner._reductions[state], "sum")
         }
         self.gathers = len(self._sums) < len(self._states)
-        self.length = 1 + sum(default.numel() for default in self._sums.values())
+        self.length = 2 + sum(default.numel() for default in self._sums.values())
         self.is_live = bool(self._states) and by_rank and not self.gathers and self.length <= _LARGEST_LIVE
         # Its list would hold arrays and output buffers that the next batch overwrites.
         self._keeps_batches = any(isinstance(default, list) for *_, default in self._states)
@@ -217,24 +222,47 @@ class _Metric:
         return found
 
     def numbers(self, part: Part) -> NDArray[np.float64]:
-        """Return the updates and sums of a part. One process would begin at the default, so not every rank may."""
-        sums = [part[full].double() - default.double().cpu() for full, default in self._sums.items()]
-        return torch.cat([part[self._key].double().reshape(1), *(each.reshape(-1) for each in sums)]).numpy()
+        """Return the updates of a part, how many of its sums have another shape than their default, and the others.
 
-    def results(self, numbers: NDArray[np.float64], parts: Sequence[Part] | None) -> dict[str, float]:
-        """Compute from all ranks' sums and parts; None: from this process's own states."""
-        updates = int(numbers[0])
-        if self._lost or not updates:
-            names = self._metric.keys() if hasattr(self._metric, "keys") else [self._name]
-            return {str(name): float("nan") for name in names}
+        One process would begin at the default, so not every rank may.
+        """
+        sums, grown = [part[self._key].double().reshape(1), torch.zeros(1, dtype=torch.float64)], 0
+        for full, default in self._sums.items():
+            has_grown = part[full].shape != default.shape
+            grown += has_grown
+            begin = default.double().cpu()
+            sums.append((begin * 0 if has_grown else part[full].double() - begin).reshape(-1))
+        sums[1] += grown
+        return torch.cat(sums).numpy()
+
+    def results(self, numbers: NDArray[np.float64], parts: Sequence[Part] | None, *, live: bool) -> dict[str, float]:
+        """Compute from all ranks' sums and parts; None: from this process's own states.
+
+        With `live`, more samples follow: what cannot be computed of so few is NaN, such as R2Score of one.
+        """
+        if self._lost or not numbers[0]:
+            return self._unknown()
+        try:
+            return self._computed(numbers, parts)
+        except Exception:  # whatever the user's metric raises
+            if not live:
+                raise
+            return self._unknown()
+
+    def _unknown(self) -> dict[str, float]:
+        names = self._metric.keys() if hasattr(self._metric, "keys") else [self._name]
+        return {str(name): float("nan") for name in names}
+
+    def _computed(self, numbers: NDArray[np.float64], parts: Sequence[Part] | None) -> dict[str, float]:
         if parts is None:
             return _named(self._name, self._metric.compute())
         before = [(owner, state, getattr(owner, state)) for _, owner, state, _ in self._states]
         before += [(each, "_update_count", each._update_count) for each in self._modules]
         try:
             for each in self._modules:
-                each._update_count = updates
-            for owner, state, value in self._combined(numbers[1:], [part for part in parts if part[self._key]]):
+                each._update_count = int(numbers[0])
+            sums = None if numbers[1] else numbers[2:]
+            for owner, state, value in self._combined(sums, [part for part in parts if part[self._key]]):
                 setattr(owner, state, value)
             with torch.no_grad():
                 return _named(self._name, self._metric.compute())
@@ -242,12 +270,19 @@ class _Metric:
             for owner, state, value in before:
                 setattr(owner, state, value)
 
-    def _combined(self, sums: NDArray[np.float64], parts: Sequence[Part]) -> Iterator[tuple[Any, str, Any]]:
-        """Yield (module, state, value over all ranks). Ranks without samples are not among `parts`."""
+    def _combined(self, sums: NDArray[np.float64] | None, parts: Sequence[Part]) -> Iterator[tuple[Any, str, Any]]:
+        """Yield (module, state, value over all ranks). Ranks without samples are not among `parts`.
+
+        `sums` is None where `parts` have the sums, because one of them has grown.
+        """
         for full, owner, state, default in self._states:
             if full in self._sums:
-                own, sums = sums[: default.numel()], sums[default.numel() :]
-                value: Any = default.double().cpu() + torch.from_numpy(own.copy()).reshape(default.shape)
+                begin = default.double().cpu()
+                if sums is None:
+                    value: Any = begin + sum(part[full].double() - begin for part in parts)
+                else:
+                    own, sums = sums[: default.numel()], sums[default.numel() :]
+                    value = begin + torch.from_numpy(own.copy()).reshape(default.shape)
                 whole = default.is_floating_point() or bool((value == value.round()).all())
                 value = value.to(default.dtype if whole else torch.get_default_dtype())
             elif isinstance(default, list):

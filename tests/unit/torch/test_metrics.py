@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -139,6 +141,55 @@ def test_states_that_a_metric_combines_itself_equal_one_processs(size, holders):
         return finish(totals, world)
 
     assert_close(on_ranks(size, rank)[-1], one_process(regressions(), outputs, targets))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (3, 2), (3, 1), (1, 2)])
+@pytest.mark.parametrize("holders", [2, 1])
+def test_sums_that_take_another_shape_equal_one_processs(before, after, holders):
+    outputs, targets = data(17)[0], data(17, seed=1)[0]
+    kinds = lambda: [regression.ExplainedVariance(), regression.MeanSquaredError(), regression.R2Score()]  # noqa: E731
+
+    def interrupted(world):
+        totals = make(kinds(), world)
+        if world.rank < holders:
+            mine = slice(world.rank, 10, min(before, holders))
+            add(totals, outputs[mine].contiguous(), targets[mine].contiguous())
+        live = finish(totals, world, live=True)
+        assert set(live) >= {"loss", "MeanSquaredError"}
+        return totals.arrays()
+
+    saved = on_ranks(before, interrupted)
+
+    def resumed(world):
+        totals = make(kinds(), world)
+        totals.load(rank_state.combine(saved, rank=world.rank, size=world.size))
+        if world.rank == after - 1:
+            add(totals, outputs[10:], targets[10:])
+        return finish(totals, world)
+
+    results = on_ranks(after, resumed)
+    assert all(each == results[0] for each in results)
+    assert_close(results[0], one_process(kinds(), outputs, targets))
+
+
+def test_a_result_that_so_few_samples_do_not_have_is_nan_until_the_epochs_end():
+    def rank(world):
+        totals = make([regression.R2Score()], world)
+        if world.rank == 0:
+            add(totals, torch.ones(1), torch.ones(1))
+        live = finish(totals, world, live=True)
+        local = totals.results(lambda vector: vector, live=True)
+        add(totals, torch.arange(2.0), torch.arange(2.0))
+        return live["R2Score"], local["R2Score"], finish(totals, world)["R2Score"]
+
+    for live, local, final in on_ranks(2, rank):
+        assert np.isnan(live)
+        assert np.isnan(local)
+        assert final == 1.0
+    totals = make([regression.R2Score()], SoloWorld())
+    add(totals, torch.ones(1), torch.ones(1))
+    with pytest.raises(ValueError, match="at least two samples"):
+        finish(totals, SoloWorld())
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 3), (3, 2)])
@@ -347,6 +398,32 @@ def test_one_number_a_batch_is_refused(size):
     alone = make([scaled], SoloWorld())
     add(alone, *data(1))  # a mean over one sample is its value
     assert finish(alone, SoloWorld())["scaled"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "shape", "advice"),
+    [
+        (lambda outputs, targets: (outputs - targets).square(), (4, 4), "Give targets the shape of the outputs"),
+        ("mse", (4, 4), "Give targets the shape of the outputs"),
+        (lambda outputs, targets: (outputs[:, 0] - targets).abs().mean(0, keepdim=True), (1,), "before the mean"),
+        (lambda outputs, targets: (outputs[:, 0] - targets)[:3], (3,), "before the mean"),
+    ],
+)
+def test_values_that_are_not_one_per_sample_or_element_are_refused(metric, shape, advice):
+    totals = make({"off": metric}, SoloWorld())
+    with pytest.raises(
+        ValueError, match=re.escape(f"shape {shape} from off, for outputs and targets of (4, 1) and (4,)")
+    ):
+        add(totals, torch.arange(4.0)[:, None], torch.arange(4.0))
+    with pytest.raises(ValueError, match=advice):
+        add(totals, torch.arange(4.0)[:, None], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("values", [lambda o, t: (o - t)[:, 0], lambda o, t: o - t, lambda o, t: (o - t).reshape(-1)])
+def test_values_of_samples_and_of_elements_are_taken(values):
+    totals = make({"error": values}, SoloWorld())
+    add(totals, torch.ones(4, 3), torch.zeros(4, 3))
+    assert finish(totals, SoloWorld())["error"] == 1.0
 
 
 def test_metrics_are_named_by_a_dict_or_by_themselves():
