@@ -12,6 +12,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load, save
 
-from hvdtrain.data.sources import tree_map
+from hvdtrain.data.sources import num_rows, tree_map
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.training_state import on_device
@@ -28,6 +29,7 @@ log = logging.getLogger("hvdtrain")
 
 Part = dict[str, torch.Tensor]  # what one rank has counted: "<metric>.<module>.<state>", and for lists ".<index>" too
 
+_TOLERANCE = 1e-4  # of a number that is computed in parts
 _LARGEST_LIVE = 10_000  # numbers in the states of a metric that is reported during an epoch
 # These depend on the order of batches, on the moments at which they are computed, or on random numbers.
 _NOT_BY_RANK = ("Running", "MinMaxMetric", "MetricTracker", "BootStrapper")
@@ -137,10 +139,11 @@ class _Metric:
         by_rank = classes.isdisjoint(_NOT_BY_RANK)
         if several and not (known and by_rank):
             raise ValueError(_refusal(name, metric, known=known, size=world.size))
-        self._key, self._name, self._device = key, name, device
+        self._key, self._name, self._device, self._world = key, name, device, world
         self._metric = copy.deepcopy(metric)  # the user's own stays as it is, on its device
         self._modules: list[Any] = []
         self._updates = 0
+        self._is_checked = not several  # that the first batch gives the same number in parts, as ranks count them
         self._lost = False  # a resumed epoch's counts, of an object whose state is not known
         if known:
             self._prepare(torchmetrics.MetricCollection, torchmetrics.Metric, device)
@@ -199,8 +202,42 @@ class _Metric:
                 outputs, targets = tree_map(_copied, (outputs, targets))
             if self._modules:  # a spread model's outputs are on another device than its inputs
                 outputs, targets = on_device((outputs, targets), self._device)
+            if not self._is_checked and num_rows(outputs) > 1:
+                self._is_checked = True
+                self._check(outputs, targets)
             self._metric.update(outputs, targets)
         self._updates += 1
+
+    def _check(self, outputs: Any, targets: Any) -> None:
+        """Raise ValueError if a batch gives another number than its two parts, counted by two ranks.
+
+        So does a metric that computes one number a batch, such as structural similarity by the range of the batch, or
+        that counts in attributes which are no states.
+        """
+        whole, *halves = (_Metric(self._key, self._name, self._metric, self._device, self._world) for _ in range(3))
+        rows = num_rows(outputs)
+        try:
+            for each, part in zip(
+                (whole, *halves), (slice(None), slice(rows // 2), slice(rows // 2, None)), strict=True
+            ):
+                each._is_checked = True
+                each.update(*tree_map(partial(_rows, part=part, count=rows), (outputs, targets)))
+            expected = whole.results(whole.numbers(whole.states()), None, live=False)
+            parts = [each.states() for each in halves]
+            first, rest = halves
+            found = first.results(first.numbers(parts[0]) + rest.numbers(parts[1]), parts, live=False)
+        except Exception as error:  # noqa: BLE001 - such as too few samples; if the metric is at fault, `update` raises too
+            log.debug("%s was not checked on parts of a batch: %r", self._name, error)
+            return
+        if found.keys() != expected.keys() or not np.allclose(
+            [*found.values()], [*expected.values()], rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
+        ):
+            raise ValueError(
+                "A metric must give one process's number on any number of ranks. Received: "
+                f"{self._name}, which gives {expected} for a batch of {rows}, and {found} if two ranks count its "
+                f"halves, on rank {self._world.rank}. It makes one number of a batch, or has attributes that are no "
+                "states. Count in states (add_state), and compute from them; give image metrics a data_range."
+            )
 
     def states(self, *, sums: bool = True, others: bool = True) -> Part:
         """Return the states on the host: those that are sums, and the others."""
@@ -411,6 +448,11 @@ def _unpack(data: bytes) -> Iterator[Part]:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _rows(value: Any, *, part: slice, count: int) -> Any:
+    has_rows = isinstance(value, torch.Tensor) and value.dim() and len(value) == count
+    return value[part] if has_rows else value
 
 
 def _copied(value: Any) -> Any:

@@ -27,6 +27,25 @@ def data(count, seed=0):
     return torch.randn(count, CLASSES, generator=generator), torch.randint(0, CLASSES, (count,), generator=generator)
 
 
+class CountsInAttributes(torchmetrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), "sum")
+        self.count = 0
+
+    def update(self, outputs, targets):
+        self.total += outputs.sum()
+        self.count += len(outputs)
+
+    def compute(self):
+        return self.total / self.count
+
+
+class OneNumberABatch(torchmetrics.MeanMetric):
+    def update(self, outputs, targets):
+        super().update(outputs.max(), weight=len(outputs))
+
+
 class Custom(torchmetrics.Metric):
     """Every kind of state: sums that begin at 1, largest, smallest, a list, a tensor that grows, a function's."""
 
@@ -170,6 +189,20 @@ def test_sums_that_take_another_shape_equal_one_processs(before, after, holders)
     results = on_ranks(after, resumed)
     assert all(each == results[0] for each in results)
     assert_close(results[0], one_process(kinds(), outputs, targets))
+
+
+@pytest.mark.parametrize("metric", [CountsInAttributes, OneNumberABatch])
+def test_a_metric_that_parts_of_a_batch_change_is_refused_on_several_ranks(metric):
+    def rank(world):
+        totals = make([metric()], world)
+        add(totals, data(1)[0][world.rank :], data(1)[1][world.rank :])  # a single sample has no parts
+        with pytest.raises(ValueError, match=rf"{metric.__name__}, which gives .* rank {world.rank}.*add_state"):
+            add(totals, *data(4, seed=world.rank))
+
+    on_ranks(2, rank)
+    alone = make([metric()], SoloWorld())
+    add(alone, *data(8))
+    assert np.isfinite(finish(alone, SoloWorld())[metric.__name__])
 
 
 def test_a_result_that_so_few_samples_do_not_have_is_nan_until_the_epochs_end():
