@@ -100,6 +100,18 @@ class DivisibleSource(Source, Protocol):
         """Return this rank's batches of the rest of the epoch that `epoch` has begun, in the order drawn then."""
 
 
+@runtime_checkable
+class OrderedSource(Source, Protocol):
+    """A source that can yield all samples of its dataset, each one once, for predictions."""
+
+    def in_order(self) -> Iterator[Batch]:
+        """Return this rank's batches; their `indices` are the samples' places in the dataset.
+
+        Raises:
+            TypeError: if the samples' order is one of the user's own, which leaves samples out or repeats them.
+        """
+
+
 def as_divisible(source: Source, *, need: str) -> DivisibleSource:
     """Return the source; TypeError with the sentence `need` if it cannot give ranks parts of any size."""
     if not isinstance(source, DivisibleSource):
@@ -147,6 +159,10 @@ class IndexedSource:
     def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
         """Return batches of the rest of a shuffled epoch."""
         return self.epoch(epoch, shuffle=True, after=after)
+
+    def in_order(self) -> Iterator[Batch]:
+        """Return batches of all samples."""
+        return self.epoch(0, shuffle=False)
 
     def _own_part(self, epoch: int, assignment: Assignment) -> Iterator[Batch]:
         order = sharding.EpochOrder(self._num_samples, epoch=epoch, seed=self._seed)

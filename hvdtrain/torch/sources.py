@@ -120,7 +120,7 @@ class LoaderSource:
     shares: Sequence[int] | None = None
 
     def __init__(self, loader: DataLoader[Any], *, world: World, seed: int) -> None:
-        self._world = world
+        self._world, self._given = world, loader
         self._sampler = _shard_sampler(loader, world=world, seed=seed)
         self._batch_size = int(loader.batch_size or 1)
         self._seeded: SeededBatches | None = None
@@ -153,6 +153,17 @@ class LoaderSource:
         if self.shares is not None:
             return self._uneven(_DividedBatches(self._sampler, self._batch_size, self.shares, self._world), epoch)
         return self._as_batches(self._items(epoch), self._sampler.shard(), after)
+
+    def in_order(self) -> Iterator[Batch]:
+        """Return batches of all samples: neither shuffled, nor with `drop_last`."""
+        if isinstance(self._sampler, _SharedOrder):
+            raise TypeError(
+                "predict takes each sample of a dataset once. Received: a DataLoader with a sampler of its own, "
+                f"{type(self._given.sampler).__name__}, on rank {self._world.rank}. Use a DataLoader without sampler; "
+                "for some of the samples, one over torch.utils.data.Subset(dataset, indices)."
+            )
+        plain = _like(self._given, batch_size=self._batch_size)
+        return LoaderSource(plain, world=self._world, seed=self._sampler.seed).epoch(0, shuffle=False)
 
     def _uneven(self, batches: _UnevenBatches, epoch: int) -> Iterator[Batch]:
         """Return batches of any number of samples."""

@@ -335,7 +335,14 @@ class Trainer:
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """Return the model's outputs for all of `x`, in input order, on every rank: arrays of shape (len(x), ...).
 
-        What can only be iterated has no order that ranks could share: a TypeError.
+        Args:
+            x: arrays, a map-style dataset, or a torch DataLoader over one, whose samples are taken in the order of the
+                dataset, all of them, also where the loader shuffles or has drop_last.
+            batch_size: samples per rank and batch; a DataLoader has its own.
+
+        Raises:
+            TypeError: on every rank, if the data can only be iterated, or a DataLoader has a sampler of its own.
+            ValueError: on every rank, if an output has not one row a sample.
         """
         if not self.in_sync:
             raise HvdTrainError(self._not_in_sync("predict", "predicts a part"))
