@@ -61,5 +61,9 @@ class CheckpointError(HvdTrainError):
     """A checkpoint is missing, damaged, or of another model."""
 
 
+class FolderInUseError(CheckpointError):
+    """Another run, or another Trainer of this script, has the folder of checkpoints. A restart would not help."""
+
+
 class PackageMissingError(HvdTrainError, ImportError):
     """A feature needs an optional package that is not installed."""

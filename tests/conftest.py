@@ -30,6 +30,14 @@ FOR_WANT_OF_A_PACKAGE = re.compile(
 HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 
 
+@pytest.fixture(autouse=True)
+def restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a new Trainer of a test stand for a restart of the script, which resumes what another one has trained."""
+    from hvdtrain.training.checkpointing import RunCheckpoints
+
+    monkeypatch.setattr(RunCheckpoints, "claim", lambda self, adapter: None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, and all that it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hvdtrain.checkpoint import folders
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, FolderInUseError
 
 log = logging.getLogger("hvdtrain")
 
@@ -56,8 +56,11 @@ class FolderLock:
         """Lock the folder; do nothing if it cannot be written or its filesystem has no locks.
 
         Wait up to `limit_s` for an earlier start of this run (`is_own`), which is about to end, and for a holder on
-        another host: if that host is lost, a shared disk holds its lock for some time. CheckpointError if another run
-        holds it.
+        another host: if that host is lost, a shared disk holds its lock for some time.
+
+        Raises:
+            FolderInUseError: another run holds it.
+            CheckpointError: an earlier start of this run still holds it; a later start may succeed.
         """
         began, is_said = time.monotonic(), False
         while self not in _held:
@@ -71,7 +74,8 @@ class FolderLock:
             else:
                 patience_s = limit_s if is_own(other) or other.host != holder.host else 0.0
             if time.monotonic() - began >= patience_s:
-                raise CheckpointError(_refusal(self._path.parent, other))
+                kind = CheckpointError if other is not None and is_own(other) else FolderInUseError
+                raise kind(_refusal(self._path.parent, other))
             if other is not None and not is_said:
                 is_said = True
                 where = (other.pid, other.host, self._path.parent)

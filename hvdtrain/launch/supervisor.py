@@ -41,6 +41,8 @@ _ATTEMPTS_WITHOUT_PROGRESS = 3
 _LONGEST_PAUSE_S = 30.0
 # Errors that would occur in every attempt.
 _PERMANENT_ERRORS = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
+# Without the retry: once the other run has ended, its checkpoint would be resumed as this run's, with status 0.
+_FOLDER_IN_USE = "FolderInUseError"
 _USAGE = (2, 126, 127)  # wrong arguments; no such program
 
 
@@ -224,8 +226,8 @@ class RestartDecision:
 def judge(attempts: Sequence[Attempt], *, max_restarts: int) -> RestartDecision:
     """Decide what to do after `attempts`: all failed attempts, oldest first, at least one."""
     last = attempts[-1]
-    name = last.error.last_line.partition(":")[0].rpartition(".")[2] if last.error else ""
-    if not last.step and (last.cause.code in _USAGE or name in _PERMANENT_ERRORS):
+    name = last.error.name if last.error else ""
+    if name == _FOLDER_IN_USE or (not last.step and (last.cause.code in _USAGE or name in _PERMANENT_ERRORS)):
         return RestartDecision(None, "it would end the same way again", last)
     stuck = _attempts_without_progress(attempts)
     before, now = (stuck[-2].error, stuck[-1].error) if len(stuck) > 1 else (None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -36,6 +37,9 @@ _OWN_WRITER_S = 120.0
 # The file of callbacks' arrays, and the prefix of their names in the broadcast. They are equal on all ranks.
 _CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
 
+# The adapter of the Trainer that last used a folder, by its path: a run of this process must not resume another's.
+_users: dict[str, weakref.ref[Adapter]] = {}
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -60,6 +64,10 @@ class RunCheckpoints:
         self._world = world
         self._writer = Writer()
         self._lock = FolderLock(options.store.root)
+
+    def claim(self, adapter: Adapter) -> None:
+        """Note that the folder's run is now the one of this adapter's Trainer."""
+        _users[os.path.realpath(self._store.root)] = weakref.ref(adapter)
 
     def hold(self, run: RunId, *, before: RunId | None) -> None:
         """Lock the folder for this run, until `release`; a collective call.
@@ -129,7 +137,10 @@ class RunCheckpoints:
         self._on_root(self._store.set_aside, "set aside")
 
     def restore(self, adapter: Adapter, *, lr_factor: float) -> Snapshot | None:
-        """Load the newest complete checkpoint as `load` does, and warn of each that is skipped; None without one."""
+        """Load the newest complete checkpoint as `load` does, and warn of each that is skipped; None without one.
+
+        meta["is_others"] is true if another Trainer of this process has used the folder.
+        """
 
         def find() -> tuple[Path, Contents] | None:
             self._store.clear_leftovers()
@@ -138,6 +149,9 @@ class RunCheckpoints:
                 finite = self._store.newest_finite()
                 afresh = 'fit(resume="never") starts from the beginning.'
                 _warn_not_finite(found[0], f"to resume from {finite}, move later ones away." if finite else afresh)
+            if found is not None:
+                user = _users.get(os.path.realpath(self._store.root))
+                found[1].meta["is_others"] = user is not None and user() is not adapter
             return found
 
         return restore(find, adapter, lr_factor=lr_factor, world=self._world)

@@ -19,6 +19,7 @@ from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext, RunId
 from hvdtrain.distributed import rank_state, watchdog
 from hvdtrain.distributed.recorder import recorder
+from hvdtrain.errors import FolderInUseError
 from hvdtrain.sync.steps import Steps
 from hvdtrain.telemetry.interval import Heartbeat, HeartbeatReport
 from hvdtrain.training import preemption
@@ -127,6 +128,12 @@ class Loop:
                 state.restore(each.restore(self._adapter, lr_factor=self._lr.factor))
         self._hooks, self._heartbeat = hooks, Heartbeat(self._world)
         found = state.begin(facts, run_id)
+        if found.get("is_others") and self.is_finished:
+            raise FolderInUseError(
+                f"Another Trainer of this script has trained the run in {state.resumed_from}, and nothing is left to "
+                f"train{self.budget.describe()}. Give each Trainer a folder of its own; Trainer.load returns the other "
+                f"one's model. Received: the same folder on rank {self._world.rank}"
+            )
         self._callback_states: list[Any] = list(found.get("callbacks", ()))
         consumed, self._ahead = state.progress.consumed, 0
         if self.progress.step:
@@ -142,6 +149,7 @@ class Loop:
         for each in self._savers.values():  # of a fit that an error has ended
             each.is_late = False
         for each in checkpoints:
+            each.claim(self._adapter)
             each.saved_at = self.progress.global_step
             if not self.is_finished:  # else nothing will be written
                 each.check_writable(self._adapter, state.run_id or run_id)
