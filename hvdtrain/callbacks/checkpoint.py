@@ -33,8 +33,9 @@ class Checkpoint(Callback):
     Raises:
         ValueError: an option outside its range.
         CheckpointError: in `fit`, before the first epoch, if another run uses the folder, if it cannot be written, or
-            if its disk has no space for one checkpoint. If a later write fails, at the next checkpoint or at the end;
-            older checkpoints and the state in memory do not change.
+            if its disk has no space for one checkpoint. If the disk fails to take a later one, a line says so and the
+            run continues; at the end of `fit`, if that was the last one. Older checkpoints and the state in memory do
+            not change.
     """
 
     def __init__(

@@ -54,6 +54,10 @@ class Contents:
     finite: bool = True  # of one that was read, whether training can resume from its numbers
 
 
+class DiskError(CheckpointError):
+    """A disk has not taken a checkpoint: it is full or read-only, or a quota is reached. A later one may succeed."""
+
+
 class FileEntry(NamedTuple):
     """One file of a checkpoint."""
 
@@ -71,7 +75,8 @@ class Manifest(NamedTuple):
 def write(directory: str | os.PathLike[str], contents: Contents) -> None:
     """Write a checkpoint at `directory`, and replace one that is there; its arrays must not change meanwhile.
 
-    If it cannot be written, a CheckpointError says why, and an older checkpoint at this path stays.
+    If it cannot be written, a CheckpointError says why, and an older checkpoint at this path stays. It is a DiskError
+    if the disk is the reason.
     """
     target = Path(os.path.realpath(directory))
     same = {name: known for name, (array, known) in contents.left_out.items() if digest(array) == known}
@@ -95,8 +100,11 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
             _write_bytes(temporary / _MANIFEST, render(found))
             folders.put(temporary, target)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"Checkpoint {target} was not written: {error}. Older checkpoints are as they were."
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        num_bytes = len(meta) + sum(array.nbytes for arrays in groups.values() for array in arrays.values())
+        space = folders.describe_space(target.parent, num_bytes)
+        raise DiskError(
+            f"Checkpoint {target} was not written: {why} ({space}). Older checkpoints are as they were."
         ) from error
     folders.clear_leftovers(target.parent, lambda name: name == target.name)
 

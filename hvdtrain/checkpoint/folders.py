@@ -18,7 +18,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hvdtrain.system import private_files
@@ -104,6 +104,15 @@ def free_bytes(path: Path) -> int | None:
     if not found.f_blocks:
         return None
     return found.f_frsize * (found.f_bavail if os.geteuid() else found.f_bfree)
+
+
+def describe_space(path: Path, num_bytes: int) -> str:
+    """Return in words how much space a checkpoint needs, and how much is free where that is known."""
+    free = None
+    with suppress(OSError):
+        free = free_bytes(path)
+    known = "" if free is None else f", and {free / 1e6:,.1f} MB are free"
+    return f"it takes at least {num_bytes / 1e6:,.1f} MB{known}"
 
 
 def sync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.checkpoint import files, folders
-from hvdtrain.checkpoint.files import Contents
+from hvdtrain.checkpoint.files import Contents, DiskError
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import private_files
 
@@ -72,23 +73,28 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise CheckpointError(f"The checkpoints in {self.root} cannot be listed: {error.strerror}.") from error
+            raise DiskError(f"The checkpoints in {self.root} cannot be listed: {error.strerror}.") from error
         found = {order: path for path in paths if (order := _order(path.name))}
         return [found[order] for order in sorted(found, reverse=True)]
 
     def check_writable(self, num_bytes: int) -> None:
         """Create the folder; CheckpointError if no checkpoint of this size can be written to it."""
         failed = f"No checkpoint can be written to {self.root} on host {socket.gethostname()}"
+        disk = "Free some space, or give a folder on another disk."
         try:
             folders.make(self.root)
             with folders.temporary(self.place(0)) as probe:
                 (probe / "probe").write_bytes(bytes(_PROBE_BYTES))
             free = folders.free_bytes(self.root)
         except OSError as error:
-            raise CheckpointError(f"{failed}: {error}. Give a folder that this user can write to.") from error
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            space = folders.describe_space(self.root, num_bytes) if is_full else ""
+            advice = disk if is_full else "Give a folder that this user can write to."
+            raise CheckpointError(
+                f"{failed}: {error.strerror}" + f" ({space})" * bool(space) + f". {advice}"
+            ) from error
         if free is not None and free < num_bytes:
-            sizes = f"one takes at least {num_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
-            raise CheckpointError(f"{failed}: {sizes}. Free some space, or give a folder on another disk.")
+            raise CheckpointError(f"{failed}: {folders.describe_space(self.root, num_bytes)}. {disk}")
 
     def prune(self) -> None:
         """Delete all checkpoints but the newest, the best, the newest finite one, and those that cannot be read.
@@ -207,8 +213,9 @@ def _order(name: str) -> tuple[int, int] | None:
 
 
 class Writer:
-    """Writes one checkpoint at a time in the background; `wait` raises the error of a failed write.
+    """Writes one checkpoint at a time in the background.
 
+    A disk's failure costs that checkpoint: it is logged and listed in `lost`. `wait` raises any other error of a write.
     Each write starts a thread, which costs a fraction of a millisecond. It is not a daemon, so an interpreter that ends
     waits for the current write. Call all methods from the thread that trains.
     """
@@ -217,6 +224,8 @@ class Writer:
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
+        self.lost: list[DiskError] = []  # of the checkpoints that the disk has not taken, oldest first
+        self.is_last_lost = False
 
     def submit(
         self, path: str | os.PathLike[str], contents: Contents, *, then: Callable[[], object] | None = None
@@ -235,7 +244,7 @@ class Writer:
             raise
 
     def wait(self) -> None:
-        """Wait until nothing runs, and raise the error of a write that has failed, once: the first one's."""
+        """Wait until nothing runs, and raise the first error that is not the disk's, once."""
         # Not Thread.join: before Python 3.13, one that Ctrl-C interrupts takes the thread for ended ever after.
         self._idle.wait()
         error, self._error = self._error, None
@@ -247,17 +256,27 @@ class Writer:
             contents = box.pop()  # atomic: only one of two threads gets it
         except IndexError:
             return
+        self.is_last_lost = False
         try:
             files.write(path, contents)
             if then is not None:
                 then()
+        except DiskError as error:
+            log.error("%s Training continues.", error)
+            _clear_frames(error)
+            self.lost.append(error)
+            self.is_last_lost = True
         except BaseException as error:  # noqa: BLE001 the thread's outermost frame: the caller raises it
             log.error("%s: %s", type(error).__name__, error)
-            cause: BaseException | None = error
-            while cause is not None:  # release what their frames hold: arrays as large as the model
-                traceback.clear_frames(cause.__traceback__)
-                cause = cause.__cause__
+            _clear_frames(error)
             self._error = self._error or error
         finally:
             del contents  # else the error's traceback would keep the arrays in memory
             self._idle.set()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Release what the frames of an error, and of its causes, hold: arrays as large as the model."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__

@@ -52,8 +52,10 @@ class Snapshot:
 class RunCheckpoints:
     """A run's checkpoints in one folder, written in the background.
 
-    Every rank has such an object, and all ranks call it together; rank 0 does the I/O. If a write fails, every rank
-    raises at the next `save` or `wait`: rank 0 the CheckpointError, the others a HvdTrainError that says so.
+    Every rank has such an object, and all ranks call it together; rank 0 does the I/O. If the disk does not take a
+    checkpoint, rank 0 logs it, and the run continues; `finish` raises on every rank if that was the last one. If a
+    write fails for another reason, every rank raises at the next `save` or `wait`: rank 0 the CheckpointError, the
+    others a HvdTrainError that says so.
     """
 
     def __init__(self, options: CheckpointOptions, world: World) -> None:
@@ -123,6 +125,31 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Return once everything is written; a collective call."""
         self._on_root(self._writer.wait, "save")
+
+    def finish(self) -> None:
+        """Return once everything is written, and say which checkpoints the disk has not taken; a collective call.
+
+        Raises:
+            CheckpointError: the last checkpoint is one of them. On the other ranks it is a HvdTrainError.
+        """
+
+        def check() -> None:
+            self._writer.wait()
+            lost, self._writer.lost = self._writer.lost, []
+            if not lost:
+                return
+            newest = next(iter(self._store.newest_first()), None)
+            count = f"{len(lost)} checkpoint{'s were' if len(lost) > 1 else ' was'} not written to {self._store.root}"
+            if self._writer.is_last_lost:
+                has = "none is there" if newest is None else f"the newest one there is {newest.name}"
+                raise CheckpointError(
+                    f"{count}, the last one of this run among them; {has}. {lost[-1]} The model in memory has the last "
+                    "weights. Free some space and run the same command again, or catch this error and call "
+                    "Trainer.save with a folder on another disk."
+                )
+            log.warning("%s; later ones were. The last error: %s", count, lost[-1])
+
+        self._on_root(check, "save")
 
     def release(self) -> None:
         """Finish writing and unlock the folder, on this rank alone, however the run ends."""

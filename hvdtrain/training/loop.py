@@ -100,7 +100,7 @@ class Loop:
         """Save the current state to every folder of checkpoints, and wait until it is written."""
         for each in self._checkpoints:
             self._save(each)
-            each.wait()
+            each.finish()
 
     def _commit(self) -> None:
         if self.commits is not None:
@@ -198,8 +198,8 @@ class Loop:
             self._nan_policy.must_stop(fault, (), at="The last step")
             for hook in hooks:
                 hook.on_fit_end(context)
-            for each in self._checkpoints:
-                each.wait()
+            for each in self._savers.values():  # also of callbacks' own checkpoints
+                each.finish()
         except BaseException:
             self._adapter.abandon()
             raise

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,6 +107,60 @@ def test_a_disk_too_small_for_one_checkpoint_ends_fit_before_the_first_epoch(mak
     with pytest.raises(CheckpointError, match="MB are free"):
         make().fit((X, Y), callbacks=[began], checkpoint_dir=str(tmp_path), progress=False)
     assert began.epochs == 0
+
+
+def test_a_full_disk_at_the_start_is_an_error_with_sizes_and_a_way_out(make, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device \(it takes at least .* free\)\. Free some space"
+    ):
+        make().fit((X, Y), checkpoint_dir=str(tmp_path), progress=False)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Give a set; the disk is full for each folder whose name contains one of its words."""
+    words, real = set(), folders.put
+
+    def put(source, target):
+        if any(word in target.name for word in words):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    monkeypatch.setattr(folders, "put", put)
+    return words
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(make, tmp_path, caplog, full_disk, background):
+    full_disk |= {"000002", "000003"}
+    folder = Checkpoint(tmp_path, background=background)
+    history = make().fit((X, Y), epochs=4, callbacks=[folder], progress=False)
+    assert len(history["loss"]) == 4
+    assert sorted(os.listdir(tmp_path)) == ["epoch-000001", "epoch-000004"]
+    lines = [each.getMessage() for each in caplog.records]
+    (line,) = (each for each in lines if each.startswith(f"Checkpoint {tmp_path}/epoch-000002 was not written"))
+    assert re.search(r"No space left on device \(it takes at least [0-9.,]+ MB, and [0-9.,]+ MB are free\)", line)
+    assert [each for each in lines if "2 checkpoints were not written" in each and "epoch-000003" in each]
+
+
+def test_a_full_disk_at_the_end_of_a_run_is_an_error_after_all_callbacks(make, tmp_path, full_disk):
+    class Ended(Callback):
+        is_called = False
+
+        def on_fit_end(self, trainer):
+            self.is_called = True
+
+    full_disk |= {"000002"}
+    ended, trainer = Ended(), make()
+    with pytest.raises(CheckpointError, match=r"1 checkpoint was not written.* the newest one there is epoch-000001"):
+        trainer.fit((X, Y), epochs=2, callbacks=[ended], checkpoint_dir=str(tmp_path), progress=False)
+    assert ended.is_called
+    full_disk.clear()
+    assert len(make().fit((X, Y), epochs=2, checkpoint_dir=str(tmp_path), progress=False)["loss"]) == 2
 
 
 def test_a_run_that_is_complete_needs_no_space(make, tmp_path, monkeypatch):
