@@ -28,12 +28,13 @@ from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.torch.micro_batches import MicroBatches
 from hvdtrain.torch.modes import Modes
-from hvdtrain.torch.named_steps import END, Names
+from hvdtrain.torch.named_steps import END, Chosen, Names
 from hvdtrain.torch.open_steps import OpenSteps
 from hvdtrain.torch.replica import Replica
 from hvdtrain.torch.settle import settle
 from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
 from hvdtrain.torch.sync_batch_norm import convert_torchs
+from hvdtrain.torch.together import Together, graph_of_a_later_yield
 from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,13 +87,14 @@ class TorchAdapter:
         self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._syncs_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
-        losses = [_loss_name(name) for name in optimizers]
+        losses = _loss_names(list(optimizers))
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.couples_samples = not all(isinstance(norm, hvd.SyncBatchNorm) for norm in norms)
         self._totals = Totals(named, self._device, world, losses)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
-        how: dict[str, Any] = {"loss": loss, "options": options, "world": world}
-        self._updates = {name: Update(each, model, name=name, **how) for name, each in optimizers.items()}
+        self._how: dict[str, Any] = {"loss": loss, "options": options, "world": world}
+        self._updates = {name: Update(each, model, name=name, **self._how) for name, each in optimizers.items()}
+        self._joined: dict[Chosen, Update] = {}  # of the optimizers that one loss has trained
         self._update = next(iter(self._updates.values()))
         self._names = Names(list(optimizers), world)
         self.fault: Fault | None = None
@@ -106,7 +108,8 @@ class TorchAdapter:
     @property
     def step_taken(self) -> bool:
         """False if the last step was refused, or loss scaling skipped the updates of all its optimizers."""
-        tried = [each.was_taken for each in self._updates.values() if each.was_taken is not None]
+        updates = [*self._updates.values(), *self._joined.values()]
+        tried = [each.was_taken for each in updates if each.was_taken is not None]
         return self.fault is None and (not tried or any(was_taken() for was_taken in tried))
 
     @property
@@ -199,7 +202,7 @@ class TorchAdapter:
 
     def _begin_step(self) -> bool:
         """Let the model train; return whether this is the first step since metrics were reset."""
-        for update in self._updates.values():
+        for update in [*self._updates.values(), *self._joined.values()]:
             update.was_taken = None
         first = not self._training
         if first:
@@ -240,39 +243,52 @@ class TorchAdapter:
                 update.backward(self._run_empty(batch) if loss is None else without_gradient(loss))
 
     def _take_named_steps(self, step: YieldingStep, batches: Sequence[Batch], *, first: bool) -> Fault | None:
-        """Take one reduced step for each name that the user's step yields for the batches, which advance together."""
-        runs = [self._run(step, batch) for batch in batches]
+        """Take one reduced step for each yield of the user's step over the batches, which advance together."""
+        runs, earlier = [self._run(step, batch) for batch in batches], list[str]()
         for number in itertools.count():
             if self._before is not None:
                 self._before.take()
             update, begun, mine = self._update, END, 0.0
             for index, (batch, run) in enumerate(zip(batches, runs, strict=True)):
                 with self._computing(batch):
-                    name, found = (None, None) if run is None else next(run, (END, None))
+                    names, found = (None, None) if run is None else next(run, (END, None))
                 weight = found.count if found else 0.0
                 mine += weight
-                # A rank without samples learns here which optimizer the others have chosen.
-                chosen, total = self._names.agree(name, mine, begun if index else None, first=not number)
+                # A rank without samples learns here which optimizers the others have chosen.
+                chosen, total = self._names.agree(names, mine, begun if index else None, first=not number)
                 if not index:
                     begun = chosen
                     if chosen != END:
-                        update = self._updates[chosen]
+                        update = self._update_of(chosen)
                         weights = update.begin(batches, everyone=self._syncs_in_forward, first=first)
                 if chosen == END:
                     continue
                 weights.counted[index] = counted = Counted(weight, weight, batch.local_count, False)
                 weights.expect(index, total)
                 if found and batch.local_count:
-                    self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_name(chosen))
+                    self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_names(chosen))
                 if found and weight:
-                    update.backward(found.mean, weights.factor(index))
+                    with graph_of_a_later_yield(chosen, earlier, self._world.rank) if number else _PLAIN:
+                        update.backward(found.mean, weights.factor(index))
                 elif found and self._syncs_in_forward:
                     update.backward(without_gradient(found.mean))
             if begun == END:
                 return None
             if update.is_refused():
                 return self._fault(update, batches, number)
+            earlier += begun
         return None
+
+    def _update_of(self, chosen: Chosen) -> Update:
+        """Return the update of these optimizers: of several, one that scales its loss as the first one's is scaled."""
+        first = self._updates[chosen[0]]
+        if len(chosen) == 1:
+            return first
+        if chosen not in self._joined:
+            together = Together({name: self._updates[name].optimizer for name in chosen})
+            self._joined[chosen] = Update(together, self._model, name=" and ".join(chosen), **self._how)
+            self._joined[chosen].scaler = first.scaler  # which checkpoints hold
+        return self._joined[chosen]
 
     def _run(self, step: YieldingStep, batch: Batch) -> Iterator[Yielded] | None:
         """Return the user's step over a batch; None where this rank has no samples and nothing synchronizes."""
@@ -296,10 +312,10 @@ class TorchAdapter:
                 self._forward(batch, counted)
                 return
             with self._computing(batch):
-                for name, found in self._step.run(batch):
+                for chosen, found in self._step.run(batch):
                     counted = Counted(found.count, found.count, batch.local_count, False)
-                    self._names.check(name)
-                    self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_name(name))
+                    self._names.check(chosen)
+                    self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_names(chosen))
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
@@ -448,8 +464,8 @@ def _count(parameters: list[str]) -> str:
     return parameters[0] if len(parameters) == 1 else f"{len(parameters)} parameters, the first is {parameters[0]}"
 
 
-def _loss_name(optimizer: str) -> str:
-    return f"{optimizer}_loss" if optimizer else "loss"
+def _loss_names(optimizers: Sequence[str]) -> list[str]:
+    return [f"{name}_loss" if name else "loss" for name in optimizers]
 
 
 make_adapter = TorchAdapter

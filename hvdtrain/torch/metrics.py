@@ -117,10 +117,11 @@ class Totals:
         self._cells, self._masked_counts = (row.unbind() for row in self.sums)
         self.counts = [0.0] * len(self._cells)
 
-    def add(self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted, loss_name: str = "loss") -> None:
-        """Add a batch: its loss, a scalar, and each metric's values; without outputs, the loss alone."""
-        row = self._losses.index(loss_name)
-        if counted.weight:
+    def add(
+        self, outputs: Any, targets: Any, loss: torch.Tensor, counted: Counted, losses: Sequence[str] = ("loss",)
+    ) -> None:
+        """Add a batch: its loss, a scalar, under each of its names, and each metric's values, if there are outputs."""
+        for row in map(self._losses.index, losses if counted.weight else ()):
             self._cells[row].add_(loss.detach().to(self.sums.device), alpha=counted.factor)
             self.counts[row] += counted.weight
         if not self._has_metrics or outputs is None or not (counted.weight or num_rows(outputs)):

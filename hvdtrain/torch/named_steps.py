@@ -12,59 +12,64 @@ from torch import nn
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError
 
-END = ""  # what a generator that has ended yields
+Chosen = tuple[str, ...]  # the names of the optimizers that a loss trains
+END: Chosen = ()  # what a generator that has ended yields
 
 
 class Names:
     """Exchanges what each rank yields, and what its loss divides by: one small allreduce a yield."""
 
     def __init__(self, names: Sequence[str], world: World) -> None:
-        self._choices, self._world = [*names, END], world
+        self._known, self._world = list(names), world
 
     def agree(
-        self, name: str | None, weight: float, begun: str | None = None, *, first: bool = False
-    ) -> tuple[str, float]:
-        """Return what all ranks yield, and the sum of their weights; a rank without samples has no name.
+        self, names: Chosen | None, weight: float, begun: Chosen | None = None, *, first: bool = False
+    ) -> tuple[Chosen, float]:
+        """Return what all ranks yield, and the sum of their weights; a rank without samples has None.
 
-        `begun` is what the step's first batch has yielded, if this is another one. `first` is True for the first yield.
+        Names are returned in the order of the optimizers. `begun` is what the step's first batch has yielded, if this
+        is another one. `first` is True for the first yield.
 
         Raises:
             ValueError: on every rank, if one yields an unknown name, or none yields anything.
             DesyncError: on every rank, if they yield different names.
         """
-        mine = [float(name == choice) for choice in self._choices]
-        unknown = float(name is not None and not any(mine))
-        vector = np.array([weight, unknown, *mine])
+        is_known = names is None or set(names) <= set(self._known)
+        mine = [names == END, *(name in (names or ()) for name in self._known)]
+        vector = np.array([weight, not is_known, names is not None, *mine], float)
         if self._world.size > 1:
             vector = self._world.allreduce(vector, name="named_step")
-        total, unknown, *votes = vector.tolist()
-        chosen = [choice for choice, ranks in zip(self._choices, votes, strict=True) if ranks]
-        if unknown or len(chosen) != 1 or begun not in (None, chosen[0]):
-            self._refuse(name, is_unknown=bool(unknown))
-        if first and chosen == [END]:
+        total, unknown, voters, ended, *votes = vector.tolist()
+        chosen = tuple(name for name, ranks in zip(self._known, votes, strict=True) if ranks)
+        is_equal = voters and all(ranks in (0, voters) for ranks in (ended, *votes))
+        if unknown or not is_equal or begun not in (None, chosen):
+            self._refuse(names, is_unknown=bool(unknown))
+        if first and chosen == END:
             raise ValueError(f"{self._wanted()} Received: no yield on any rank.")
-        return chosen[0], total
+        return chosen, total
 
-    def check(self, name: str) -> None:
+    def check(self, names: Chosen) -> None:
         """Raise ValueError on this rank, if it yields an unknown name."""
-        if name not in self._choices:
-            raise ValueError(f"{self._wanted()} Received: {name!r} on rank {self._world.rank}")
+        if not set(names) <= set(self._known):
+            raise ValueError(f"{self._wanted()} Received: {_shown(names)} on rank {self._world.rank}")
 
     def _wanted(self) -> str:
-        return f"step must yield the name of an optimizer: {', '.join(map(repr, self._choices[:-1]))}."
+        return f"step must yield the name of an optimizer: {', '.join(map(repr, self._known))}."
 
-    def _refuse(self, name: str | None, *, is_unknown: bool) -> None:
-        yields = self._world.allgather_object(name, name="named_step.yields")
+    def _refuse(self, names: Chosen | None, *, is_unknown: bool) -> None:
+        yields = self._world.allgather_object(names, name="named_step.yields")
         received = ", ".join(
-            f"{repr(each) if each else 'the end'} on rank {rank}"
-            for rank, each in enumerate(yields)
-            if each is not None
+            f"{_shown(tuple(each))} on rank {rank}" for rank, each in enumerate(yields) if each is not None
         )
         if is_unknown:
             raise ValueError(f"{self._wanted()} Received: {received}")
         raise DesyncError(
             f"step must yield the same names in the same order on every rank, and for every batch. Received: {received}"
         )
+
+
+def _shown(names: Chosen) -> str:
+    return repr(names) if len(names) > 1 else ", ".join(map(repr, names)) or "the end"
 
 
 def check_optimizers(optimizers: dict[str, Any]) -> None:

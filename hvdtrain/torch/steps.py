@@ -160,11 +160,11 @@ class OwnStep:
             ) from error
 
 
-Yielded = tuple[str, Loss]
+Yielded = tuple[tuple[str, ...], Loss]
 
 
 class YieldingStep(OwnStep):
-    """Calls the user's step of several optimizers, a generator of (name, Loss)."""
+    """Calls the user's step of several optimizers, a generator of (name or names, Loss)."""
 
     def run(self, batch: Batch) -> Iterator[Yielded]:
         """Yield what the user's step yields, checked."""
@@ -180,18 +180,21 @@ class YieldingStep(OwnStep):
             raise TypeError(self._no_pair(yields))
         has_outputs = not self._has_metrics
         for pair in yields:
-            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(self._no_pair(pair))
+            names = (pair[0],) if isinstance(pair[0], str) else pair[0]
+            if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
                 raise TypeError(self._no_pair(pair))
             found = self._checked(pair[1], batch)
             has_outputs |= found.outputs is not None and found.targets is not None
-            yield pair[0], found
+            yield tuple(names), found
         if not has_outputs:
             raise ValueError(self._no_outputs())
 
     def _no_pair(self, received: Any) -> str:
         return (
-            "With several optimizers step must yield pairs (name, hvdtrain.Loss). Received: "
-            f"{describe(received)} on rank {self._rank}. For example:{_YIELD_EXAMPLE}"
+            "With several optimizers step must yield pairs (name, hvdtrain.Loss), or (names, hvdtrain.Loss) where one "
+            f"loss trains several. Received: {describe(received)} on rank {self._rank}. For example:{_YIELD_EXAMPLE}"
         )
 
     def predict(self, inputs: Any) -> Any:

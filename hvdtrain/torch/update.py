@@ -27,10 +27,11 @@ from hvdtrain.torch.host_mean import HostMean
 from hvdtrain.torch.losses import LossWeights
 from hvdtrain.torch.metrics import Totals
 from hvdtrain.torch.reducer import FAILED
+from hvdtrain.torch.together import Together, optimizers_by_name
 
 
 class Update:
-    """Reduces the gradients of one optimizer's parameters, and takes its step.
+    """Reduces the gradients of one optimizer's parameters, and takes its step; or of several, if they are `Together`.
 
     `loss` is None for a step of the user's own, whose losses bring their counts. One of several has a `name`.
     """
@@ -48,12 +49,12 @@ class Update:
         self._names = {parameter: each for each, parameter in names.parameters(model)}
         self._fuses = fused_update.applies_to(type(optimizer))
         self._distributed = self._reduced = world.size > 1 or launch_environment.reduces_alone()
-        if self._distributed:
+        if self._distributed and not isinstance(optimizer, Together):
             compression = getattr(hvd.Compression, options.compression)
-            named = names.parameters(model)
-            self.optimizer = hvd.DistributedOptimizer(optimizer, named, compression, options.accumulate)
+            every = names.parameters(model)
+            self.optimizer = hvd.DistributedOptimizer(optimizer, every, compression, options.accumulate)
             self.optimizer._hvd_reducer.count_again()
-        self.detach()
+            self.detach()
         self.in_flight: GradientInFlight | None = None  # for sync=Delayed()
         if options.sync == "Delayed":
             self.in_flight = GradientInFlight(names.parameters(model), options.compression, world)
@@ -181,11 +182,8 @@ class Update:
         """Take the step with the gradients as they are, or return True; see `is_refused`."""
         optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
         is_missing = all(p.grad is None for p in parameters)
-        if is_missing and self.name and not self._counts_nothing:  # on all ranks: gradients are reduced
-            raise ValueError(
-                f"step yields a loss for {self.name!r} that reaches no parameter of this optimizer. "
-                "Received: no gradient on any rank. Yield it with the optimizer whose parameters it trains."
-            )
+        if self.name and not self._counts_nothing:
+            self._check_reached()
         if self._counts_nothing or is_missing:
             return False  # momentum and weight decay must not move weights; a scaler does not step without gradients
         if self._checks() and not all_finite([p.grad for p in parameters]):
@@ -198,6 +196,15 @@ class Update:
             self.was_taken = loss_scaling.step(self.scaler, optimizer)
         self.scaler.update()
         return False
+
+    def _check_reached(self) -> None:
+        """Raise ValueError if the loss has no gradient for a named optimizer: on all ranks, since it is reduced."""
+        for name, optimizer in optimizers_by_name(self.optimizer, self.name).items():
+            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+                raise ValueError(
+                    f"step yields a loss for {name!r} that reaches no parameter of this optimizer. "
+                    "Received: no gradient on any rank. Yield it with the optimizer whose parameters it trains."
+                )
 
     def _exchange(self, in_flight: GradientInFlight, between_exchanges: Callable[[], None]) -> None:
         """Replace this step's gradient by the mean of the step before, and start to reduce this step's."""

@@ -50,8 +50,8 @@ class Trainer:
         model: the model; for torch also a dict of models.
         optimizer: the framework's own optimizer of the model's parameters, or a Keras name. None for a Keras model
             that is already compiled. For torch also a dict of several: `step` then yields (name, `hvdtrain.Loss`), and
-            each yield is one step of the optimizer of that name. If `step` of a torch optimizer needs a closure, as
-            LBFGS's does, the Trainer gives it one.
+            each yield is one step of the optimizer of that name, or of several, with a tuple of names. If `step` of a
+            torch optimizer needs a closure, as LBFGS's does, the Trainer gives it one.
         loss: the framework's own loss, a callable (outputs, targets) -> mean over the batch, or a Keras name.
         metrics: names ("accuracy") or the framework's own metrics. For torch: functions (outputs, targets) -> one value
             per sample, torchmetrics' objects, of which the Trainer updates a copy, or a dict that names them.

@@ -54,19 +54,29 @@ def make(made, **options):
     return hvdtrain.Trainer(made, optimizer=optimizers_of(made), **options)
 
 
-def one_process(data, *, epochs, accumulate=1, clip_norm=None, step=gan):
-    made = models()
+def regression(made, batch):
+    real, noise = batch
+    outputs = made["d"](made["g"](noise))
+    loss = torch.nn.functional.mse_loss(outputs, real[:, :1])
+    yield ("d", "g"), hvdtrain.Loss(loss, outputs=outputs, targets=real[:, :1])
+
+
+def one_process(data, *, epochs, accumulate=1, clip_norm=None, step=gan, made=None, optimizers_of=optimizers_of):
+    made = made or models()
     optimizers = optimizers_of(made)
     for epoch in range(epochs):
         order = hvdtrain.sampling.epoch_order(len(data[0]), epoch=epoch)
         for start in range(0, len(order), chunk := hvd.size() * BATCH * accumulate):
             batch = [torch.from_numpy(each[order[start : start + chunk]]) for each in data]
-            for name, loss in step(made, batch):
-                optimizers[name].zero_grad()
+            for names, loss in step(made, batch):
+                names = [names] if isinstance(names, str) else names
+                for name in names:
+                    optimizers[name].zero_grad()
                 loss.mean.backward()
                 if clip_norm:
-                    torch.nn.utils.clip_grad_norm_(made[name].parameters(), clip_norm)
-                optimizers[name].step()
+                    torch.nn.utils.clip_grad_norm_([p for name in names for p in made[name].parameters()], clip_norm)
+                for name in names:
+                    optimizers[name].step()
     return made
 
 
@@ -93,6 +103,61 @@ def test_a_gan_equals_one_process(accumulate, clip_norm, assert_same_on_all_rank
         expected = {name: float(loss.mean) for name, loss in gan(made, [torch.from_numpy(each) for each in data])}
     result = trainer.evaluate(data, batch_size=BATCH)
     assert {name: result[f"{name}_loss"] for name in ("d", "g")} == pytest.approx(expected, rel=1e-5)
+
+
+def muon_and_adam(made):
+    weights, others = [], []
+    for p in (p for each in made.values() for p in each.parameters()):
+        (weights if p.dim() == 2 else others).append(p)
+    return {"g": torch.optim.Muon(weights, lr=0.02), "d": torch.optim.AdamW(others, lr=0.02)}
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize(("accumulate", "clip_norm"), [(1, None), (2, 0.05)])
+@pytest.mark.parametrize("optimizers", [optimizers_of, muon_and_adam])
+def test_one_loss_trains_two_optimizers_as_one_process_does(
+    optimizers, accumulate, clip_norm, assert_same_on_all_ranks
+):
+    data = rows(hvd.size() * BATCH * 4 + 1)  # the last step has one sample, on rank 0
+    made = models()
+    how = {"accumulate": accumulate, "clip_norm": clip_norm}
+    trainer = hvdtrain.Trainer(made, optimizer=optimizers(made), step=regression, metrics=["mse"], **how)
+    history = trainer.fit(data, epochs=2, batch_size=BATCH, progress=False)
+    assert_equal(made, one_process(data, epochs=2, step=regression, optimizers_of=optimizers, **how))
+    assert_same_on_all_ranks(*parameters(made))
+    assert history["d_loss"] == history["g_loss"] == pytest.approx(history["mse"])
+
+
+@pytest.mark.world_size(2)
+def test_one_loss_of_two_optimizers_takes_few_samples_norms_and_one_faulty_rank(assert_same_on_all_ranks):
+    made = models()
+    make(made, step=regression).fit(rows(1), epochs=2, batch_size=BATCH, progress=False)
+    assert_equal(made, one_process(rows(1), epochs=2, step=regression))
+    made = models(norm=True)
+    make(made, step=regression).fit(rows(2 * BATCH + 3), batch_size=2 * BATCH, progress=False)
+    assert_same_on_all_ranks(*parameters(made))
+    for options in ({"nan_policy": "skip"}, {"precision": "fp16"}):
+        calls, made = itertools.count(), models()
+
+        def step(made, batch, calls=calls):
+            bad = float("nan") if next(calls) == 1 and hvd.rank() else 1.0
+            for names, loss in regression(made, batch):
+                yield names, hvdtrain.Loss(loss.mean * bad)
+
+        trainer = make(made, step=step, **options)
+        trainer.fit(rows(6 * BATCH), batch_size=BATCH, progress=False)
+        assert_same_on_all_ranks(*parameters(made))
+        assert all(each.isfinite().all() for each in parameters(made))
+
+
+@pytest.mark.world_size(2)
+def test_ranks_that_train_one_loss_with_other_optimizers_are_told_so():
+    def step(made, batch):
+        for names, loss in regression(made, batch):
+            yield (names if hvd.rank() else names[:1]), loss
+
+    with pytest.raises(DesyncError, match=r"Received: 'd' on rank 0, \('d', 'g'\) on rank 1"):
+        make(models(), step=step).fit(rows(6), batch_size=BATCH, progress=False)
 
 
 @pytest.mark.world_size(2)

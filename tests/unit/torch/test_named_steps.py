@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 
 import hvdtrain
 from hvdtrain.callbacks import Schedule
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, HvdTrainError
 
 X, Y = torch.arange(24.0).reshape(8, 3) / 24, torch.arange(8.0)[:, None] / 8
 QUIET = {"progress": False, "run_dir": None}
@@ -129,6 +129,14 @@ def test_a_checkpoint_holds_every_optimizer_by_name(own, tmp_path):
         ),
         (lambda m, b: iter([]), "of an optimizer: 'b', 'a'. Received: no yield on any rank"),
         (lambda m, b: iter([("a", 1.0)]), "must return a hvdtrain.Loss. Received: a float"),
+        (
+            lambda m, b: iter([((), hvdtrain.Loss(m["a"](b[0]).mean()))]),
+            "must yield pairs .*, or .names, hvdtrain.Loss",
+        ),
+        (
+            lambda m, b: iter([(("a", "c"), hvdtrain.Loss(m["a"](b[0]).mean()))]),
+            r"of an optimizer: 'b', 'a'.*\('a', 'c'\) on rank 0",
+        ),
     ],
 )
 def test_what_a_step_must_yield(own, yielded, message):
@@ -195,3 +203,85 @@ def test_a_loss_that_reaches_none_of_its_optimizers_parameters_is_refused(own):
 
     with pytest.raises(ValueError, match=r"step yields a loss for 'b' that reaches no parameter of this optimizer"):
         own(step=swapped).fit((X, Y), batch_size=4, **QUIET)
+
+
+def joined(models, batch):
+    x, y = batch
+    outputs = models["b"](models["a"](x).tanh())
+    yield ("a", "b"), hvdtrain.Loss(mse_loss(outputs, y), outputs=outputs, targets=y)
+
+
+def plain_joined(models, *, epochs=2, clip_norm=None):
+    optimizers = optimizers_of(models)
+    for epoch in range(epochs):
+        order = hvdtrain.sampling.epoch_order(8, epoch=epoch)
+        for start in (0, 4):
+            ((_, loss),) = joined(models, (X[order[start : start + 4]], Y[order[start : start + 4]]))
+            for each in optimizers.values():
+                each.zero_grad()
+            loss.mean.backward()
+            if clip_norm:
+                torch.nn.utils.clip_grad_norm_([p for m in models.values() for p in m.parameters()], clip_norm)
+            for each in optimizers.values():
+                each.step()
+    return models
+
+
+@pytest.mark.parametrize(("accumulate", "clip_norm", "micro_batch"), [(1, None, None), (2, 0.05, None), (1, 0.05, 2)])
+def test_one_loss_trains_several_optimizers_as_a_plain_loop_does(own, accumulate, clip_norm, micro_batch):
+    models = pair()
+    options = {"accumulate": accumulate, "clip_norm": clip_norm, "micro_batch": micro_batch}
+    trainer = own(models, metrics=["mse"], step=joined, **options)
+    history = trainer.fit((X, Y), epochs=2, batch_size=4 // accumulate, **QUIET)
+    assert_same(models, plain_joined(pair(), clip_norm=clip_norm))
+    assert history["a_loss"] == history["b_loss"] == pytest.approx(history["mse"])
+    assert set(trainer.evaluate((X, Y))) == {"a_loss", "b_loss", "mse"}
+
+
+@pytest.mark.parametrize(("bad", "options"), [("a", {"nan_policy": "skip"}), ("b", {"precision": "fp16"})])
+def test_several_optimizers_of_one_loss_all_take_the_step_or_none_does(own, bad, options):
+    models, before = pair(), values(pair())
+    for parameter in models[bad].parameters():
+        parameter.register_hook(lambda grad: grad * float("inf"))
+    trainer = own(models, step=joined, **options)
+    trainer.fit((X, Y), epochs=1, batch_size=8, **QUIET)
+    assert all(map(torch.equal, values(models), before))
+    assert not trainer._adapter.step_taken
+    scales = [update.scaler.get_scale() for update in trainer._adapter._updates.values()]
+    assert scales[0] == (2.0**15 if "precision" in options else 1.0)  # of the first optimizer, for both
+
+
+def test_a_step_may_yield_several_names_and_then_one(own):
+    def both(models, batch):
+        yield from joined(models, batch)
+        yield "b", next(joined(models, batch))[1]
+
+    models, other = pair(), pair()
+    own(models, step=both).fit((X, Y), epochs=1, batch_size=8, **QUIET)
+    optimizers = optimizers_of(other)
+    order = hvdtrain.sampling.epoch_order(8, epoch=0)
+    for names, loss in both(other, (X[order], Y[order])):
+        for each in optimizers.values():
+            each.zero_grad()
+        loss.mean.backward()
+        for name in names:
+            optimizers[name].step()
+    assert_same(models, other)
+
+
+def test_a_loss_that_is_yielded_again_is_told_to_be_yielded_once(own):
+    def twice(models, batch):
+        loss = next(joined(models, batch))[1]
+        yield "b", loss
+        yield "a", loss
+
+    with pytest.raises(HvdTrainError, match=r"a loss for 'a' .*on rank 0.*`yield \('b', 'a'\), hvdtrain.Loss"):
+        own(step=twice).fit((X, Y), batch_size=4, **QUIET)
+
+
+def test_a_loss_of_several_optimizers_must_reach_each(own):
+    def short(models, batch):
+        yield ("a", "b"), hvdtrain.Loss(models["a"](batch[0]).square().mean())
+
+    with pytest.raises(ValueError, match=r"a loss for 'b' that reaches no parameter of this optimizer"):
+        own(step=short).fit((X, Y), batch_size=4, **QUIET)
