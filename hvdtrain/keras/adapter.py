@@ -6,8 +6,8 @@ reduced over ranks in `hvdtrain.keras.DistributedOptimizer`.
 
 from __future__ import annotations
 
-import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,6 +21,7 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import training_state
 from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
+from hvdtrain.keras.masks import MaskedSteps
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
@@ -135,6 +136,8 @@ class KerasAdapter:
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = are_sums(model, split=self._weighted)  # as declared; the first batch shows more
         self._losses_checked = not self._weighted
+        self._masked = MaskedSteps(model, world)
+        self._alone = False  # whether this rank's steps are not reduced
         self.fault: Fault | None = None
         self._scales = isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer)
         self._updates_before: Any = None  # with loss scaling, the optimizer's iterations before the last step
@@ -158,7 +161,6 @@ class KerasAdapter:
         weigh_losses_by_samples(model)
         if self._weighted:
             self._set_batch_weight(1.0)  # before anything is compiled
-            _warn_of_masks(model, world)
 
     def _set_batch_weight(self, weight: float) -> None:
         for part in self._parts:
@@ -224,10 +226,10 @@ class KerasAdapter:
         self._warn_of_uneven_norms(batches)
         if self._scales:  # a copy on the device, because JAX's steps reuse the variable's memory
             self._updates_before = keras.ops.copy(self._model.optimizer.iterations)
-        total = sum(batch.global_count for batch in batches)
-        for batch in batches:
-            share = 1.0 if self._sums else batch.local_count / total
-            self._pass(batch, share * self._world.size if batch.local_count else 0.0)
+        samples = sum(batch.global_count for batch in batches)
+        for batch, share in zip(batches, self._shares(batches), strict=True):
+            weight = 1.0 if self._sums else share
+            self._pass(batch, weight * self._world.size if batch.local_count else 0.0, share, samples)
         # The last step of an epoch may have fewer batches; Keras counts passes, so empty ones make up the number.
         for _ in range(self._options.accumulate - len(batches)):
             self._pass(batches[-1], 0.0)
@@ -246,7 +248,8 @@ class KerasAdapter:
                 'within="host" is for torch: Keras\'s compiled step reduces gradients over all ranks or none. Use '
                 "LocalSGD(every=...) without it."
             )
-        changed = [part.reduce(alone=ranks == "none") for part in self._parts]
+        self._alone = ranks == "none"
+        changed = [part.reduce(alone=self._alone) for part in self._parts]
         if any(changed):
             self._model.train_function = None
 
@@ -261,8 +264,9 @@ class KerasAdapter:
         """Add a batch to Keras's metrics."""
         self._begin(batch)
         self._check_losses(batch)
+        [share] = self._shares([batch])
         if batch.local_count:
-            with self._running_metrics(), self._reported_sums(batch):
+            with self._running_metrics(), self._reported(batch, share, batch.global_count):
                 self._logs = self._model.test_on_batch(*_data(batch, self._world), return_dict=True)
 
     def predict_step(self, inputs: Any) -> Any:
@@ -344,6 +348,7 @@ class KerasAdapter:
         if not self._losses_checked:
             data = _data(batch, self._world)
             self._sums = check_losses(self._model, data, batch.local_count, self._world, sums=self._sums)
+            self._masked.find(data[0])
             self._losses_checked = True
 
     def _warn_of_uneven_norms(self, batches: Sequence[Batch]) -> None:
@@ -360,10 +365,28 @@ class KerasAdapter:
                 self._model.name,
             )
 
-    def _reported_sums(self, batch: Batch) -> AbstractContextManager[None]:
-        """Return a block in which a sum over this rank's samples is reported as its part of the sum over all."""
-        ratio = batch.global_count / batch.local_count if self._sums and batch.local_count else 1.0
-        return as_global_sums(self._model, ratio)
+    def _shares(self, batches: Sequence[Batch]) -> list[float]:
+        """Return what each of this rank's batches is of a step: of its samples, or of the time steps that count."""
+        counts = [batch.local_count for batch in batches]
+        if self._masked.is_masked and not self._alone:  # ranks that step alone exchange nothing
+            steps, of_all = self._masked.weigh([_data(batch, self._world)[0] for batch in batches], counts)
+            if of_all:
+                return [each / of_all for each in steps]
+        total = sum(batch.global_count for batch in batches)
+        return [count / total for count in counts]
+
+    def _reported(self, batch: Batch, share: float, samples: int) -> AbstractContextManager[None]:
+        """Return a block whose losses are reported as this batch's part of the loss over a step of all ranks.
+
+        Keras weighs a batch's mean by its samples. `samples` are those of the step, over all ranks.
+        """
+        mine = batch.local_count
+        if not mine:
+            return as_global_sums(self._model, 1.0)
+        if self._sums:
+            return as_global_sums(self._model, batch.global_count / mine)
+        ratio = share * samples / mine
+        return as_global_sums(self._model, 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-12) else ratio)
 
     def _returned(self, results: dict[str, Any]) -> dict[str, Any]:
         """Return those results of the model's metrics that the user's own step returns too; log what it returns else.
@@ -401,18 +424,22 @@ class KerasAdapter:
             broadcast_variables([variable for each in others for variable in each.variables])
         self._started = True
 
-    def _pass(self, batch: Batch, weight: float) -> None:
-        """Run Keras's train step on a batch whose gradient weighs `weight`; 0.0 leaves metrics and statistics alone."""
+    def _pass(self, batch: Batch, weight: float, share: float = 0.0, samples: int = 0) -> None:
+        """Run Keras's train step on a batch whose gradient weighs `weight`.
+
+        Without `samples`, or without samples of its own, it leaves metrics and statistics alone.
+        """
         if self._weighted:
             self._set_batch_weight(weight)
-        restored = [] if weight else [*metric_variables(self._model), *self._model.non_trainable_variables]
+        counts = samples and batch.local_count
+        restored = [] if counts else [*metric_variables(self._model), *self._model.non_trainable_variables]
         before = copies(restored)
         if self.class_weight is not None and not hasattr(batch.targets, "shape"):
             raise ValueError(
                 "class_weight needs targets that are one array. Give each sample its weight, as a third item: "
                 f"(x, y, sample_weight). Received: targets of type {type(batch.targets).__name__}"
             )
-        with self._running_metrics(), self._reported_sums(batch):
+        with self._running_metrics(), self._reported(batch, share, samples):
             data, weights = _data(batch, self._world), self.class_weight
             self._logs = self._model.train_on_batch(*data, class_weight=weights, return_dict=True)
         assign(restored, before)
@@ -433,32 +460,6 @@ class KerasAdapter:
         finally:
             for name in changed:
                 del vars(self._model)[name]
-
-
-def _warn_of_masks(model: keras.Model, world: World) -> None:
-    """Make a compiled model log, once and on the root, that a mask reaches its loss.
-
-    A masked loss divides by the number of time steps that are not masked, while batches are weighed by samples.
-    """
-    from keras.src.backend import get_keras_mask  # JAX's tensors do not carry their masks
-
-    compiled = model._compile_loss
-    if compiled is None or not world.is_root:
-        return
-    original = compiled.call
-
-    @functools.wraps(original)
-    def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(y_pred)):
-            compiled.call = original
-            log.warning(
-                "A mask reaches the loss of %s, which divides by the time steps that are not masked. Batches are "
-                "weighed by their samples, so results depend on which rank gets which sequences.",
-                model.name,
-            )
-        return original(y_true, y_pred, sample_weight)
-
-    compiled.call = call
 
 
 def _data(batch: Batch, world: World) -> Any:

@@ -144,14 +144,49 @@ def test_a_loss_whose_divisor_ranks_cannot_know_is_refused(make, loss, message):
         hvdtrain.Trainer(make(), optimizer="sgd", loss=loss())
 
 
-def test_a_mask_that_reaches_the_loss_is_warned_of_once(caplog):
-    net = keras.Sequential([keras.Input((5,)), keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(2)])
-    tokens = np.array([[1, 2, 0, 0, 0], [1, 1, 1, 1, 1]] * 2)
-    trainer = hvdtrain.Trainer(net, optimizer="sgd", loss="mse", accumulate=2)
+def masked(*, several=False):
+    tokens = keras.Input((5,))
+    hidden = keras.layers.Embedding(4, 3, mask_zero=True)(tokens)
+    return keras.Model(tokens, [keras.layers.Dense(2, name=name)(hidden) for name in ("a", "b")[: 1 + several]])
+
+
+TOKENS = np.array([[1, 2, 0, 0, 0], [1, 1, 1, 1, 1], [3, 0, 0, 0, 0], [2, 2, 2, 0, 0]])
+
+
+def test_batches_of_a_step_weigh_their_time_steps_that_are_not_masked():
+    def losses(**options):
+        keras.utils.set_random_seed(0)
+        net = masked()
+        trainer = hvdtrain.Trainer(net, optimizer=keras.optimizers.SGD(0.1), loss="mse", metrics=["mae"], **options)
+        targets = np.arange(40, dtype=np.float32).reshape(4, 5, 2) / 10
+        data, batch_size = (TOKENS, targets), 4 // options.get("accumulate", 1)
+        return fit(trainer, data, batch_size=batch_size), net.get_weights()
+
+    history, weights = losses(accumulate=4)
+    expected, expected_weights = losses()
+    for name in ("loss", "mae"):
+        assert history[name] == pytest.approx(expected[name], rel=1e-6)
+    for got, wanted in zip(weights, expected_weights, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_several_losses_with_a_mask_are_refused_where_a_step_is_split():
+    trainer = hvdtrain.Trainer(masked(several=True), optimizer="sgd", loss=["mse", "mse"], accumulate=2)
+    targets = np.zeros((4, 5, 2), np.float32)
+    with pytest.raises(ValueError, match=r"2 losses of outputs in .* with a mask"):
+        fit(trainer, (TOKENS, {"a": targets, "b": targets}), batch_size=1)
+
+
+def test_an_own_step_with_a_mask_is_warned_of_once(caplog):
+    class Own(keras.Model):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    plain = masked()
+    trainer = hvdtrain.Trainer(Own(plain.input, plain.output), optimizer="sgd", loss="mse", accumulate=2)
     with caplog.at_level(logging.WARNING, logger="hvdtrain"):
-        fit(trainer, (tokens, np.zeros((4, 5, 2), np.float32)), batch_size=1)
-    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
-    assert "mask reaches the loss" in caplog.records[0].message
+        fit(trainer, (TOKENS, np.zeros((4, 5, 2), np.float32)), batch_size=1)
+    assert sum("A mask reaches the outputs of" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("metrics", ["mae", ["mae"], ("mae",), {"b": ["mae"]}, keras.metrics.MeanAbsoluteError("mae")])
