@@ -49,6 +49,23 @@ class RankFailedError(HvdTrainError):
         self.rank = rank
 
 
+class OtherRankError(HvdTrainError):
+    """An action that all ranks take together has failed on another rank.
+
+    Attributes:
+        rank: the rank that failed; it raises its own error.
+        quoted: that error, in one text.
+    """
+
+    def __init__(self, rank: int, quoted: str) -> None:
+        super().__init__(f"On rank {rank}: {quoted}")
+        self.rank = rank
+        self.quoted = quoted
+
+    def __reduce__(self) -> tuple[type[OtherRankError], tuple[int, str]]:
+        return type(self), (self.rank, self.quoted)
+
+
 class DesyncError(HvdTrainError):
     """Ranks have different models, weights, data or options, which must be equal on all ranks."""
 

@@ -88,11 +88,9 @@ class Store:
             free = folders.free_bytes(self.root)
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            space = folders.describe_space(self.root, num_bytes) if is_full else ""
+            space = f" ({folders.describe_space(self.root, num_bytes)})" if is_full else ""
             advice = disk if is_full else "Give a folder that this user can write to."
-            raise CheckpointError(
-                f"{failed}: {error.strerror}" + f" ({space})" * bool(space) + f". {advice}"
-            ) from error
+            raise CheckpointError(f"{failed}: {error.strerror or error}{space}. {advice}") from error
         if free is not None and free < num_bytes:
             raise CheckpointError(f"{failed}: {folders.describe_space(self.root, num_bytes)}. {disk}")
 

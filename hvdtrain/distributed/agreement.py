@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from hvdtrain.distributed.world import World
-from hvdtrain.errors import DesyncError, HvdTrainError
+from hvdtrain.errors import DesyncError, OtherRankError
 
 
 def first_difference(
@@ -42,7 +42,7 @@ def require_equal(
 def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
     """Run `action`, which does only I/O, on the root; return its JSON result on every rank, or raise on every rank.
 
-    The root raises the action's own error, the others a HvdTrainError that quotes it.
+    The root raises the action's own error, the others an OtherRankError that quotes it.
     """
     outcome: dict[str, Any] = {}
     error: Exception | None = None
@@ -56,7 +56,7 @@ def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
     if error is not None:
         raise error
     if "error" in received:
-        raise HvdTrainError(f"On rank 0: {received['error']}")
+        raise OtherRankError(0, received["error"])
     return received["result"]
 
 
@@ -64,7 +64,7 @@ def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
 def everywhere(*, world: World, name: str) -> Iterator[None]:
     """Raise on every rank if the block fails on one; its end is a collective.
 
-    A rank whose block failed raises its own error, the others a HvdTrainError that quotes the first.
+    A rank whose block failed raises its own error, the others an OtherRankError that quotes the first.
     """
     error: Exception | None = None
     try:
@@ -77,4 +77,4 @@ def everywhere(*, world: World, name: str) -> Iterator[None]:
         raise error
     for rank, other in enumerate(texts):
         if other is not None:
-            raise HvdTrainError(f"On rank {rank}: {other}")
+            raise OtherRankError(rank, other)

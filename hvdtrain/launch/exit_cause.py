@@ -6,10 +6,11 @@ import re
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
+from hvdtrain.distributed.launch_environment import named
 from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.distributed.watchdog.rank_exit import STALLED, is_same
 from hvdtrain.launch.rank_output import OutputLines
@@ -33,6 +34,7 @@ LOST = 205  # mpirun's own status then; 5 ends with 0
 _SSH_FAILED = 255
 _LONGEST = 400  # bytes of one of these texts
 _END_BYTES = 2**19
+_WAITED = "has waited too long for others"
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,36 @@ def traceback_in(lines: Sequence[str]) -> str:
     return "\n".join(after[: len(inside) + 2]).rstrip()
 
 
+def root_cause(run_dir: Path, cause: Cause, *, host: str) -> Cause:
+    """Return the end of the rank that made the rank of `cause` end; `cause` if no rank of this host is known to have.
+
+    A launcher reports the rank that ended first. It may have ended because another one failed, left or hung before.
+    """
+    errors, followed = shared_facts.read(run_dir, "error"), shared_facts.read(run_dir, "followed")
+    stalled = cause.code == STALLED
+    if cause.killed or not (stalled or cause.rank in errors or cause.rank in followed):
+        return cause
+    if errors:
+        first = min(errors.values(), key=lambda found: float(found["time"]))
+        return Cause(f"rank {first['rank']} on host {first['host']}", 1, int(first["rank"]))
+    ended, idle = shared_facts.read(run_dir, "ended"), shared_facts.read(run_dir, "idle")
+    waits = shared_facts.read(run_dir, "waits") | followed
+    silent = [rank for rank in shared_facts.read(run_dir, "pid") if rank not in waits] if stalled else []
+    for ranks, how in (
+        ([*ended], "ended early (by sys.exit, or at the end of the script)"),
+        ([*idle], "hung{at}"),
+        (silent, "hung"),
+    ):
+        if ranks:
+            place = idle.get(ranks[0], {}).get("place")
+            how = how.format(at=f" (at {place})" if place else "")
+            return Cause(f"{named(ranks)} on host {host}", cause.code, ranks[0], how)
+    return replace(cause, how=_WAITED) if stalled else cause
+
+
 def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
     """Return why a rank of this host ended, by its error-<rank>.json or waits-<rank>.json; None without these."""
-    for fact, code, how in (("error", 1, ""), ("waits", STALLED, "has waited too long for others")):
+    for fact, code, how in (("error", 1, ""), ("waits", STALLED, _WAITED)):
         rank = next(iter(shared_facts.read(run_dir, fact)), None)
         if rank is not None:
             return Cause(f"rank {rank} on host {host}", code, rank, how)

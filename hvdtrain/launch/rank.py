@@ -15,7 +15,7 @@ from multiprocessing import AuthenticationError
 from typing import Any
 
 from hvdtrain.distributed import watchdog
-from hvdtrain.distributed.watchdog.rank_exit import is_caused_by_others
+from hvdtrain.distributed.watchdog.rank_exit import is_consequence
 from hvdtrain.launch import exchange
 from hvdtrain.launch.exchange import Message, pack
 from hvdtrain.system import pickling
@@ -73,7 +73,7 @@ def _failure(what: str, error: BaseException) -> Message:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, pack.__code__.co_filename):
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    others = is_caused_by_others(error)
+    others = is_consequence(error)
     if others and os.environ.get(DEBUG) == "1":
         sys.stderr.write(text + "\n")
     facts = {"kind": "error", "what": what, "host": socket.gethostname(), "time": time.time()}

@@ -55,7 +55,7 @@ class RunCheckpoints:
     Every rank has such an object, and all ranks call it together; rank 0 does the I/O. If the disk does not take a
     checkpoint, rank 0 logs it, and the run continues; `finish` raises on every rank if that was the last one. If a
     write fails for another reason, every rank raises at the next `save` or `wait`: rank 0 the CheckpointError, the
-    others a HvdTrainError that says so.
+    others an OtherRankError that quotes it.
     """
 
     def __init__(self, options: CheckpointOptions, world: World) -> None:
@@ -130,7 +130,7 @@ class RunCheckpoints:
         """Return once everything is written, and say which checkpoints the disk has not taken; a collective call.
 
         Raises:
-            CheckpointError: the last checkpoint is one of them. On the other ranks it is a HvdTrainError.
+            CheckpointError: the last checkpoint is one of them. On the other ranks it is an OtherRankError.
         """
 
         def check() -> None:

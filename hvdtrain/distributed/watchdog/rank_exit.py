@@ -22,12 +22,14 @@ from typing import Any, NoReturn
 from hvdtrain.distributed.launch_environment import named
 from hvdtrain.distributed.watchdog import waits
 from hvdtrain.distributed.watchdog.shared_facts import SharedFacts, process_state
+from hvdtrain.errors import OtherRankError
 from hvdtrain.system.settings import DEBUG
 
 STALLED = 76  # exit status of a rank that had waited too long, or that others waited for
 
 _EXIT_FUNCTIONS_S = 10.0
 _FIRST_PRINTS_S = 2.0
+_QUOTED = 200  # characters of another rank's error
 
 # What Horovod, Gloo and MPI say where the cause is another process's end.
 _CAUSED_BY_OTHERS = (
@@ -82,16 +84,16 @@ class RankExit:
         atexit.register(self._at_exit)
 
     def _fail(self, error: BaseException, hook: Callable[..., Any]) -> None:
-        code = 1
+        code, failed_at = 1, time.time()
         waits.report_counted()
         try:
             if isinstance(error, KeyboardInterrupt):
                 say(f"{self.who}: interrupted")
                 code = 130
-            elif os.environ.get(DEBUG) != "1" and (is_caused_by_others(error) or self._lost_workers(error)):
+            elif os.environ.get(DEBUG) != "1" and (is_consequence(error) or self._lost_workers(error)):
                 code = self._follow(error)
             else:
-                self._report(error, hook)
+                self._report(error, hook, failed_at)
         finally:
             leave(code, self)
 
@@ -99,7 +101,7 @@ class RankExit:
         """Return whether the launcher ended this rank's DataLoader workers, because another rank has failed."""
         return any(_LOST_WORKER.search(str(each)) for each in _chain(error)) and bool(self.facts.others("error"))
 
-    def _report(self, error: BaseException, hook: Callable[..., Any]) -> None:
+    def _report(self, error: BaseException, hook: Callable[..., Any], failed_at: float) -> None:
         """Print this rank's exception: completely, unless another rank has just printed the same one."""
         text = "".join(traceback.format_exception(error)).rstrip()
         last = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
@@ -116,8 +118,8 @@ class RankExit:
         say(f"{heading}\n{text}" if is_pythons else heading)
         if not is_pythons:
             hook(type(error), error, error.__traceback__)
-        what = {"rank": self.rank, "host": self.host, "time": time.time(), "text": text, "last_line": last}
-        self.facts.post("error", what)
+        what = {"rank": self.rank, "host": self.host, "time": failed_at, "text": text, "last_line": last}
+        self.facts.post("followed" if is_consequence(error) else "error", what)
 
     def _follow(self, error: BaseException) -> int:
         """Say in one line why another rank's end ends this one; return the exit status."""
@@ -130,15 +132,17 @@ class RankExit:
         self.facts.post("followed", {"rank": self.rank, "time": time.time()})
         places = [place for frame, _ in traceback.walk_tb(error.__traceback__) if (place := waits.place(frame))]
         where = f"at {places[-1]}" if places else "for others"
-        say(f"{self.who}: ended because {self._cause()}. It waited {where}; {DEBUG}=1 shows its traceback.")
+        say(f"{self.who}: ended because {self._cause(error)}. It waited {where}; {DEBUG}=1 shows its traceback.")
         return 1
 
-    def _cause(self) -> str:
+    def _cause(self, error: BaseException) -> str:
+        if isinstance(error, OtherRankError):
+            return f"rank {error.rank} failed first ({error.quoted[:_QUOTED]}); see its message"
         time.sleep(0.2)  # what the other rank writes down comes right after what it prints
         errors, ended = self.facts.others("error"), self.facts.others("ended")
         if errors:
             rank, first = min(errors.items(), key=lambda item: float(item[1].get("time", 0)))
-            return f"rank {rank} failed first ({str(first.get('last_line', ''))[:200]}); see its message"
+            return f"rank {rank} failed first ({str(first.get('last_line', ''))[:_QUOTED]}); see its message"
         if ended:
             return f"{named(list(ended))} ended early, by sys.exit or at the end of the script, while others continued"
         followed = self.facts.all("followed")  # what they waited for is the cause, and may be on another host
@@ -195,6 +199,11 @@ def is_caused_by_others(error: BaseException) -> bool:
         type(each).__name__ in _HOROVODS and any(words in str(each) for words in _CAUSED_BY_OTHERS)
         for each in _chain(error)
     )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an exception only says that another rank has failed or ended."""
+    return isinstance(error, OtherRankError) or is_caused_by_others(error)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

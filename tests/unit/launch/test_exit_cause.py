@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.launch import exit_cause, supervisor
-from hvdtrain.launch.exit_cause import Cause, Listener, first_error, reported_by_ranks
+from hvdtrain.launch.exit_cause import Cause, Listener, first_error, reported_by_ranks, root_cause
 
 # Open MPI 5's.
 SIGNAL_5 = b"prterun noticed that process rank 1 with PID 3173 on node vm exited on\nsignal 9 (Killed).\n"
@@ -192,3 +192,41 @@ def test_a_lost_host_is_no_success_though_open_mpi_5_ends_with_0(status: int, tm
     assert str(supervisor._cause(job, status, "mpirun")) == "host b no longer answers"
     job = SimpleNamespace(listener=heard(""), run_dir=tmp_path)
     assert supervisor._cause(job, 0, "mpirun").code == 0
+
+
+def posted(run_dir: Path, **facts: object) -> Path:
+    """Write what ranks post; `waits_0={}` is waits-0.json, `pid_0=1` is pid-0."""
+    run_dir.mkdir()
+    for name, content in facts.items():
+        fact, _, rank = name.partition("_")
+        (run_dir / f"{fact}-{rank}{'.json' * isinstance(content, dict)}").write_text(json.dumps(content))
+    return run_dir
+
+
+def failed(rank: int, time: float) -> dict[str, object]:
+    return {"rank": rank, "host": "here", "time": time}
+
+
+@pytest.mark.parametrize(
+    ("code", "facts", "text"),
+    [
+        (1, {"error_1": failed(1, 5.0), "followed_0": {}}, "rank 1 on host here ended with status 1"),
+        (1, {"error_0": failed(0, 6.0), "error_1": failed(1, 5.0)}, "rank 1 on host here ended with status 1"),
+        (1, {"error_0": failed(0, 5.0), "error_1": failed(1, 6.0)}, "rank 0 on host here ended with status 1"),
+        (3, {"error_1": failed(1, 6.0)}, "rank 0 on host here ended with status 3"),  # by itself: sys.exit(3)
+        (137, {"error_1": failed(1, 6.0)}, "rank 0 on host here was killed by signal 9"),
+        (1, {"ended_1": {}, "followed_0": {}}, "rank 1 on host here ended early"),
+        (
+            76,
+            {"pid_0": 1, "pid_1": 2, "idle_1": {"place": "a.py:6"}},
+            "rank 1 on host here hung (at a.py:6)",
+        ),
+        (76, {"pid_0": 1, "pid_1": 2, "waits_0": {}}, "rank 1 on host here hung"),
+        (76, {"pid_0": 1, "waits_0": {}}, "rank 0 on host here has waited too long for others"),
+        (1, {}, "rank 0 on host here ended with status 1"),
+    ],
+)
+def test_the_cause_is_the_rank_that_made_the_first_one_end(code, facts, text, tmp_path) -> None:
+    cause = root_cause(posted(tmp_path / "job", **facts), Cause("rank 0 on host here", code, 0), host="here")
+    assert str(cause).startswith(text)
+    assert str(cause.rank) in text

@@ -105,6 +105,13 @@ def test_what_another_rank_caused_is_one_line_that_names_it(tmp_path):
     assert "Traceback" in debug.stderr
 
 
+def test_an_error_that_quotes_another_ranks_is_one_line_and_no_error_of_this_rank(tmp_path):
+    run = run_rank("from hvdtrain.errors import OtherRankError\nraise OtherRankError(1, 'ValueError: bad')", tmp_path)
+    assert run.stderr.startswith("rank 0 (host h): ended because rank 1 failed first (ValueError: bad)")
+    assert run.stderr.count("\n") == 1
+    assert (run.returncode, (tmp_path / "error-0.json").exists()) == (1, False)
+
+
 def test_a_rank_that_ended_early_or_was_killed_is_named(tmp_path):
     run_rank("sys.exit(0)", tmp_path, rank=1)
     assert "rank 1 ended early" in run_rank("raise HorovodInternalError(GONE)", tmp_path).stderr
