@@ -78,6 +78,13 @@ class RunContext(Protocol):
         """The arguments of the Trainer and of `fit`, as JSON."""
 
     @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps that epochs and steps allow `fit`, those before a checkpoint included; None if unknown.
+
+        After a resume on another number of ranks: what this number of ranks would take from the beginning.
+        """
+
+    @property
     def global_step(self) -> int:
         """Optimizer steps since training began; those before a checkpoint count."""
 
@@ -151,11 +158,15 @@ class Callback:
     checkpoint: CheckpointOptions | None = None  # of a `Checkpoint`
     # Whether it gives the model other weights for validation: then its on_validation_end comes before the others'.
     swaps_weights = False
+    sets_learning_rate = False  # whether it changes the optimizer's learning rate during the run
 
     @property
     def name(self) -> str:
         """The callback's name in checkpoints: its class's name."""
         return type(self).__name__
+
+    def on_setup(self, trainer: RunContext) -> None:
+        """Run once, when the numbers of epochs and steps are known, before a run resumes; no collective."""
 
     def on_fit_begin(self, trainer: RunContext) -> None:
         """Run once, when weights are equal on all ranks and before the first epoch."""

@@ -32,6 +32,9 @@ _COUNTS = (
 # Keras's own callbacks that give the model other weights from on_test_begin to on_test_end.
 _SWAPPERS = ("SwapEMAWeights",)
 
+# Keras's own callbacks that set the learning rate by a plan.
+_SCHEDULES = ("LearningRateScheduler",)
+
 _STOPPED = "model.stop_training"  # among a callback's values: it ended the run
 
 
@@ -46,6 +49,7 @@ class KerasStyle(Callback):
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
+        self.sets_learning_rate = _is_kerass_own(type(callback), _SCHEDULES)
         self.swaps_weights = _is_kerass_own(type(callback), _SWAPPERS)
         self._given = self._values()
         self._trainer: RunContext | None = None

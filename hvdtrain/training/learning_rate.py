@@ -46,8 +46,13 @@ class LearningRate:
         start = 1.0 if self.factor > 1.0 else 0.0
         return [rate * (start + (self.factor - start) * (step + 1) / ramp) for rate in self.base]
 
-    def describe(self, *, batch_size: int | None, accumulate: int) -> list[str]:
-        """Return log lines: the effective batch, and how the rate is scaled or can be scaled."""
+    def describe(
+        self, *, batch_size: int | None, accumulate: int, scheduled: Sequence[float] | None = None
+    ) -> list[str]:
+        """Return log lines: the effective batch, and how the rate is scaled or can be scaled.
+
+        `scheduled` are the present rates if a callback changes them.
+        """
         ranks = f"{self._size} rank{'s' if self._size > 1 else ''}"
         lines = []
         if batch_size and self._size * accumulate > 1:
@@ -56,7 +61,9 @@ class LearningRate:
         if self.factor != 1.0:
             lines += [f"lr {rate:g} -> {rate * self.factor:g} ({self._scaling}, {ranks})" for rate in self.base]
         elif self._size > 1 and self._scaling == "none":
-            rates = ", ".join(f"{rate:g}" for rate in self.base)
+            rates = ", ".join(f"{rate:g}" for rate in (self.base if scheduled is None else scheduled))
+            if scheduled is not None:
+                return [*lines, f"lr {rates}, which a schedule changes; not scaled to {ranks}"]
             lines.append(f'lr {rates}, not scaled; lr_scaling="linear" or "sqrt" scales it to {ranks}')
         return lines
 

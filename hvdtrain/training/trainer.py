@@ -274,8 +274,7 @@ class Trainer:
         if self._elastic:
             self._lr.scale_to(self.world.size)
             agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
-        seed, accumulate = self._config["seed"], self._config["accumulate"]
-        of_rank: dict[str, Any] = {"batch_size": batch_size, "world": self.world, "seed": seed}
+        accumulate, of_rank = self._config["accumulate"], self._of_rank(batch_size)
         checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
         schedules = [each.schedule for each in checkpoints]
         limits = {**asdict(loop.budget), "validate_every": loop.validation.every}
@@ -300,17 +299,24 @@ class Trainer:
         loop.validation.sets = {name: as_source(each, **of_rank) for name, each in sets.items()}
         self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = loop.budget.epochs
-        self.steps_per_epoch = None if source.steps is None else -(-source.steps // accumulate)
+        self.steps_per_epoch = self._steps_per_epoch(source.steps)
         self.hosts, new_run = agree_on_run(self.world)
         if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
             raise ValueError(
                 "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
                 "Use warmup_epochs=0, or data with a length."
             )
+        with agreement.everywhere(world=self.world, name="setup"):
+            for hook in hooks:
+                hook.on_setup(self)
         with checkpointing.held(checkpoints, self._adapter, new_run, before=self.run, world=self.world) as folders:
             loop.begin(steps, hooks, new_run, folders, resume)
             # A DataLoader has its own batch size; an iterable dataset need not have one.
-            scale = self._lr.describe(batch_size=source.facts.get("batch_size"), accumulate=accumulate)
+            scale = self._lr.describe(
+                batch_size=source.facts.get("batch_size"),
+                accumulate=accumulate,
+                scheduled=self._adapter.learning_rates if any(hook.sets_learning_rate for hook in hooks) else None,
+            )
             self.decisions = loop.describe_resume() + scale
             for line in self.decisions if self.world.is_root else ():
                 log.info("%s", line)
@@ -407,6 +413,43 @@ class Trainer:
     def config(self) -> dict[str, Any]:
         """The options of this Trainer and of the current or last `fit`, as JSON."""
         return {"model": type(self.model).__name__, **self._config, **self._fit_config}
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps that epochs and steps allow the current `fit`; None if unknown. See `count_steps`."""
+        limits = [self._loop.budget.steps]
+        if self.epochs is not None and self.steps_per_epoch is not None:
+            limits.append(self.epochs * self.steps_per_epoch)
+        return min((each for each in limits if each is not None), default=None)
+
+    def count_steps(self, train: Any, *, batch_size: int = 32, epochs: int = 1) -> int:
+        """Return how many optimizer steps `fit` takes with these arguments, for a schedule that is made before it.
+
+        A collective. In an elastic job the number of ranks changes: `callbacks.Schedule` takes a function of the number
+        of steps, which each round calls.
+
+        Raises:
+            ValueError: the length of the data is not known: `fit(steps=...)` then sets the number.
+        """
+        if self._elastic:
+            raise HvdTrainError(
+                "count_steps needs all ranks, and in an elastic job ranks synchronize only in fit. "
+                f"Use Schedule(lambda steps: ...). Received: count_steps on rank {self.world.rank}"
+            )
+        check_positive("epochs", epochs, int)
+        found = self._steps_per_epoch(as_source(train, **self._of_rank(batch_size)).steps)
+        if found is None:
+            raise ValueError(
+                "count_steps needs data whose length is known. Received: data that can only be iterated. "
+                "Give fit(steps=...), and make the schedule for this number."
+            )
+        return found * epochs
+
+    def _of_rank(self, batch_size: int) -> dict[str, Any]:
+        return {"batch_size": batch_size, "world": self.world, "seed": self._config["seed"]}
+
+    def _steps_per_epoch(self, batches: int | None) -> int | None:
+        return None if batches is None else -(-batches // self._config["accumulate"])
 
     @property
     def global_step(self) -> int:

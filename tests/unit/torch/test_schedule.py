@@ -146,14 +146,16 @@ def test_a_resumed_run_has_the_rates_of_one_that_was_not_stopped(tmp_path, name,
 def test_milestones_of_an_older_checkpoint_are_read():
     _, optimizer = make()
     schedule = Schedule(scheduler := lr.MultiStepLR(optimizer, [2, 4, 4]))
-    schedule.load_state(json.loads(json.dumps(schedule.state())))
+    schedule.load_state(json.loads(json.dumps(schedule.state()["scheduler"])))
     assert scheduler.milestones == {2: 1, 4: 2}
 
 
 def test_a_schedulers_state_that_a_checkpoint_cannot_hold_is_named(tmp_path):
     trainer, optimizer = make()
     schedule = Schedule(lr.LambdaLR(optimizer, Holder()))
-    with pytest.raises(hvdtrain.errors.CheckpointError, match=r"Schedule\.state\(\)\['lr_lambdas'\]\[0\]\['what'\]"):
+    with pytest.raises(
+        hvdtrain.errors.CheckpointError, match=r"Schedule\.state\(\)\['scheduler'\]\['lr_lambdas'\]\[0\]\['what'\]"
+    ):
         trainer.fit((X, Y), callbacks=[schedule], checkpoint_dir=str(tmp_path), run_dir=None, progress=False)
 
 
@@ -165,7 +167,15 @@ def test_a_metric_that_history_does_not_have_is_shown():
     json.dumps(schedule.state())
 
 
-@pytest.mark.parametrize("wrong", [{"scheduler": 0.1}, {"every": "batch"}, {"every": "step", "monitor": "loss"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scheduler": 0.1},
+        {"scheduler": torch.optim.lr_scheduler.StepLR},
+        {"every": "batch"},
+        {"every": "step", "monitor": "loss"},
+    ],
+)
 def test_what_is_no_schedule_is_shown(wrong):
     _, optimizer = make()
     given = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), **wrong}

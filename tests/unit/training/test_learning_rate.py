@@ -39,3 +39,12 @@ def test_words_say_what_changed_and_how_to_ask():
     assert rate == 'lr 0.1, not scaled; lr_scaling="linear" or "sqrt" scales it to 4 ranks'
     assert plain.describe(batch_size=None, accumulate=1) == [rate]  # data that can only be iterated
     assert LearningRate([0.1], scaling="none", size=1, warmup_epochs=0).describe(batch_size=32, accumulate=1) == []
+
+
+def test_a_rate_that_a_schedule_changes_is_the_present_one_without_advice():
+    for base, ranks, expected in (
+        ([0.1], 4, ["lr 0.001, which a schedule changes; not scaled to 4 ranks"]),
+        ([0.1], 1, []),
+    ):
+        rates = LearningRate(base, scaling="none", size=ranks, warmup_epochs=0)
+        assert rates.describe(batch_size=None, accumulate=1, scheduled=[0.001]) == expected
