@@ -25,6 +25,7 @@ from hvdtrain.keras.masks import MaskedSteps
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.own_logs import OwnLogs
 from hvdtrain.keras.replica import Replica
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
 from hvdtrain.keras.variables import broadcast_model, broadcast_variables
@@ -153,7 +154,7 @@ class KerasAdapter:
         self._training = False  # the metrics are those of an unfinished epoch
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
-        self._warned = False
+        self._own_logs = OwnLogs(model)
         # Whether ranks' metrics can be added up.
         self._checked = world.size == 1 and not launch_environment.is_elastic()
         # Those that reduce. Beside others, compile()'s is often but Keras's default: it comes last.
@@ -190,12 +191,14 @@ class KerasAdapter:
     @property
     def rank_state(self) -> training_state.Arrays:
         """Seeds, what is not trained, and the epoch's running metrics."""
-        return training_state.rank_state(self._model, metrics=self._training)
+        held = training_state.rank_state(self._model, metrics=self._training)
+        return held | self._own_logs.arrays() if self._training else held
 
     @rank_state.setter
     def rank_state(self, held: training_state.Arrays) -> None:
         training_state.set_rank_state(held, self._model)
         self._resumed = held
+        self._own_logs.load(held)
         if self._has_metrics and any(".metric." in name for name in held):
             self._fresh, self._training = False, True
             self._resume_metrics()
@@ -223,6 +226,7 @@ class KerasAdapter:
         self._check_losses(batches[0])
         if self._snapshot is not None:
             self._snapshot.save()
+            undo = self._own_logs.snapshot()
         self._warn_of_uneven_norms(batches)
         if self._scales:  # a copy on the device, because JAX's steps reuse the variable's memory
             self._updates_before = keras.ops.copy(self._model.optimizer.iterations)
@@ -240,6 +244,8 @@ class KerasAdapter:
             )
         if self._snapshot is not None:
             self.fault = self._snapshot.fault(counted=any(batch.local_count for batch in batches))
+            if self.fault is not None:
+                undo()
 
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce the next steps' gradients over these ranks."""
@@ -265,9 +271,14 @@ class KerasAdapter:
         self._begin(batch)
         self._check_losses(batch)
         [share] = self._shares([batch])
-        if batch.local_count:
-            with self._running_metrics(), self._reported(batch, share, batch.global_count):
-                self._logs = self._model.test_on_batch(*_data(batch, self._world), return_dict=True)
+        if not batch.local_count and not self._own_logs.is_used:
+            return
+        restored = [] if batch.local_count else metric_variables(self._model)
+        before = copies(restored)
+        with self._running_metrics(), self._reported(batch, share, batch.global_count):
+            self._logs = self._model.test_on_batch(*_data(batch, self._world), return_dict=True)
+        self._own_logs.add(self._logs, batch.local_count)
+        assign(restored, before)
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs on the host."""
@@ -278,9 +289,10 @@ class KerasAdapter:
         self._resume_metrics()  # of an epoch whose last step was taken before
         variables = metric_variables(self._model)
         mine = copies(variables) if keep else []
-        for variable, total in zip(variables, reduced(variables, reduce), strict=True):
+        *totals, of_logs = reduced([*variables, self._own_logs.numbers], reduce)
+        for variable, total in zip(variables, totals, strict=True):
             variable.assign(total)  # others than sums were refused
-        results = scalars(self._returned(self._model.get_metrics_result()))
+        results = self._own_logs.results(scalars(self._model.get_metrics_result()), of_logs)
         if keep:
             assign(variables, mine)
             return results
@@ -290,6 +302,7 @@ class KerasAdapter:
     def reset_metrics(self) -> None:
         """Drop what Keras's metrics have counted."""
         self._resumed = {}
+        self._own_logs.clear()
         self._model.reset_metrics()
         self._fresh, self._training = True, False
 
@@ -341,6 +354,7 @@ class KerasAdapter:
             data = _data(batch, self._world)
             self._checked = check_sums(self._model, data, batch.local_count, self._world)
         self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
+        self._own_logs.clear()
         self._fresh, self._logs = False, {}
 
     def _check_losses(self, batch: Batch) -> None:
@@ -388,22 +402,6 @@ class KerasAdapter:
         ratio = share * samples / mine
         return as_global_sums(self._model, 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-12) else ratio)
 
-    def _returned(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Return those results of the model's metrics that the user's own step returns too; log what it returns else.
-
-        Keras would report such values of the last batch. They are this rank's, and nothing says how ranks' add up.
-        """
-        unknown = [name for name in self._logs if name not in results]
-        if unknown and not self._warned and self._world.is_root:
-            log.warning(
-                "%s's step returns %s, which no metric of the model holds: History is without it. Keep it in a "
-                "keras.metrics.Mean that is an attribute of the model, and return its result().",
-                self._model.name,
-                ", ".join(unknown),
-            )
-            self._warned = True
-        return {name: value for name, value in results.items() if not self._logs or name in self._logs}
-
     @property
     def _has_metrics(self) -> bool:
         """Whether the model, its loss and its metrics have all their variables."""
@@ -442,6 +440,7 @@ class KerasAdapter:
         with self._running_metrics(), self._reported(batch, share, samples):
             data, weights = _data(batch, self._world), self.class_weight
             self._logs = self._model.train_on_batch(*data, class_weight=weights, return_dict=True)
+        self._own_logs.add(self._logs, batch.local_count if counts else 0)
         assign(restored, before)
 
     @contextmanager

@@ -6,6 +6,7 @@ metrics of the user's own, the first batch shows it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -112,13 +113,19 @@ def _calls(model: keras.Model, data: Any, own: list[keras.Metric]) -> list[tuple
 
 def _difference(metric: keras.Metric, args: Any, kwargs: Any, count: int) -> str:
     """Return "name:why" if the state after a batch is not the sum of the states after its parts; else ""."""
+    attributes = _numbers_of(metric)
+    changed: set[str] = set()
 
     def state(rows: slice) -> list[Any]:
         part = tree_map(lambda value: _rows(value, rows, count), (list(args), kwargs))
         updated = metric.stateless_update_state(metric.stateless_reset_state(), *part[0], **part[1])
+        changed.update(name for name, value in _numbers_of(metric).items() if value != attributes.get(name))
+        vars(metric).update(copy.deepcopy(attributes))
         return [np.asarray(keras.ops.convert_to_numpy(value), np.float64) for value in updated]
 
     whole, first, rest = state(slice(None)), state(slice(1)), state(slice(1, None))
+    if changed:
+        return f"{metric.name}:update_state counts in the Python attribute {min(changed)}"
     for variable, total, one, other in zip(metric.variables, whole, first, rest, strict=True):
         if not np.allclose(total, one + other, rtol=_TOLERANCE, atol=_TOLERANCE):
             return (
@@ -126,6 +133,18 @@ def _difference(metric: keras.Metric, args: Any, kwargs: Any, count: int) -> str
                 f"{one.reshape(-1)[:3].tolist()} and {other.reshape(-1)[:3].tolist()} after its parts"
             )
     return ""
+
+
+def _numbers_of(metric: keras.Metric) -> dict[str, Any]:
+    """Return a copy of the numbers, and lists and dicts of them, that a metric keeps as Python attributes."""
+    held = {name: value for name, value in vars(metric).items() if not name.startswith("_")}
+    return {name: copy.deepcopy(value) for name, value in held.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int | float | np.number)
 
 
 def _rows(value: Any, rows: slice, count: int) -> Any:

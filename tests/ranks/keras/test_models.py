@@ -248,7 +248,7 @@ class OneOptimizer(keras.Model):
             loss, grads = gradients(lambda: self.compute_loss(x, y, self(x, training=True)), variables)
             apply(optimizer_of(self), grads, variables)
         self.seen.update_state(loss, sample_weight=keras.ops.shape(y)[0])
-        return {"seen": self.seen.result()}
+        return {"seen": self.seen.result(), "loss": loss, "under_another_name": self.seen.result()}
 
     def _stateless_step(self, state, data):
         """The step of Keras's guide for JAX."""
@@ -266,7 +266,7 @@ class OneOptimizer(keras.Model):
         mapping = list(zip(self.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping) as scope:
             self.seen.update_state(loss, sample_weight=y.shape[0])
-            logs = {"seen": self.seen.result()}
+            logs = {"seen": self.seen.result(), "loss": loss, "under_another_name": self.seen.result()}
         values = [scope.get_current_value(v) for v in self.metrics_variables]
         return logs, (
             trainable,
@@ -292,7 +292,8 @@ def test_a_train_step_with_one_optimizer_trains_as_in_one_process(kit):
     logs = train_alone(reference, 2)
     kit.assert_close(model, reference)
     kit.assert_same_everywhere(model)
-    assert history["seen"] == pytest.approx([each["seen"] for each in logs], abs=1e-6)
+    for name in ("seen", "loss", "under_another_name"):  # the loss is a mean of the batch, and no metric holds it
+        assert history[name] == pytest.approx([each["seen"] for each in logs], abs=1e-6)
 
 
 @pytest.mark.world_size(2)

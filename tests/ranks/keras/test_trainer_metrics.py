@@ -26,6 +26,16 @@ class Largest(keras.metrics.Metric):
         return self.value.value
 
 
+class CountsInAttributes(keras.metrics.Mean):
+    def __init__(self):
+        super().__init__(name="counts")
+        self.seen = 0
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.seen += 1
+        super().update_state(y_pred)
+
+
 def model():
     net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(CLASSES, activation="softmax")])
     generator = np.random.default_rng(0)
@@ -70,3 +80,5 @@ def test_metrics_with_state_equal_one_processs_and_a_running_maximum_is_refused(
         assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     with pytest.raises(ValueError, match=r"sum over samples.*metric largest.*keras\.metrics\.Mean"):
         trainer(model(), [Largest()]).evaluate((x, y), batch_size=2)
+    with pytest.raises(ValueError, match=r"metric counts, whose update_state counts in the Python attribute seen"):
+        trainer(model(), [CountsInAttributes()]).evaluate((x, y), batch_size=2)
