@@ -17,11 +17,11 @@ from torch import nn
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
 from hvdtrain.data.sources import Batch, tree_map
-from hvdtrain.distributed import launch_environment, tuning
+from hvdtrain.distributed import agreement, launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import names, training_state
+from hvdtrain.torch import lazy, names, training_state
 from hvdtrain.torch.arguments import check
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.losses import Counted, as_tensor
@@ -68,6 +68,7 @@ class TorchAdapter:
         if world.size > 1 or launch_environment.is_elastic():
             self.notes += filter(None, [convert_torchs(model)])
         check(model, optimizers, loss, step, options)
+        lazy.agree(model, world)
         self._options, self._world, self._device = options, world, torch.device(world.device)
         self.between_exchanges: Callable[[], None] = lambda: None
         if self._device.type == "cuda" and tuning.gpu_async():
@@ -98,6 +99,7 @@ class TorchAdapter:
         self._update = next(iter(self._updates.values()))
         self._names = Names(list(optimizers), world)
         self.fault: Fault | None = None
+        self._is_built, self._is_checked = lazy.first(model) is None, False
         self._micro_batches = MicroBatches(options.micro_batch, model, world)
         undoes = options.nan_policy in ("skip", "stop") or options.micro_batch == "auto"
         self._before = BufferSnapshot(model, self._totals) if undoes else None
@@ -162,13 +164,29 @@ class TorchAdapter:
         self._training = self._totals.load(held) or self._training
 
     def start(self) -> None:
-        """Broadcast weights, buffers, optimizer state and the precision scaler from the root."""
+        """Broadcast weights, buffers, optimizer state and the precision scaler from the root.
+
+        A model with lazy modules waits for its first batch: see `_build`.
+        """
+        if not self._is_built:
+            self._is_built = lazy.share_shapes(self._model, self._world)
+        if not self._is_built:
+            return
         self._end_open_steps()
         self._modes.start()
         if self._reduced:
             hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
         for update in self._updates.values():
             update.start()
+
+    def _build(self, batch: Batch) -> None:
+        """Give lazy modules their shapes by the first batch, on all ranks, which then begin with the root's weights."""
+        with agreement.everywhere(world=self._world, name="build"):
+            self._check_data(batch)
+            with self._modes.evaluating(), torch.no_grad(), self._autocast():
+                self._step.build(batch)
+            lazy.check(lazy.tensors(self._model).items(), what="The Trainer")
+        self.start()
 
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce the next steps' gradients over these ranks."""
@@ -181,8 +199,25 @@ class TorchAdapter:
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""
+        if not self._is_built:
+            self._build(batches[0])
         step = partial(self._take_step, first=self._begin_step())
+        known = None if self._is_checked else set(self._model.parameters())
         self.fault = self._micro_batches.run(step, batches, self._update, self._before)
+        if known is not None:
+            self._check_new(known)
+
+    def _check_new(self, known: set[nn.Parameter]) -> None:
+        """Raise ValueError if the first step has created parameters, which nobody trains."""
+        self._is_checked = True
+        trained = {p for group in self._groups() for p in group["params"]}
+        new = [name for name, p in names.parameters(self._model) if p.requires_grad and p not in known | trained]
+        if new:
+            raise ValueError(
+                f"The first batch has created parameters that no optimizer trains. Received: {_count(new)}, on rank "
+                f"{self._world.rank}. Create them in __init__, by a lazy module such as torch.nn.LazyLinear if a size "
+                "is not known there, or call the model once on a batch before you make the optimizer."
+            )
 
     def open_step(self, step: OpenStep) -> None:
         """Contribute to a step while it is open, and apply the mean of what ranks have contributed."""
@@ -303,6 +338,8 @@ class TorchAdapter:
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""
+        if not self._is_built:
+            self._build(batch)
         if not batch.local_count:
             return
         counted = self._update.weights.count(batch)
@@ -319,6 +356,8 @@ class TorchAdapter:
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
+        if self._world.size > 1:
+            lazy.check(names.parameters(self._model), what="predict before fit")
         with self._modes.evaluating(), torch.no_grad(), self._autocast():
             outputs = self._step.predict(inputs)
         return tree_map(training_state.to_host, outputs)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hvdtrain.adapter import Options
-from hvdtrain.torch import dtypes
+from hvdtrain.torch import dtypes, lazy
 from hvdtrain.torch.named_steps import check_optimizers
 from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
 from hvdtrain.torch.update import needs_closure
@@ -49,6 +49,8 @@ def _check_alone(model: nn.Module, optimizers: dict[str, Any], options: Options)
         and "its layers exchange statistics in every step; use BatchNorm",
         f"the optimizers {', '.join(optimizers)}": list(optimizers) != [""]
         and "ranks agree on the optimizer at each yield; use one optimizer",
+        "a lazy module": lazy.first(model) is not None
+        and "its parameters have no shapes before the first batch; call the model once on a batch before",
         "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
         and "ranks search along one line together; use another optimizer",
         "micro_batch='auto'": options.micro_batch == "auto"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.system import pickling
-from hvdtrain.torch import engine
+from hvdtrain.torch import engine, lazy
 from hvdtrain.torch.engine import Handle
 from hvdtrain.torch.gather_ops import allgather_async, broadcast_async_
 
@@ -43,6 +43,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         warnings.warn(f"broadcast_parameters {words.format(', '.join(skipped))}", stacklevel=2)
     if engine.native().size() == 1:
         return
+    lazy.check(items, what="broadcast_parameters")
     for handle in [broadcast_async_(p, root_rank, f"parameter.{name}") for name, p in items if isinstance(p, Tensor)]:
         handle.wait()
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from hvdtrain.distributed import launch_environment, watchdog
 from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
-from hvdtrain.torch import engine, fused_update, names
+from hvdtrain.torch import engine, fused_update, lazy, names
 from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.engine import Adasum, Average
 from hvdtrain.torch.functions import allgather_object
@@ -276,6 +276,7 @@ def _name_parameters(
     """Return the optimizer's parameters with names, in the order of its groups; then those that it may get later."""
     places = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
     given = None if named_parameters is None else list(named_parameters)
+    lazy.check([(f"a parameter of group {i}", p) for i, _, p in places], what="DistributedOptimizer")
     if not places or given == []:
         raise ValueError("There are no parameters to train: is the model without parameters?")
     if given is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -77,6 +78,10 @@ class LossStep:
             self._loss.to(outputs.device)
         return targets.to(outputs.device, non_blocking=True)
 
+    def build(self, batch: Batch) -> None:
+        """Call the model on a batch, so that its lazy modules get shapes."""
+        self._model(self._to_device(batch.inputs))
+
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs."""
         return self._model(self._to_device(inputs))
@@ -128,6 +133,12 @@ class OwnStep:
                 f"count={returned.count} on rank {self._rank}"
             )
         return Loss(mean.reshape(()) if mean.dim() else mean, count, outputs=returned.outputs, targets=returned.targets)
+
+    def build(self, batch: Batch) -> None:
+        """Call the step on a batch, so that lazy modules get shapes; of several optimizers, go through its yields."""
+        returned = self._step(self._model, self._to_device(batch.item))
+        if isinstance(returned, Iterator):
+            collections.deque(returned, maxlen=0)
 
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs: of a mapping by name, without what has no axis of samples, such as its loss."""

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.parameter import is_lazy
 
 from hvdtrain.adapter import State
 from hvdtrain.data.sources import tree_map
-from hvdtrain.torch import dtypes, names
+from hvdtrain.torch import dtypes, lazy, names
 
 Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by name; a single one has the name ""
 
@@ -58,6 +59,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
     """Return all that training changes; on the host as views of it, since a copy is as large as the model."""
+    lazy.check(_tensors(model).items(), what="A checkpoint")
     arrays = {f"model.{name}": dtypes.to_array(tensor) for name, tensor in _tensors(model).items()}
     metas = {}
     for name, (optimizer, scaler) in optimizers.items():
@@ -108,8 +110,10 @@ def _prefix(name: str) -> str:
 
 def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> None:
     """Restore what `capture` returned; a ValueError names the first tensor that does not fit, before any changes."""
-    current = _tensors(model)
     saved = {names.plain(name[6:]): array for name, array in state.arrays.items() if name.startswith("model.")}
+    lazy.materialize(_tensors(model), {name: each.shape for name, each in saved.items()})
+    current = _tensors(model)
+    lazy.check(current.items(), what="Loading a checkpoint")
     shapes, saved_shapes = ({name: tuple(each.shape) for name, each in both.items()} for both in (current, saved))
     for name in [*current, *saved]:
         here, there = shapes.get(name, "missing"), saved_shapes.get(name, "missing")
@@ -217,7 +221,8 @@ def set_trained_flags(flags: NDArray[np.uint8], model: torch.nn.Module) -> list[
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's buffers under the names that `hvdtrain.distributed.rank_state` explains."""
-    return {f"{dtypes.rule(buffer)}.buffer.{name}": buffer for name, buffer in names.buffers(model)}
+    buffers = ((name, buffer) for name, buffer in names.buffers(model) if not is_lazy(buffer))
+    return {f"{dtypes.rule(buffer)}.buffer.{name}": buffer for name, buffer in buffers}
 
 
 def _layout(optimizer: Any) -> list[Any]:

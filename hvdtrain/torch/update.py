@@ -20,7 +20,7 @@ from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError, HvdTrainError
-from hvdtrain.torch import clipping, fused_update, loss_scaling, names
+from hvdtrain.torch import clipping, fused_update, lazy, loss_scaling, names
 from hvdtrain.torch.compression import as_real
 from hvdtrain.torch.delayed import GradientInFlight, Origin, Reduced
 from hvdtrain.torch.host_mean import HostMean
@@ -48,13 +48,10 @@ class Update:
         self._losses: list[torch.Tensor] = []  # of this evaluation, scaled as their gradients are
         self._names = {parameter: each for each, parameter in names.parameters(model)}
         self._fuses = fused_update.applies_to(type(optimizer))
-        self._distributed = self._reduced = world.size > 1 or launch_environment.reduces_alone()
-        if self._distributed and not isinstance(optimizer, Together):
-            compression = getattr(hvd.Compression, options.compression)
-            every = names.parameters(model)
-            self.optimizer = hvd.DistributedOptimizer(optimizer, every, compression, options.accumulate)
-            self.optimizer._hvd_reducer.count_again()
-            self.detach()
+        has_peers = world.size > 1 or launch_environment.reduces_alone()
+        self._distributed = self._reduced = has_peers and isinstance(optimizer, Together)
+        if has_peers and not self._distributed and lazy.first(model) is None:
+            self._distribute()
         self.in_flight: GradientInFlight | None = None  # for sync=Delayed()
         if options.sync == "Delayed":
             self.in_flight = GradientInFlight(names.parameters(model), options.compression, world)
@@ -65,6 +62,15 @@ class Update:
         self.was_taken: Callable[[], bool] | None = None  # whether the step was; None if no update was tried
         self.is_reducing = False  # from where this rank's gradients are complete to the step's end
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
+
+    def _distribute(self) -> None:
+        """Reduce the gradients of the optimizer over ranks; its parameters have shapes."""
+        compression = getattr(hvd.Compression, self._options.compression)
+        every = [(name, parameter) for parameter, name in self._names.items()]
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, every, compression, self._options.accumulate)
+        self.optimizer._hvd_reducer.count_again()
+        self._distributed = self._reduced = True
+        self.detach()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -89,6 +95,8 @@ class Update:
 
     def start(self) -> None:
         """Broadcast the root's optimizer state and precision scaler."""
+        if not self._distributed and (self._world.size > 1 or launch_environment.reduces_alone()):
+            self._distribute()  # only now lazy modules have shapes
         # A scaler makes its scale when it is first used, which a rank without samples never does.
         self.scaler.scale(torch.zeros((), device=self._device))
         self._host_mean = None  # ranks may have changed
