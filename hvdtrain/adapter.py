@@ -147,6 +147,9 @@ class Adapter(Protocol):
     """What a framework does for the Trainer."""
 
     learning_rates: list[float]  # one per parameter group; assigning changes the optimizer's
+    # What checkpoints restore of the optimizer's settings, as JSON, one dict a parameter group: lr, weight_decay, ...
+    # Assigning changes those that are given. A rate that follows a schedule of the framework's own is left out.
+    settings: list[dict[str, Any]]
     fault: Fault | None  # of the last train_step; needs options.nan_policy; set on all ranks or on none
     class_weight: dict[int, float] | None  # weight of training samples by class; ValueError where a loss has its own
     rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it

@@ -132,6 +132,7 @@ class Schedule(Callback):
         return {
             "scheduler": dict(without_tensors(self._scheduler.state_dict())),
             "made": self._beginning.made,
+            "rates": self._beginning.rates,
             "position": self._position,
             "steps_per_epoch": self._trainer and self._trainer.steps_per_epoch,
         }
@@ -140,8 +141,17 @@ class Schedule(Callback):
         """Restore it; the optimizer's state has the rates themselves."""
         if self._beginning is None:
             raise TypeError("Schedule(function) has no scheduler before fit. Received: load_state before fit")
-        position = state.get("position", 0)
-        if "made" not in state or state["made"] == self._beginning.made or self._monitor is not None:
+        position, own = state.get("position", 0), self._beginning.rates
+        before = state.get("rates", own)
+        takes_own = self._trainer is not None and "lr" in self._trainer.config.get("override", ()) and before != own
+        is_same = state.get("made", self._beginning.made) == self._beginning.made
+        if (is_same and not takes_own) or self._monitor is not None:
+            self._beginning.rates = before
+            if before != own:
+                self._note(
+                    f"it computes from lr {_words(before)}, the checkpoint's, not from the script's {_words(own)}; "
+                    'fit(override=["lr"]) takes the script\'s'
+                )
             saved = state.get("scheduler", state)  # a checkpoint of 0.1.0 has the scheduler's state alone
             self._scheduler.load_state_dict(with_tensors(saved, self._scheduler.state_dict()))
             self._position = position
@@ -150,16 +160,17 @@ class Schedule(Callback):
         self._position = 0
         with warnings.catch_warnings():  # torch's, that the optimizer has not stepped yet
             warnings.simplefilter("ignore", UserWarning)
-            for _ in range(self._moved(position, state["steps_per_epoch"])):
+            for _ in range(position if is_same else self._moved(position, state["steps_per_epoch"])):
                 self._step()
+        self._note(
+            f"the scheduler is another one than the checkpoint's, which had taken {position} {self._every}s: it "
+            f"continues as if it had taken {self._position}, from lr {_words(own)}"
+        )
+
+    def _note(self, text: str) -> None:
         if self._trainer is not None and self._trainer.world.is_root:
-            line = (
-                f"Schedule: the scheduler is another one than the checkpoint's, which had taken {position} "
-                f"{self._every}s: it continues as if it had taken {self._position}, with lr "
-                f"{self._trainer.learning_rate:g}"
-            )
-            self._trainer.decisions.append(line)
-            log.info("%s", line)
+            self._trainer.decisions.append(f"Schedule: {text}")
+            log.info("Schedule: %s", text)
 
     def _moved(self, position: int, before: int | None) -> int:
         """Return the position after as much of the data, on this number of ranks; `before` were the steps an epoch."""
@@ -169,6 +180,10 @@ class Schedule(Callback):
             return position
         # Where a number of steps ends the run, those before the checkpoint count, whatever number of ranks took them.
         return round(position * now / before) if trainer.total_steps == trainer.epochs * now else position
+
+
+def _words(rates: list[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
 
 
 def _is_scheduler(value: Any) -> bool:

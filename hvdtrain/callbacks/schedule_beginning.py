@@ -21,12 +21,14 @@ class Beginning:
 
     Attributes:
         made: what it was made with, besides the optimizer's rates, as numbers; equal for equal schedules.
+        rates: each parameter group's rate that it computes from; of the checkpoint, once these are used.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._state = deepcopy(scheduler.state_dict())
         self._groups = [_settings(group) for group in _groups(scheduler)]
+        self.rates = [without_tensors(group.get("initial_lr", group.get("lr"))) for group in self._groups]
         self.made: list[Any] = [_fixed(without_tensors(self._state)), _constants(scheduler)]
 
     def restore(self) -> None:

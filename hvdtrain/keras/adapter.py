@@ -189,6 +189,19 @@ class KerasAdapter:
             part.learning_rate = rate
 
     @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The rate, one an optimizer: a checkpoint restores no other setting. Nothing where it follows a schedule."""
+        schedule = keras.optimizers.schedules.LearningRateSchedule
+        rates = zip(self._parts, self.learning_rates, strict=True)
+        return [{} if isinstance(part._learning_rate, schedule) else {"lr": rate} for part, rate in rates]
+
+    @settings.setter
+    def settings(self, settings: list[dict[str, Any]]) -> None:
+        for part, given in zip(self._parts, settings, strict=True):
+            if "lr" in given:
+                part.learning_rate = given["lr"]
+
+    @property
     def rank_state(self) -> training_state.Arrays:
         """Seeds, what is not trained, and the epoch's running metrics."""
         held = training_state.rank_state(self._model, metrics=self._training)

@@ -57,6 +57,15 @@ class WrappedAdapter:
         self._adapter.learning_rates = rates
 
     @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The optimizer's settings, one dict a parameter group."""
+        return self._adapter.settings
+
+    @settings.setter
+    def settings(self, settings: list[dict[str, Any]]) -> None:
+        self._adapter.settings = settings
+
+    @property
     def class_weight(self) -> dict[int, float] | None:
         """Weight of training samples by class."""
         return self._adapter.class_weight

@@ -128,6 +128,18 @@ class TorchAdapter:
                 group["lr"] = rate
 
     @property
+    def settings(self) -> list[dict[str, Any]]:
+        """What each parameter group has besides what torch's schedulers keep there and how steps are computed."""
+        return training_state.settings(self._groups())
+
+    @settings.setter
+    def settings(self, settings: list[dict[str, Any]]) -> None:
+        self.learning_rates = [new.get("lr", rate) for new, rate in zip(settings, self.learning_rates, strict=True)]
+        for group, given in zip(self._groups(), settings, strict=True):
+            for name in given.keys() - {"lr"}:
+                group[name] = tuple(given[name]) if isinstance(group[name], tuple) else given[name]
+
+    @property
     def class_weight(self) -> None:
         """None: a torch loss has its own."""
 

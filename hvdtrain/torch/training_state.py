@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -98,6 +98,30 @@ def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[A
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
     return arrays, meta | ({"types": types} if types else {})
+
+
+# Keys of a parameter group that are no settings of the user's: those of schedulers, and how a step is computed.
+_NO_SETTINGS = frozenset({
+    "params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "foreach",
+    "fused", "capturable", "differentiable",
+})  # fmt: skip
+
+
+def settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of parameter groups as JSON: numbers, and lists of them."""
+    return [
+        {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS and _plain(value) is not None}
+        for group in groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        parts = [_plain(each) for each in value]
+        return None if None in parts else parts
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:

@@ -47,11 +47,11 @@ class LearningRate:
         return [rate * (start + (self.factor - start) * (step + 1) / ramp) for rate in self.base]
 
     def describe(
-        self, *, batch_size: int | None, accumulate: int, scheduled: Sequence[float] | None = None
+        self, *, batch_size: int | None, accumulate: int, rates: Sequence[float], scheduled: bool = False
     ) -> list[str]:
         """Return log lines: the effective batch, and how the rate is scaled or can be scaled.
 
-        `scheduled` are the present rates if a callback changes them.
+        `rates` are the present ones, and `scheduled` is true if a callback changes them.
         """
         ranks = f"{self._size} rank{'s' if self._size > 1 else ''}"
         lines = []
@@ -61,10 +61,9 @@ class LearningRate:
         if self.factor != 1.0:
             lines += [f"lr {rate:g} -> {rate * self.factor:g} ({self._scaling}, {ranks})" for rate in self.base]
         elif self._size > 1 and self._scaling == "none":
-            rates = ", ".join(f"{rate:g}" for rate in (self.base if scheduled is None else scheduled))
-            if scheduled is not None:
-                return [*lines, f"lr {rates}, which a schedule changes; not scaled to {ranks}"]
-            lines.append(f'lr {rates}, not scaled; lr_scaling="linear" or "sqrt" scales it to {ranks}')
+            now = ", ".join(f"{rate:g}" for rate in rates)
+            advice = f'not scaled; lr_scaling="linear" or "sqrt" scales it to {ranks}'
+            lines.append(f"lr {now}, {f'which a schedule changes; not scaled to {ranks}' if scheduled else advice}")
         return lines
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -47,6 +48,8 @@ class Loop:
         self.in_epoch = False  # whether an epoch's steps are running; other metrics must not be mixed with theirs
         self.stop_requested = self.stop_within_epoch = False  # whether a callback has ended the run on this rank
         self.budget = Budget()
+        self.override: Collection[str] = ()  # settings of the optimizer that a resumed run takes from the script
+        self._lines: list[str] = []  # on these settings
         self.validation = Validation(adapter, context)
         self.commits: FitState | None = None  # the last commit, in an elastic job
         self._context = context
@@ -135,6 +138,7 @@ class Loop:
                 f"one's model. Received: the same folder on rank {self._world.rank}"
             )
         self._callback_states: list[Any] = list(found.get("callbacks", ()))
+        self._resume_settings(found.get("settings"))
         consumed, self._ahead = state.progress.consumed, 0
         if self.progress.step:
             # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
@@ -157,6 +161,16 @@ class Loop:
         self._exchanged = None
         self._adapter.start()
 
+    def _resume_settings(self, saved: list[dict[str, Any]] | None) -> None:
+        """Use the script's or the checkpoint's settings of the optimizer, and note what differs."""
+        settings, self._lines = self.state.settings, []
+        if saved is None or [*map(len, saved)] != [*map(len, settings.used)]:  # a new run, or another optimizer
+            return
+        scheduled = any(hook.sets_learning_rate for hook in self._hooks)
+        self._lines = settings.resume(saved, self.override, lr_factor=self._lr.factor, scheduled=scheduled)
+        if all("lr" in group for group in settings.used):
+            self._lr.base = tuple(group["lr"] for group in settings.used)
+
     @property
     def is_finished(self) -> bool:
         """Whether the run had reached its end when it resumed."""
@@ -164,7 +178,7 @@ class Loop:
 
     def describe_resume(self) -> list[str]:
         """Return log lines: which run is resumed, from where, and whether something is left to train."""
-        lines = self.state.describe_resume()
+        lines = self.state.describe_resume() + self._lines
         return [*lines, f"nothing is left to train{self.budget.describe()}"] if lines and self.is_finished else lines
 
     def _is_spent(self) -> bool:

@@ -12,6 +12,7 @@ from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import RunId
 from hvdtrain.distributed import rank_state
 from hvdtrain.training.checkpointing import Snapshot
+from hvdtrain.training.optimizer_settings import OptimizerSettings
 from hvdtrain.training.progress import History, RunProgress, check_data
 from hvdtrain.training.validation import load_rank_state
 
@@ -25,6 +26,7 @@ class RunState:
         part: metrics of the last, incomplete epoch; None if the run has not ended within one.
         ended: the snapshot from which a longer run resumes, if this run has ended within an epoch; else None.
         shares: samples of a whole step by rank; None for equal parts.
+        settings: the optimizer's settings that the run uses.
     """
 
     def __init__(self, adapter: Adapter, config: dict[str, Any]) -> None:
@@ -35,6 +37,7 @@ class RunState:
         self.part: dict[str, float] | None = None
         self.ended: Snapshot | None = None
         self.shares: list[int] | None = None
+        self.settings = OptimizerSettings(adapter)
         self._adapter = adapter
         self._config = config
         self._facts: dict[str, Any] = {}
@@ -61,6 +64,7 @@ class RunState:
             "history": self.history,
             "validations": self.history.validations,
             "cutoffs": self.history.cutoffs,
+            "settings": self.settings.used,
             "part": self.part,
             "metrics": last,
             "data": self._facts,

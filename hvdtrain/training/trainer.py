@@ -168,6 +168,7 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         checkpoint_dir: str | None = None,
         resume: str = "auto",
+        override: Sequence[str] = (),
         run_dir: str | None = "auto",
         progress: bool = True,
     ) -> History:
@@ -200,6 +201,8 @@ class Trainer:
             checkpoint_dir: where a checkpoint is written after each epoch.
             resume: "auto" resumes from the newest complete checkpoint in checkpoint_dir; "never" starts from the
                 beginning, and moves the checkpoints there into a folder "old-1", "old-2", ... beside the new ones.
+            override: names of the optimizer's settings that a resumed run takes from the script, such as
+                ["lr", "weight_decay"]. The others are the checkpoint's; a line names each that differs. Keras: "lr".
             run_dir: where `callbacks.RunFolder` writes configuration, environment and metrics: "auto" for a folder of
                 this Trainer in runs/, None for no folder.
             progress: show the progress on rank 0; `callbacks.Progress` has the styles.
@@ -232,6 +235,7 @@ class Trainer:
             if validation is None:
                 raise ValueError(f"validate_every needs validation. Received: validate_every={validate_every!r}")
         check_choice("resume", resume, ("auto", "never"))
+        self._loop.state.settings.check(override)
         if balance is not None and self._cutoff is not None:
             raise ValueError(f"balance and cutoff cannot be combined. Received: balance={balance!r} and a cutoff")
         self._adapter.class_weight = as_class_weight(class_weight)
@@ -241,6 +245,7 @@ class Trainer:
         def fit_round() -> None:
             hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
             self._loop.budget, self._loop.validation.every = budget, validate_every
+            self._loop.override = list(override)
             shares = check_balance(balance, size=self.world.size)
             self._fit_round(train, validation, hooks, batch_size=batch_size, resume=resume, balance=shares)
 
@@ -280,6 +285,7 @@ class Trainer:
         limits = {**asdict(loop.budget), "validate_every": loop.validation.every}
         limits |= {"class_weight": self._adapter.class_weight, "balance": balance}
         sets = named_sets(validation, train.keys() if isinstance(train, Mapping) else None)
+        limits["override"] = loop.override
         facts = {**limits, "validation": list(sets), "checkpoints": schedules, "resume": resume}
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
@@ -315,7 +321,8 @@ class Trainer:
             scale = self._lr.describe(
                 batch_size=source.facts.get("batch_size"),
                 accumulate=accumulate,
-                scheduled=self._adapter.learning_rates if any(hook.sets_learning_rate for hook in hooks) else None,
+                rates=self._adapter.learning_rates,
+                scheduled=any(hook.sets_learning_rate for hook in hooks) or not all(self._adapter.settings),
             )
             self.decisions = loop.describe_resume() + scale
             for line in self.decisions if self.world.is_root else ():

@@ -418,3 +418,18 @@ def test_checkpoints_may_leave_frozen_weights_out_but_no_statistics(tmp_path):
     assert [name.partition(".")[0] for name in sorted(held)] == [f"{index:05d}" for index in range(2, 8)]
     with pytest.raises(hvdtrain.errors.CheckpointError, match="holds no frozen weights"):
         fit(model(seed=1), 3, tmp_path / "resumed")
+
+
+def test_a_resumed_run_takes_the_checkpoints_rate_or_on_request_the_scripts(tmp_path):
+    def run(rate, epochs, override=()):
+        trainer = hvdtrain.Trainer(make_model(), optimizer=keras.optimizers.SGD(rate), loss="mse")
+        fit(trainer, epochs=epochs, checkpoint_dir=tmp_path, override=override)
+        return trainer.learning_rate, [line for line in trainer.decisions if "script" in line]
+
+    assert run(0.5, 1) == (0.5, [])
+    kept = "lr 0.5: the checkpoint's, not the script's 0.25; fit(override=[\"lr\"]) takes the script's"
+    assert run(0.25, 2) == (0.5, [kept])
+    assert run(0.25, 3, ["lr"]) == (0.25, ["lr 0.5 -> 0.25: the script's, by override"])
+    assert run(0.25, 4, ["lr"]) == (0.25, [])
+    with pytest.raises(ValueError, match=r"among \['lr'\]. Received: override=\['momentum'\]"):
+        run(0.25, 5, ["momentum"])

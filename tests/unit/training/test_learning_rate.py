@@ -31,14 +31,19 @@ def test_warmup_without_scaling_ramps_from_zero():
 
 
 def test_words_say_what_changed_and_how_to_ask():
-    scaled = LearningRate([0.1], scaling="linear", size=4, warmup_epochs=0).describe(batch_size=32, accumulate=2)
+    scaled = LearningRate([0.1], scaling="linear", size=4, warmup_epochs=0).describe(
+        batch_size=32, accumulate=2, rates=[0.4]
+    )
     assert scaled == ["effective batch 256 samples (32 x 4 ranks x 2 accumulated)", "lr 0.1 -> 0.4 (linear, 4 ranks)"]
     plain = LearningRate([0.1], scaling="none", size=4, warmup_epochs=0)
-    [batch, rate] = plain.describe(batch_size=32, accumulate=1)
+    [batch, rate] = plain.describe(batch_size=32, accumulate=1, rates=[0.1])
     assert batch == "effective batch 128 samples (32 x 4 ranks)"
     assert rate == 'lr 0.1, not scaled; lr_scaling="linear" or "sqrt" scales it to 4 ranks'
-    assert plain.describe(batch_size=None, accumulate=1) == [rate]  # data that can only be iterated
-    assert LearningRate([0.1], scaling="none", size=1, warmup_epochs=0).describe(batch_size=32, accumulate=1) == []
+    assert plain.describe(batch_size=None, accumulate=1, rates=[0.1]) == [rate]  # data that can only be iterated
+    assert (
+        LearningRate([0.1], scaling="none", size=1, warmup_epochs=0).describe(batch_size=32, accumulate=1, rates=[0.1])
+        == []
+    )
 
 
 def test_a_rate_that_a_schedule_changes_is_the_present_one_without_advice():
@@ -47,4 +52,4 @@ def test_a_rate_that_a_schedule_changes_is_the_present_one_without_advice():
         ([0.1], 1, []),
     ):
         rates = LearningRate(base, scaling="none", size=ranks, warmup_epochs=0)
-        assert rates.describe(batch_size=None, accumulate=1, scheduled=[0.001]) == expected
+        assert rates.describe(batch_size=None, accumulate=1, rates=[0.001], scheduled=True) == expected

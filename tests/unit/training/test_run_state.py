@@ -12,6 +12,7 @@ class NoState:
     """An adapter without state of its own."""
 
     rank_state: dict[str, np.ndarray] = {}
+    settings: list[dict[str, float]] = []
 
 
 def test_a_run_that_was_loaded_is_saved_with_its_metrics_cutoffs_and_shares():
