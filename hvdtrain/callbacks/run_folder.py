@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import sys
 import time
 from contextlib import suppress
@@ -161,6 +162,13 @@ class RunFolder(RecordingCallback):
             self._file = private_files.open_file(self.folder / METRICS, "a", encoding="utf-8")
         except OSError as problem:
             log.warning("this run is not recorded in %s: %s", self.folder or "a run folder", problem)
+
+    def on_training_end(self, trainer: RunContext) -> None:
+        """Say where the run is recorded, and how to see it."""
+        if self._file is not None:
+            line = f"recorded in {self.folder}; for a page with curves: hvdtrain report {shlex.quote(str(self.folder))}"
+            trainer.decisions.append(line)
+            log.info("%s", line)
 
     def close(self) -> None:
         """Record what a run that was stopped had still to record, and close the file."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.distributed import agreement, frameworks
+from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.world import SoloWorld, World
 from hvdtrain.errors import HvdTrainError
 
@@ -332,7 +333,7 @@ def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
         if after.batches and after.size != world.size:
             raise HvdTrainError(
                 "Data that is each rank's own share cannot be divided again in the middle of an epoch. Received: a "
-                f"checkpoint of {after.size} ranks, taken in epoch {epoch}, on {world.size} ranks. "
+                f"checkpoint of {count_ranks(after.size)}, taken in epoch {epoch}, on {count_ranks(world.size)}. "
                 "Resume with as many ranks as before, or from a checkpoint of an epoch's end."
             )
         return islice(whole(epoch, shuffle), after.batches // after.size, None)

@@ -19,7 +19,7 @@ class Launcher(NamedTuple):
     size: int | None  # number of ranks announced; None where the launcher does not say
 
     def __str__(self) -> str:
-        ranks = f"{self.size} ranks" if self.size else "an unknown number of ranks"
+        ranks = count_ranks(self.size) if self.size else "an unknown number of ranks"
         return f"{self.name} ({self.variable}={os.environ.get(self.variable)}, {ranks})"
 
 
@@ -56,6 +56,11 @@ def detect() -> Launcher | None:
 def rank() -> str:
     """Return this process's number as its launcher gave it, for messages before Horovod knows it; "?" for none."""
     return next((os.environ[name] for name in (*RANK_VARIABLES, "SLURM_PROCID") if os.environ.get(name)), "?")
+
+
+def count_ranks(size: int) -> str:
+    """Return "1 rank", or "4 ranks"."""
+    return f"{size} rank{'s' * (size != 1)}"
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -25,7 +25,6 @@ _REPORT = re.compile(
     rb"|Remote daemon:\s+\S+ on node (?P<lost>\S+)\s"
 )
 # What Gloo prints if nothing arrives from another rank, not even the end of a connection.
-_QUOTE = re.compile(r"^(\w+\.)*HvdTrainError: On rank \d+: ")  # of `distributed.agreement`
 _SILENCE = re.compile(rb"Timed out waiting (\d+)ms for")
 # What mpirun prints before it waits for its daemons on other hosts to end theirs.
 _ABORTED = b"the job has been aborted"
@@ -122,8 +121,8 @@ class RankError:
 
     @property
     def name(self) -> str:
-        """The class's name, without its module; of an error that quotes another rank's, that one's class."""
-        return _QUOTE.sub("", self.last_line).partition(":")[0].rpartition(".")[2]
+        """The class's name, without its module."""
+        return self.last_line.partition(":")[0].rpartition(".")[2]
 
     def is_like(self, other: RankError) -> bool:
         """Return whether it is the same exception, of the same rank or of another one."""

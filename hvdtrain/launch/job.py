@@ -17,9 +17,11 @@ from typing import IO
 
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exit_cause import Listener
-from hvdtrain.launch.rank_output import MarkedLines, without_mark
+from hvdtrain.launch.rank_output import MarkedLines, split_mark
+from hvdtrain.launch.shortened import Shortened
 from hvdtrain.launch.ssh import SshRoute
 from hvdtrain.system import log_filter, open_mpi, process_tree
+from hvdtrain.system.settings import DEBUG
 
 _DRAIN_S = 2.0
 _HALF_LINE_S = 1.0
@@ -146,11 +148,16 @@ class Job:
     def _copy(self, name: str, source: IO[bytes] | None, number: int) -> None:
         """Copy what comes through a pipe to our own stream, as it comes, but in whole lines."""
         assert source is not None
-        lines, is_quiet, is_read = MarkedLines(), log_filter.wanted(), True
+        lines, shortened, is_read = MarkedLines(), Shortened(), True
+        is_quiet, is_short = log_filter.wanted(), os.environ.get(DEBUG) != "1"
 
-        def write(found: list[bytes]) -> None:
+        def shown(found: list[bytes]) -> list[bytes]:
+            if is_quiet:
+                found = [each for each in found if not log_filter.is_note(split_mark(each)[1].decode(errors="replace"))]
+            return shortened.feed(map(split_mark, found)) if is_short else found
+
+        def write(shown: list[bytes]) -> None:
             nonlocal is_read
-            shown = [line for line in found if not is_quiet or not log_filter.is_note(without_mark(line))]
             view = memoryview(b"".join(line + b"\n" for line in shown))
             while is_read and view:
                 try:
@@ -163,11 +170,11 @@ class Job:
                 begun = lines.begun()
                 wait_s = None if begun is None else max(0.0, begun + _HALF_LINE_S - time.monotonic())
                 if not select.select([source], [], [], wait_s)[0]:
-                    write(lines.late(now=time.monotonic(), limit_s=_HALF_LINE_S))
+                    write(shown(lines.late(now=time.monotonic(), limit_s=_HALF_LINE_S)))
                     continue
                 data = os.read(source.fileno(), 2**16)
                 if not data:
                     break
                 self.listener.hear(name, data)
-                write(lines.feed(data, now=time.monotonic()))
-        write(lines.end())
+                write(shown(lines.feed(data, now=time.monotonic())))
+        write([*shown(lines.end()), *shortened.end()])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.shared import start_checks
 from hvdtrain.system import process_tree
@@ -32,7 +33,9 @@ def make(ranks: int) -> tuple[Path, str]:
     free, wanted = start_checks.free_bytes(), _BYTES + _BYTES_A_RANK * ranks if ranks else _FACTS_BYTES
     why = ""
     if free < wanted:
-        why = start_checks.in_words(free) + f", and {ranks} ranks may take {wanted // 2**20 + 1} MiB" * bool(ranks)
+        why = start_checks.in_words(free) + f", and {count_ranks(ranks)} may take {wanted // 2**20 + 1} MiB" * bool(
+            ranks
+        )
     where = Path(tempfile.gettempdir()) if why else shared
     _sweep(shared)
     try:

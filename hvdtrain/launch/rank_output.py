@@ -118,9 +118,10 @@ class MarkedLines:
         return [mark + _seen(text) for mark, text in lines]
 
 
-def without_mark(line: bytes) -> str:
-    """Return a line of `MarkedLines` without its mark."""
-    return _ITS_MARK.sub(b"", line).decode(errors="replace")
+def split_mark(line: bytes) -> tuple[bytes, bytes]:
+    """Return the mark of a line of `MarkedLines`, empty for the launcher's own, and its text."""
+    end = found.end() if (found := _ITS_MARK.match(line)) else 0
+    return line[:end], line[end:]
 
 
 def _seen(text: bytes) -> bytes:

@@ -21,6 +21,7 @@ from hvdtrain.callbacks.base import CheckpointOptions, RunId, with_arrays, witho
 from hvdtrain.checkpoint import Contents, Writer
 from hvdtrain.checkpoint.lock import FolderLock, Holder
 from hvdtrain.distributed import agreement, rank_state
+from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.rank_state import Arrays
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError, HvdTrainError
@@ -296,7 +297,8 @@ def restore(
         if before != lr_factor:
             rates = adapter.learning_rates
             adapter.learning_rates = [rate * lr_factor / before for rate in rates]
-            log.info("lr %s -> %s (written on %d ranks)", rates, adapter.learning_rates, meta["world_size"])
+            written = count_ranks(meta["world_size"])
+            log.info("lr %s -> %s (written on %s)", rates, adapter.learning_rates, written)
         meta["restored_from"] = str(directory)
         arrays.update(contents.arrays.get("ranks", {}))
         arrays.update({f"0/{_OF_CALLBACKS}{name}": a for name, a in contents.arrays.get(_CALLBACKS, {}).items()})

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hvdtrain.distributed.launch_environment import named
-from hvdtrain.distributed.watchdog import waits
+from hvdtrain.distributed.watchdog import tracebacks, waits
 from hvdtrain.distributed.watchdog.shared_facts import SharedFacts, process_state
 from hvdtrain.errors import OtherRankError
 from hvdtrain.system.settings import DEBUG
@@ -103,7 +103,7 @@ class RankExit:
 
     def _report(self, error: BaseException, hook: Callable[..., Any], failed_at: float) -> None:
         """Print this rank's exception: completely, unless another rank has just printed the same one."""
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = tracebacks.format_error(error)
         last = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         if not self.facts.claim("first") and os.environ.get(DEBUG) != "1":
             until = time.monotonic() + _FIRST_PRINTS_S
@@ -112,6 +112,7 @@ class RankExit:
             for rank, first in errors.items():
                 if rank != self.rank and is_same(last, self.rank, str(first.get("last_line")), rank):
                     say(f"{self.who}: the same {last.partition(':')[0]} as on rank {rank}")
+                    self.facts.post("followed", {"rank": self.rank, "time": failed_at})
                     return
         heading = f"{self.who} failed after {waits.steps_done()} steps:"
         is_pythons = hook is sys.__excepthook__

@@ -12,12 +12,12 @@ import functools
 import gc
 import os
 import sys
-import sysconfig
 import threading
-import traceback
 from collections.abc import Callable, Hashable, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+from hvdtrain.distributed.watchdog import tracebacks
 
 # The end of a file's name and a function: what is waited for there.
 _PLACES = {
@@ -30,11 +30,6 @@ _PLACES = {
 }
 _COLLECTIVES = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "join", "barrier")
 _SHOWN_NAMES = 3
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_NOT_THE_USERS = tuple(
-    os.path.join(path, "")
-    for path in (_PACKAGE, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
-)
 
 _steps = 0
 _given = False  # the number of the step, by a caller that knows it
@@ -191,7 +186,7 @@ def describe(frame: FrameType | None) -> str:
     """Return what a thread waits for, from the functions on its stack and the names they were called with."""
     kind = ""
     names: list[str] = []
-    while frame is not None and not _is_users(frame.f_code):
+    while frame is not None and not tracebacks.is_users(frame.f_code.co_filename):
         function = frame.f_code.co_name.removeprefix("horovod_").strip("_")
         function = function.removesuffix("_async").removeprefix("grouped_")
         kind = kind or (function if function in _COLLECTIVES else "")
@@ -217,15 +212,9 @@ def _listed(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _is_users(code: CodeType) -> bool:
-    file = os.path.abspath(code.co_filename)
-    libraries = file.startswith(_NOT_THE_USERS) or "site-packages" in file or "dist-packages" in file
-    return not libraries and not code.co_filename.startswith("<")
-
-
 def place(frame: FrameType | None) -> str:
     """Return where a stack is in the user's own code, "train.py:38 in main"; "" if it is in none."""
-    while frame is not None and not _is_users(frame.f_code):
+    while frame is not None and not tracebacks.is_users(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return ""
@@ -242,5 +231,5 @@ def stacks(first: int | None = None, *, besides: int | None = None) -> str:
     for thread in sorted(there, key=lambda t: (t != main, t != first)):
         if thread != besides and (thread in (main, first) or place(there[thread])):
             label = "main thread" if thread == main else f"thread {names.get(thread, thread)}"
-            parts.append(f"Stack of the {label}:\n" + "".join(traceback.format_stack(there[thread])))
+            parts.append(f"Stack of the {label}:\n" + tracebacks.format_stack(there[thread]))
     return "".join(parts)

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.tuning import usable_cores
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import job_environment
@@ -112,7 +113,7 @@ def bench_machine(options: BenchOptions, spec: LaunchSpec, link: float | None) -
     plan = worker.WorkerPlan(framework, **chosen)
     environment = {name: os.environ.get(name, "1") for name in _ONE_THREAD}
     text = json.dumps(dataclasses.asdict(plan))
-    _announce(f"{spec.ranks} ranks, {framework}, at most {options.timeout_s:g} s")
+    _announce(f"{count_ranks(spec.ranks)}, {framework}, at most {options.timeout_s:g} s")
     program, limit_s = ["-m", "hvdtrain.tools.bench.worker", text], options.timeout_s
     outcome = run_ranks(spec, program, environment=environment, timeout_s=limit_s, mark=worker.MARK, answers=1)
     found = _report_of(outcome, limit_s)
@@ -123,7 +124,7 @@ def bench_machine(options: BenchOptions, spec: LaunchSpec, link: float | None) -
     points = [with_floor(each, ranks=spec.ranks, link=link, on_memory=on_memory) for each in sizes]
     width = f"{worker.INPUTS}-{plan.hidden}-{plan.hidden}-{worker.CLASSES}"
     return report.Result(
-        title=f"{framework}, {spec.ranks} ranks; steps: MLP {width}, batch {plan.batch_size} a rank",
+        title=f"{framework}, {count_ranks(spec.ranks)}; steps: MLP {width}, batch {plan.batch_size} a rank",
         steps=steps,
         advice=advice.advise(advice_facts(steps, spec=spec, link=link, fit=sweep.fit(points))),
         points=points,
@@ -138,7 +139,7 @@ def bench_script(script: Path, options: BenchOptions, spec: LaunchSpec, link: fl
     steps_asked = SCRIPT_STEPS if options.steps is None else options.steps
     name = script.name
     until = f"{steps_asked} steps" if steps_asked else "its end"
-    _announce(f"{name} on {spec.ranks} ranks until {until}, at most {options.timeout_s:g} s")
+    _announce(f"{name} on {count_ranks(spec.ranks)} until {until}, at most {options.timeout_s:g} s")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", ignore_cleanup_errors=True) as folder:
         environment = {step_times.VARIABLE: str(steps_asked), scratch.VARIABLE: folder}
         line, limit_s = [str(script), *options.arguments], options.timeout_s
@@ -146,7 +147,7 @@ def bench_script(script: Path, options: BenchOptions, spec: LaunchSpec, link: fl
         outcome = run_ranks(spec, line, environment=environment, timeout_s=limit_s, mark=mark, answers=ranks)
     steps = from_script(outcome, name=name, ranks=ranks, timeout_s=limit_s)
     return report.Result(
-        title=f"{name}, {spec.ranks} ranks, {steps.slowest.facts.get('framework', '')}",
+        title=f"{name}, {count_ranks(spec.ranks)}, {steps.slowest.facts.get('framework', '')}",
         steps=steps,
         advice=advice.advise(advice_facts(steps, spec=spec, link=link, fit=None)),
         link_bytes_per_s=link,

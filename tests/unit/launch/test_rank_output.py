@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.launch.rank_output import MarkedLines, OutputLines, without_mark
+from hvdtrain.launch.rank_output import MarkedLines, OutputLines, split_mark
 from hvdtrain.system import open_mpi
 
 OVER_MPI = b"[1,0]<stdout>:one\n[1,1]<stderr>:two\nmpirun: words\n[1,1]<stdout>:[0] not mine\n"
@@ -53,7 +53,7 @@ def test_lines_for_a_reader_keep_their_marks_and_are_whole() -> None:
     mixed = b"[1,0]<stdout>:<0:1[1,1]<stdout>:<1:1>\n[1,0]<stdout>:2>\nmpirun: words\n"
     expected = [b"[1,1]<stdout>:<1:1>", b"[1,0]<stdout>:<0:12>", b"mpirun: words"]
     assert whole(mixed) == whole(*(mixed[i : i + 1] for i in range(len(mixed)))) == expected
-    assert [without_mark(line) for line in expected] == ["<1:1>", "<0:12>", "mpirun: words"]
+    assert [split_mark(line)[1] for line in expected] == [b"<1:1>", b"<0:12>", b"mpirun: words"]
 
 
 @pytest.mark.parametrize("tag", ["[1,{}]<stdout>:", "[{}]<stdout>:"])
@@ -73,8 +73,8 @@ def test_a_time_that_a_rank_prints_is_its_own() -> None:
     time = b"Sat Nov 21 20:05:27 2026"
     mixed = b"[1,0]<stdout>:" + time + b"[1,1]<stdout>:x\n[1,0]<stdout>:!\n"
     assert whole(mixed) == [b"[1,1]<stdout>:x", b"[1,0]<stdout>:" + time + b"!"]
-    assert without_mark(b"[1,0]<stdout>:" + time) == time.decode()
-    assert without_mark(time + b"[1,0]<stdout>:I0000 a note") == "I0000 a note"
+    assert split_mark(b"[1,0]<stdout>:" + time) == (b"[1,0]<stdout>:", time)
+    assert split_mark(time + b"[1,0]<stdout>:I0000 a note") == (time + b"[1,0]<stdout>:", b"I0000 a note")
 
 
 def test_half_a_line_is_shown_once_it_has_waited_and_no_line_loses_its_half_to_another_ranks() -> None:

@@ -101,5 +101,5 @@ def test_shards_of_ranks_that_are_gone_are_not_sharded_again():
     assert [int(v) for b in source.epoch(0, shuffle=False, after=Consumed(4, 2, 1)) for v in b.inputs[:, 0]] == [
         4, 5, 6, 7, 8, 9,
     ]  # fmt: skip
-    with pytest.raises(HvdTrainError, match=r"checkpoint of 3 ranks.*on 1 ranks"):
+    with pytest.raises(HvdTrainError, match=r"checkpoint of 3 ranks.*on 1 rank\."):
         list(source.epoch(0, shuffle=False, after=Consumed(12, 6, 3)))

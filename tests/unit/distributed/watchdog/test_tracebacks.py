@@ -1,0 +1,58 @@
+"""Tracebacks with the user's frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdtrain.checkpoint import Store
+from hvdtrain.data import sharding
+from hvdtrain.distributed.agreement import together
+from hvdtrain.distributed.watchdog.tracebacks import format_error
+from hvdtrain.distributed.world import SoloWorld
+
+
+def of(call):
+    """Return the traceback of the error that `call` raises."""
+    with pytest.raises(Exception) as caught:
+        call()
+    return format_error(caught.value)
+
+
+def fail():
+    return np.ones(3) @ np.ones(4)
+
+
+def test_our_frames_between_the_users_are_one_line_unless_debug_is_set(monkeypatch):
+    text = of(lambda: together(fail, world=SoloWorld(), name="x"))
+    assert text.count("of hvdtrain and Horovod; HVDTRAIN_DEBUG=1 shows all") == 1
+    assert "agreement.py" not in text
+    assert "in fail\n" in text
+    monkeypatch.setenv("HVDTRAIN_DEBUG", "1")
+    text = of(lambda: together(fail, world=SoloWorld(), name="x"))
+    assert "agreement.py" in text
+    assert "..." not in text
+
+
+def test_the_place_of_an_error_that_is_not_hvdtrains_own_stays():
+    text = of(lambda: sharding.shard_indices(None, rank=0, size=1))
+    assert "sharding.py" in text
+
+
+def test_what_hvdtrain_raised_its_own_error_from_is_in_its_message_alone(tmp_path):
+    (tmp_path / "file").write_text("")
+    text = of(lambda: Store(tmp_path / "file" / "runs").check_writable(1))
+    assert text.count("Traceback") == 1
+    assert text.splitlines()[-1].startswith("hvdtrain.errors.CheckpointError: No checkpoint can be written to")
+
+
+def test_a_cause_in_the_users_code_is_shown():
+    def wrapped():
+        try:
+            fail()
+        except ValueError as error:
+            from hvdtrain.errors import HvdTrainError
+
+            raise HvdTrainError("no") from error
+
+    assert of(wrapped).count("Traceback") == 2

@@ -1,0 +1,49 @@
+"""What is left out of a launcher's output, and what is not."""
+
+from __future__ import annotations
+
+from hvdtrain.launch.shortened import Shortened
+
+RULE = b"-" * 74
+MARK = b"[1,0]<stderr>:"
+STALL = b"[2026-11-25 13:05:30.544224: W /tmp/x/horovod/common/stall_inspector.cc:107] One or more tensors wait"
+
+
+def shown(*lines: bytes) -> list[bytes]:
+    shortened = Shortened()
+    pairs = [(MARK, line.removeprefix(MARK)) if line.startswith(MARK) else (b"", line) for line in lines]
+    return [*shortened.feed(pairs, now=0.0), *shortened.end()]
+
+
+def test_mpiruns_two_blocks_about_a_rank_that_ended_are_left_out() -> None:
+    first = [RULE, b"Primary job  terminated normally, but 1 process returned", b"a non-zero exit code.", RULE]
+    second = [
+        RULE,
+        b"mpirun detected that one or more processes exited with non-zero status, thus",
+        b"  Exit code: 1",
+        RULE,
+    ]
+    assert shown(b"before", *first, *second, b"after") == [b"before", b"after"]
+
+
+def test_other_blocks_and_rules_of_ranks_are_shown_whole() -> None:
+    block = [RULE, b"There are not enough slots available in the system", RULE]
+    of_a_rank = [MARK + RULE, MARK + b"Primary job  terminated normally, but", MARK + RULE]
+    lines = [*block, *block, b"words", *of_a_rank, RULE]
+    assert shown(*lines) == lines
+
+
+def test_horovods_warning_comes_without_a_path_and_once_for_each_set_of_tensors() -> None:
+    shortened = Shortened()
+
+    def warn(*missing: bytes, now: float) -> list[bytes]:
+        texts = (STALL, b"Missing ranks:", *missing)
+        return [line.removeprefix(MARK) for line in shortened.feed([(MARK, text) for text in texts], now=now)]
+
+    heading = [b"Horovod: One or more tensors wait", b"Missing ranks:"]
+    assert warn(b"1: [a]", now=0.0) == [*heading, b"1: [a]"]
+    assert warn(b"1: [a]", now=60.0) == []
+    assert warn(b"1: [a]", b"0: [b]", now=120.0) == [*heading, b"0: [b]"]
+    assert warn(b"1: [a]", now=900.0) == [*heading, b"1: [a]"]  # another stall
+    assert shortened.feed([(MARK, b"1: [a]"), (MARK, b"words")], now=901.0) == [MARK + b"words"]
+    assert shortened.feed([(MARK, b"1: [a]")], now=902.0) == [MARK + b"1: [a]"]
