@@ -23,6 +23,7 @@ from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.horovod_build.installed import version_of
 from hvdtrain.system import private_files, redact
 from hvdtrain.system.settings import RUN_NAME
+from hvdtrain.system.user_paths import expanded
 from hvdtrain.telemetry.interval import PARTS, Interval
 
 log = logging.getLogger("hvdtrain")
@@ -147,7 +148,7 @@ class RunFolder(RecordingCallback):
         self, folder: str | os.PathLike[str] | None = None, *, every_s: float = 5.0, options: Json | None = None
     ) -> None:
         super().__init__(every_s, options)
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else expanded(folder)
         self._file: IO[str] | None = None
 
     def on_fit_begin(self, trainer: RunContext) -> None:
@@ -198,7 +199,7 @@ def make_folder() -> Path:
 
     The run of a script's second Trainer is <name>-2, in every start.
     """
-    runs, name = Path(os.environ.get(RUNS, "runs")), os.environ.get(RUN_NAME)
+    runs, name = expanded(os.environ.get(RUNS, "runs")), os.environ.get(RUN_NAME)
     private_files.make_folder(runs)
     for number in _runs_here if name else itertools.count(1):
         folder = runs / ((name or default_name()) + (f"-{number}" if number > 1 else ""))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from hvdtrain.checkpoint import folders
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import private_files, safe_arrays
+from hvdtrain.system.user_paths import expanded
 
 Arrays = dict[str, NDArray[Any]]
 Result = TypeVar("Result")
@@ -78,7 +79,7 @@ def write(directory: str | os.PathLike[str], contents: Contents) -> None:
     If it cannot be written, a CheckpointError says why, and an older checkpoint at this path stays. It is a DiskError
     if the disk is the reason.
     """
-    target = Path(os.path.realpath(directory))
+    target = Path(os.path.realpath(expanded(directory)))
     same = {name: known for name, (array, known) in contents.left_out.items() if digest(array) == known}
     changed = {name: array for name, (array, _) in contents.left_out.items() if name not in same}
     groups = contents.arrays | ({"model": contents.arrays["model"] | changed} if changed else {})
@@ -219,18 +220,19 @@ def _write_arrays(path: Path, arrays: Arrays, *, like: Path) -> FileEntry:
 
 def _in_folder(directory: str | os.PathLike[str], action: Callable[[int], Result]) -> Result:
     """Call `action` with the open folder: a rename meanwhile does not mix two checkpoints' files."""
+    place = expanded(directory)
     while True:
-        found = folders.locate(Path(directory))
+        found = folders.locate(place)
         try:
             with folders.opened(found) as folder:
                 try:
                     return action(folder)
                 except CheckpointError as error:
                     # Compare while it is open: once it is removed and closed, the next folder may get its inode number.
-                    if not _is_elsewhere(Path(directory), os.fstat(folder)):
+                    if not _is_elsewhere(place, os.fstat(folder)):
                         raise CheckpointError(f"Checkpoint {directory} cannot be used: {error}.") from error
         except OSError as error:
-            now = folders.locate(Path(directory))
+            now = folders.locate(place)
             if not isinstance(error, FileNotFoundError) or (now == found and not now.is_dir()):
                 raise CheckpointError(f"Checkpoint {directory} cannot be used: {error.strerror}.") from error
         # Its writer has put the next one in its place meanwhile: look again.

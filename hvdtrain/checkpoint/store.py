@@ -20,6 +20,7 @@ from hvdtrain.checkpoint import files, folders
 from hvdtrain.checkpoint.files import Contents, DiskError
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import private_files
+from hvdtrain.system.user_paths import expanded
 
 log = logging.getLogger("hvdtrain")
 
@@ -56,7 +57,7 @@ class Store:
     ) -> None:
         if keep_last is not None and (isinstance(keep_last, bool) or keep_last < 1):
             raise ValueError(f"keep_last must be at least 1, or None to keep all. Received: keep_last={keep_last!r}")
-        self.root = Path(root)
+        self.root = expanded(root)
         self._keep_last = keep_last
         self._best = best
         self._sign = sign(best or "", mode)

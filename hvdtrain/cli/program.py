@@ -17,6 +17,7 @@ from hvdtrain.cli.report import report
 from hvdtrain.cli.shared import (
     COUNT,
     FILE,
+    NEW_FILE,
     SECONDS,
     Command,
     Debug,
@@ -32,6 +33,7 @@ from hvdtrain.cli.shared import (
 from hvdtrain.errors import HvdTrainError, UsageError
 from hvdtrain.system import redact
 from hvdtrain.system.settings import DEBUG, RUN_NAME
+from hvdtrain.system.user_paths import expanded
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
@@ -74,7 +76,7 @@ def hvdtrain(
 
 
 def _folder(text: str) -> Path:
-    path = Path(text)
+    path = expanded(text)
     there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     if not there.is_dir():
         raise ValueError(f"must be a folder. {there} is a file")
@@ -139,9 +141,7 @@ def doctor(
     report: Annotated[
         bool, option("Print Markdown to paste into an issue: no addresses, names or secrets.", "--report")
     ] = False,
-    out: Annotated[
-        Path | None, option("Write the report there instead of printing it.", metavar="FILE", readable=False)
-    ] = None,
+    out: Annotated[Path | None, option("Write the report there instead of printing it.", **NEW_FILE)] = None,
     no_allreduce: Annotated[
         bool, option("Start no processes: only check that what is installed fits.", "--no-allreduce")
     ] = False,

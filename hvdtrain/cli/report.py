@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hvdtrain.cli.shared import FILE, Debug, check_page, option
+from hvdtrain.cli.shared import FILE, NEW_FILE, Debug, check_page, option, quantity
 from hvdtrain.errors import UsageError
 from hvdtrain.system import private_files
+from hvdtrain.system.user_paths import expanded
 from hvdtrain.tools.plan.model import read_measured
 from hvdtrain.tools.quantities import parse_rate
 
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 def report(
     runs: Annotated[
         list[Path] | None,
-        # Whether it can be read shows when it is read.
-        typer.Argument(metavar="RUN [RUN]", help="A run's folder, or two to compare.", readable=False),
+        typer.Argument(help="A run's folder, or two to compare.", **quantity(expanded, "RUN [RUN]")),
     ] = None,
     out: Annotated[
         Path | None,
-        option("The page; default: report.html in RUN, for two runs in this folder.", metavar="FILE", readable=False),
+        option("The page; default: report.html in RUN, for two runs in this folder.", **NEW_FILE),
     ] = None,
     measured: Annotated[
         Path | None, option("Show the allreduce floor, from a file of: hvdtrain bench --script X --json", **FILE)

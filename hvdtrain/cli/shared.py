@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.settings import DEBUG, did_you_mean
+from hvdtrain.system.user_paths import expanded
 
 # Typer exports BadParameter alone, and newer versions carry a copy of click of their own: its base is theirs.
 TyperUsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -82,14 +83,16 @@ def one_of(*names: str) -> dict[str, Any]:
 
 
 def _file(text: str) -> Path:
-    if not Path(text).is_file():
+    path = expanded(text)
+    if not path.is_file():
         raise ValueError(f"must be a file. There is none at {text}")
-    if not os.access(text, os.R_OK):
+    if not os.access(path, os.R_OK):
         raise ValueError(f"must be a file that can be read. {text} cannot")
-    return Path(text)
+    return path
 
 
 FILE = quantity(_file, "FILE")
+NEW_FILE = quantity(expanded, "FILE")
 
 
 def check_page(path: Path) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hvdtrain.errors import HvdTrainError, PackageMissingError
+from hvdtrain.system.user_paths import expanded
 
 Columns = Sequence[str] | Mapping[str, str | Sequence[str]]
 
@@ -98,7 +99,7 @@ class _Table:
             raise PackageMissingError("pyarrow is not installed. Run: pip install pyarrow") from None
         self.path = path
         try:
-            place = path if "://" in path else os.path.abspath(path)
+            place = path if "://" in path else os.path.abspath(expanded(path))
             self._system, place = filesystems.FileSystem.from_uri(place)
             found = self._system.get_file_info(place)
         except (OSError, self._arrow.ArrowException) as problem:
@@ -258,7 +259,7 @@ def _side_by_side(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _cache(given: str | os.PathLike[str] | None) -> Path:
-    folder = Path(given if given is not None else tempfile.gettempdir(), f"hvdtrain-parquet-{os.getuid()}")
+    folder = expanded(given if given is not None else tempfile.gettempdir()) / f"hvdtrain-parquet-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.lstat().st_uid

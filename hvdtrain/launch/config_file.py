@@ -18,6 +18,7 @@ from hvdtrain.launch import arguments
 from hvdtrain.launch.arguments import HOROVODRUN, HOROVODRUN_OPTIONS, MPIRUN
 from hvdtrain.system import private_files, redact
 from hvdtrain.system.settings import did_you_mean
+from hvdtrain.system.user_paths import expanded
 
 _FILE = "run.yaml"
 _SCALARS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "timestamp"))
@@ -94,7 +95,7 @@ class Settings:
         """Write them into the run's folder, beside config.json; return the file, None where runs have no folder."""
         if not runs:
             return None
-        path = Path(runs, name, _FILE)
+        path = expanded(runs) / name / _FILE
         private_files.make_folder(path.parent)
         private_files.write_text(path, yaml.safe_dump(self.document(), sort_keys=False, allow_unicode=True))
         return path
@@ -122,7 +123,7 @@ def read(path: str) -> Settings:
     """Return what a file says; a UsageError of one line names the file, the line and the key that is wrong."""
     try:
         # Composed, not loaded: nothing in it becomes an object, and each value has its line and its spelling.
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(expanded(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as problem:
         raise UsageError(f"--config {path} cannot be read: {problem.strerror}") from None
     except UnicodeDecodeError:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.system.user_paths import expanded
+
 VARIABLE = "HVDTRAIN_SCRATCH"  # a folder that `hvdtrain bench` makes and deletes, a rank of another host there
 
 _KERAS_WRITERS = frozenset({"ModelCheckpoint", "BackupAndRestore", "CSVLogger", "TensorBoard"})
@@ -25,8 +27,9 @@ def is_on() -> bool:
 def place(path: str | os.PathLike[str]) -> Path:
     """Return where to write what belongs at `path`: there, or at its place in this process's temporary folder."""
     global _own
+    path = expanded(path)
     if not is_on():
-        return Path(path)
+        return path
     if _own is None:
         _own = Path(os.environ[VARIABLE]) / f"{socket.gethostname()}-{os.getpid()}"
         atexit.register(_clear, os.getpid())
@@ -36,7 +39,7 @@ def place(path: str | os.PathLike[str]) -> Path:
 def found(path: str | os.PathLike[str]) -> Path:
     """Return where to read what belongs at `path`: what this process wrote instead of it, else there."""
     placed = place(path)
-    return placed if placed.exists() else Path(path)
+    return placed if placed.exists() else expanded(path)
 
 
 def is_keras_writer(callback: Any) -> bool:

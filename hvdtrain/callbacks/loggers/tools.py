@@ -16,6 +16,7 @@ from typing import IO, Any
 from hvdtrain.callbacks.loggers.logger import Logger, Package, Record, Run
 from hvdtrain.callbacks.run_folder import Json
 from hvdtrain.system import private_files
+from hvdtrain.system.user_paths import expanded
 
 log = logging.getLogger("hvdtrain")
 
@@ -51,7 +52,7 @@ class CSVLogger(Logger):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every_s: float = 5.0) -> None:
-        super().__init__(_CSVFile(Path(path)), every_s=every_s)
+        super().__init__(_CSVFile(expanded(path)), every_s=every_s)
 
 
 class _CSVFile:
@@ -142,7 +143,7 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every_s: float = 5.0, options: Json | None = None) -> None:
-        super().__init__(_EventFile(Path(folder)), every_s=every_s, options=options, package=_TENSORBOARD)
+        super().__init__(_EventFile(expanded(folder)), every_s=every_s, options=options, package=_TENSORBOARD)
 
 
 class _EventFile:
@@ -227,7 +228,7 @@ class MLflowLogger(Logger):
 
 class _MLflowRun:
     def __init__(self, place: str, experiment: str) -> None:
-        self._folder = None if "://" in place or place.startswith("file:") else Path(place)
+        self._folder = None if "://" in place or place.startswith("file:") else expanded(place)
         self._uri = place if self._folder is None else self._folder.absolute().as_uri()
         self._experiment = experiment
         self._client: Any = None
@@ -319,7 +320,7 @@ class WandbLogger(Logger):
         every_s: float = 5.0,
         options: Json | None = None,
     ) -> None:
-        place = Path(folder or os.environ.get("WANDB_DIR") or ".")
+        place = expanded(folder or os.environ.get("WANDB_DIR") or ".")
         super().__init__(_OfflineRun(project, place), every_s=every_s, options=options, name=name, package=_WANDB)
 
 
