@@ -134,11 +134,13 @@ def test_a_resumed_run_has_the_rates_of_one_that_was_not_stopped(tmp_path, name,
         schedule = Schedule(SCHEDULERS[name](optimizer), monitor=monitor)
         given = {"callbacks": [Seen(), schedule], "checkpoint_dir": directory, "run_dir": None, "progress": False}
         trainer.fit((X, Y), epochs=epochs, batch_size=12, **given)
+        return trainer.decisions
 
     run(6, None)
     straight, seen[:] = list(seen), []
     run(3, str(tmp_path))
-    run(6, str(tmp_path))
+    replaced = [line for line in run(6, str(tmp_path)) if "another one than the checkpoint's" in line]
+    assert not replaced
     assert seen == straight
     assert len(set(seen)) > 1
 
