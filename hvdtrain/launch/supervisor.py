@@ -266,7 +266,7 @@ def _say_how_it_ended(
         return
     first = last if requests else decision.first
     if (error := first.error) is not None:
-        number = attempts.index(first) + 1
+        number = next(number for number, each in enumerate(attempts, 1) if each is first)
         when = f", in attempt {number} of {len(attempts)}" if len(attempts) > 1 else ""
         say(f"the first error, of rank {error.rank} on host {error.host}{when}:\n{error.text}")
     if requests:

@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,8 @@ class SharedFacts:
     def counter(self, fact: str) -> Callable[[int], None]:
         """Return a function that replaces this rank's <fact>-<rank>.json by {"step": number}.
 
-        It takes a few microseconds, so that each step can call it: a killed rank leaves its last number.
+        It takes a few microseconds, so that each step can call it: a killed rank leaves its last number. The file is
+        open for as long as the function lives.
         """
         path = self.directory / f"{fact}-{self.rank}.json"
         try:
@@ -60,6 +62,7 @@ class SharedFacts:
             with contextlib.suppress(OSError):
                 os.pwrite(file, f'{{"step": {number:20}}}'.encode(), 0)
 
+        weakref.finalize(write, os.close, file).atexit = False
         write(0)
         return write
 

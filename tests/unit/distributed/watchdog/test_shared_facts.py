@@ -37,6 +37,17 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     assert gone.claim("first")
 
 
+def test_the_file_of_a_counter_is_closed_with_it(tmp_path):
+    facts = shared_facts.SharedFacts(tmp_path, rank=0)
+    count = facts.counter("progress")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):  # as after each reset of an elastic job
+        count = facts.counter("progress")
+    count(7)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert facts.all("progress") == {0: {"step": 7}}
+
+
 def test_a_folder_that_the_last_rank_removes_while_another_one_reads_it_says_nothing(tmp_path):
     read, ended = shared_facts.SharedFacts(tmp_path / "job", rank=0), threading.Event()
 
