@@ -197,8 +197,13 @@ def as_callback(callback: Any) -> Callback:
         )
     if hasattr(callback, "set_model") and hasattr(callback, "on_train_batch_end"):
         return KerasStyle(callback)
+    is_scheduler = hasattr(callback, "step") and hasattr(callback, "get_last_lr")  # torch's
+    advice = (
+        f". Give hvdtrain.callbacks.Schedule({type(callback).__name__}(...)), which steps it" if is_scheduler else ""
+    )
     raise TypeError(
-        f"A callback must be a hvdtrain.callbacks.Callback or a keras.callbacks.Callback. Received: {callback!r}"
+        "A callback must be a hvdtrain.callbacks.Callback or a keras.callbacks.Callback. Received: "
+        f"{callback!r}{advice}"
     )
 
 

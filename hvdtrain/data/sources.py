@@ -285,6 +285,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
             if source is None and framework in frameworks.FOLDERS:
                 source = frameworks.load(framework, "sources").as_source(data, **of_rank)
         several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
+        is_samples = isinstance(data, list) and all(isinstance(item, tuple | dict) for item in data)
         if source is not None:
             pass
         elif isinstance(data, Sharded):
@@ -297,11 +298,10 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
                 f"A tuple must hold arrays or tensors: (inputs, targets). Received: ({kinds}) on rank {world.rank}. "
                 "Pass arrays, (np.asarray(x), np.asarray(y)), or a list of samples, [*zip(x, y)]"
             )
-        elif _is_arrays(data):  # one array, or a dict of them
+        elif _is_arrays(data) and not is_samples:  # one array, or a dict of them
             source = ArraySource(data, **of_rank)
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-            fetch = lambda rows: collate([data[int(row)] for row in rows])  # noqa: E731
-            source = IndexedSource(len(data), fetch, **of_rank)
+            source = IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
         else:
             raise TypeError(
                 "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
@@ -311,6 +311,22 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Sou
     facts = {"batch_size": batch_size, **source.facts}
     agreement.require_equal(facts, world=world, what="the data", advice=_SAME_DATA)
     return source
+
+
+def _fetch(data: Any, rows: NDArray[np.int64], *, rank: int) -> Any:
+    """Return these samples of a map-style dataset as one item."""
+    samples = [data[int(row)] for row in rows]
+    try:
+        return collate(samples)
+    except ValueError as error:
+        shapes = [[np.shape(leaf) for leaf in leaves(sample)] for sample in samples]
+        other = next((each for each in shapes if each != shapes[0]), None)
+        if other is None:
+            raise
+        raise ValueError(
+            f"The samples of a batch must have equal shapes. Received: {shapes[0]} and {other} on rank {rank}. Pad "
+            "them to one length in the dataset, or pass a DataLoader whose collate_fn pads a batch."
+        ) from error
 
 
 def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:

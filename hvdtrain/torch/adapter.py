@@ -207,6 +207,7 @@ class TorchAdapter:
 
     def replica(self) -> Replica:
         """Return access to weights and optimizer state."""
+        lazy.check(lazy.tensors(self._model).items(), what="What reads weights before the first step")
         return Replica(self._optimizers(), self._world)
 
     def train_step(self, batches: Sequence[Batch]) -> None:

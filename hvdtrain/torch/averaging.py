@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.torch import names
+from hvdtrain.torch import lazy, names
 from hvdtrain.torch.training_state import to_host
 
 # These have too few digits for the small change of an average, which is held in the wider type.
@@ -20,6 +20,7 @@ class AveragedWeights:
 
     def __init__(self, model: torch.nn.Module | dict[str, torch.nn.Module]) -> None:
         model = torch.nn.ModuleDict(model) if isinstance(model, dict) else model
+        lazy.check(names.parameters(model), what="EMA")
         self._weights = {name: p.detach() for name, p in names.parameters(model) if p.requires_grad}
         self._averages = {
             name: weight.to(_WIDER.get(weight.dtype, weight.dtype), copy=True) for name, weight in self._weights.items()

@@ -219,7 +219,18 @@ class LoaderSource:
         for step in range(sharding.steps_per_epoch(left, batch_size=batch_size, size=size)):
             held = sharding.samples_in_step(step, left, batch_size=batch_size, size=size)
             local = len(range(rank, left, size)[step * batch_size : (step + 1) * batch_size])
-            yield (next(batches) if local else None), local, held
+            yield (self._next(batches) if local else None), local, held
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            if "stack expects each tensor to be equal size" not in str(error):
+                raise
+            raise ValueError(
+                f"The samples of a batch must have equal shapes. Received on rank {self._world.rank}: {error}. Pad "
+                "them to one length in the dataset, or give the DataLoader a collate_fn that pads a batch."
+            ) from error
 
 
 def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:

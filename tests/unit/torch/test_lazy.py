@@ -58,3 +58,8 @@ def test_parameters_that_the_first_batch_creates_are_not_left_untrained(make):
     model = Late()
     model(torch.as_tensor(X))
     make(model).fit((X, Y), **QUIET)
+
+
+def test_an_average_of_weights_needs_a_model_that_was_called(make):
+    with pytest.raises(ValueError, match=r"EMA needs .*0.weight of a lazy module.* Call the model once on a batch"):
+        make(lazy()).fit((X, Y), callbacks=[hvdtrain.callbacks.EMA(decay=0.9)], **QUIET)

@@ -83,3 +83,18 @@ def test_leaving_a_prepared_loop_leaves_no_hooks_behind():
         worlds.use(None)
     assert not model.weight._backward_hooks
     assert np.isfinite(model.weight.grad.item())
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: DataLoader(rows, batch_size=2)])
+def test_samples_of_unequal_shapes_are_told_to_be_padded(make, wrap):
+    ragged = [(torch.zeros(3 + row % 3), torch.zeros(1)) for row in range(8)]
+    with pytest.raises(ValueError, match=r"have equal shapes. Received(.|\n)*rank 0(.|\n)*collate_fn .*pads a bat"):
+        make(loss=torch.nn.MSELoss()).fit(wrap(ragged), batch_size=2, progress=False, run_dir=None)
+
+
+def test_a_list_of_samples_may_hold_arrays_alone(make):
+    samples = [(torch.full((4,), float(row)), torch.zeros(3)) for row in range(8)]
+    trainer = make(loss=torch.nn.MSELoss())
+    history = trainer.fit(samples, batch_size=8, progress=False, run_dir=None)
+    assert len(history["loss"]) == 1
+    assert trainer.predict(samples).shape == (8, 3)

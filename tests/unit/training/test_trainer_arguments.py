@@ -147,3 +147,10 @@ def test_a_distributed_optimizer_is_refused(make, net, hvd):
     model = net()
     with pytest.raises(ValueError, match="must be the plain one"):
         make(model, optimizer=hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def test_a_torch_scheduler_among_callbacks_is_told_to_be_a_schedule(make, net):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match=r"Give hvdtrain.callbacks.Schedule\(StepLR\(...\)\), which steps it"):
+        make(model, optimizer=optimizer).fit((X, Y), callbacks=[torch.optim.lr_scheduler.StepLR(optimizer, 1)])
