@@ -359,7 +359,7 @@ DEFECTS = (
     Defect(
         "Keras on torch: a rank's batch weighs nothing special",
         "hvdtrain/keras/adapter.py",
-        "share * self._world.size if batch.local_count else 0.0",
+        "weight * self._world.size if batch.local_count else 0.0",
         "1.0 if batch.local_count else 0.0",
         ranks("trainer-keras-torch", "weights_of_one_process"),
     ),

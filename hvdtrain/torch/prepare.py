@@ -16,6 +16,7 @@ from hvdtrain.torch import dtypes, names, training_state
 from hvdtrain.torch.arguments import check_parameters
 from hvdtrain.torch.losses import as_tensor
 from hvdtrain.torch.settle import settle
+from hvdtrain.torch.short_batches import ShortBatches
 from hvdtrain.torch.sources import LoaderSource
 from hvdtrain.torch.sync_batch_norm import convert_torchs
 from hvdtrain.torch.update import needs_closure
@@ -65,9 +66,9 @@ class PreparedLoader:
     """Yields this rank's batches on its device, the same number on every rank; each iteration is a new epoch.
 
     During a short batch, the model's gradients are scaled so that their mean over ranks equals one process's mean over
-    all samples. After a pass in which the model trains, ranks average its running statistics. `count` is the number of
-    this rank's samples in the current batch. It is 0 for a filler, which has no weight in the gradient and must not
-    count in metrics.
+    all samples; a loop that computes them in another order gets an error (`ShortBatches`). After a pass in which the
+    model trains, ranks average its running statistics. `count` is the number of this rank's samples in the current
+    batch. It is 0 for a filler, which has no weight in the gradient and must not count in metrics.
     """
 
     def __init__(self, loader: DataLoader[Any], source: LoaderSource, model: torch.nn.Module, world: World) -> None:
@@ -84,26 +85,23 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        filler = None
-        for item, count, held in self._source.items(epoch):
+        filler, size = None, self._world.size
+        weights = ShortBatches.of(self._model, self._world.rank) if size > 1 else None  # one process has no weights
+        if weights is not None:
+            weights.restart(id(self))
+        for index, (item, count, held) in enumerate(self._source.items(epoch), start=1):
             self.count = count
             if item is None:  # this rank has no samples in this step; it repeats a batch, or takes the first sample
                 item = filler if filler is not None else self._loader.collate_fn([self._loader.dataset[0]])
             filler = item
-            hooks = self._scale_gradients(count * self._world.size / held)
+            if weights is not None:  # the last batch alone can be short: on all ranks, though some may hold as many
+                is_short = held < size * (self._loader.batch_size or 1)
+                how = {"is_short": is_short, "is_before": index == len(self) - 1}
+                weights.begin(id(self), count * size / held, **how)
             try:
                 yield tree_map(lambda value: as_tensor(value, self._device), item)
             finally:  # also if the loop ends early
-                for hook in hooks:
-                    hook.remove()
-        if (
-            self._world.size > 1 and self._model.training
-        ):  # equal also in evaluation, and in the file that rank 0 writes
+                if weights is not None:
+                    weights.end(id(self))
+        if size > 1 and self._model.training:  # equal also in evaluation, and in the file that rank 0 writes
             settle(list(names.buffers(self._model)), self._world)
-
-    def _scale_gradients(self, weight: float) -> list[Any]:
-        if weight == 1.0:
-            return []
-        # Write zeros instead of multiplying: a filler's gradient may not be finite.
-        scale = (lambda grad: grad * weight) if weight else torch.zeros_like
-        return [parameter.register_hook(scale) for parameter in self._model.parameters() if parameter.requires_grad]

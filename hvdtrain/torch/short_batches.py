@@ -1,0 +1,111 @@
+"""The gradients of a prepared loop's short batches: scaled for their samples, in the loader's order."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdtrain.errors import HvdTrainError
+
+
+@dataclass
+class _Batch:
+    weight: float
+    is_short: bool
+    number: int  # counts all batches of the model
+    before: int  # the number of the same loader's batch before it
+    has_gradient: bool = False
+
+
+class ShortBatches:
+    """Scales the gradients that are computed during a short batch, and raises where a loop has another order.
+
+    A loader cannot know which gradient belongs to which batch. So a gradient is taken to be of the batch that was
+    yielded last, and what shows another order is an error: a short batch that passes without a gradient while the model
+    trains, as in list(loader); a gradient after the last batch; two loaders at once, as in zip(a, b).
+
+    Args:
+        model: what the loop trains.
+        rank: this rank, for messages.
+    """
+
+    _of_models: weakref.WeakKeyDictionary[torch.nn.Module, ShortBatches] = weakref.WeakKeyDictionary()
+
+    def __init__(self, model: torch.nn.Module, rank: int) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        self._model, self._rank = weakref.ref(model), rank
+        self._active: dict[int, _Batch] = {}  # by loader
+        self._numbers: dict[int, int] = {}
+        self._without: set[int] = set()  # loaders whose short batch has passed without a gradient
+        self._has_passed = False  # a short batch with one, and no batch has followed
+        self._has_skipped = False  # the batch before a short one had none
+        self._hooks: list[Any] = []
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, rank: int) -> ShortBatches:
+        """Return the one of a model, which all its loaders share."""
+        return cls._of_models.setdefault(model, cls(model, rank))
+
+    def begin(self, loader: int, weight: float, *, is_short: bool, is_before: bool) -> None:
+        """Take gradients from now on for those of a batch; `is_before` if the next one is short."""
+        number = 1 + max(self._numbers.values(), default=0)
+        self._active[loader] = _Batch(weight, is_short, number, self._numbers.get(loader, number - 1))
+        self._numbers[loader] = number
+        self._has_passed = False
+        self._has_skipped = self._has_skipped and is_short
+        self._watch(is_short or is_before or bool(self._without))
+
+    def end(self, loader: int) -> None:
+        """End a batch: the next one was asked for, or the loop has ended."""
+        batch, model = self._active.pop(loader), self._model()
+        trains = model is not None and model.training and torch.is_grad_enabled()
+        if batch.is_short and batch.has_gradient:
+            self._has_passed = True
+        elif batch.is_short and trains:
+            self._without.add(loader)
+        elif not batch.has_gradient and self._hooks:
+            self._has_skipped = trains
+
+    def restart(self, loader: int) -> None:
+        """Forget a loader's batches, because it begins another pass."""
+        self._without.discard(loader)
+
+    def _watch(self, wanted: bool) -> None:
+        """Have hooks on the parameters, or have none, which costs nothing."""
+        if wanted and not self._hooks:
+            parameters = [parameter for ref in self._parameters if (parameter := ref()) is not None]
+            self._hooks = [each.register_hook(self._scaled) for each in parameters if each.requires_grad]
+        elif not wanted:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        if self._without:
+            raise HvdTrainError(self._refusal("a gradient after a short batch has passed without one"))
+        if self._has_passed and not self._active:
+            raise HvdTrainError(self._refusal("a gradient after the loader's last batch"))
+        for batch in self._active.values():
+            batch.has_gradient = True
+        short = next((batch for batch in self._active.values() if batch.is_short), None)
+        if short is None:
+            return None
+        if any(each is not short and each.number > short.before for each in self._active.values()):
+            raise HvdTrainError(self._refusal("a gradient while two prepared loaders yield batches"))
+        if self._has_skipped:
+            raise HvdTrainError(self._refusal("a short batch's gradient, and none of the batch before it"))
+        if short.weight == 1.0:
+            return None
+        # Write zeros instead of multiplying: a filler's gradient may not be finite.
+        return gradient * short.weight if short.weight else torch.zeros_like(gradient)
+
+    def _refusal(self, received: str) -> str:
+        return (
+            "A prepared loader weighs the gradients of a short batch while it is the batch that was yielded last. "
+            f"Received: {received}, on rank {self._rank}. Call backward for each batch before you ask for the next "
+            "one, and iterate one prepared loader at a time. With list(loader), prefetching or zip of loaders, use "
+            "DataLoader(drop_last=True), or hvdtrain.Trainer."
+        )
