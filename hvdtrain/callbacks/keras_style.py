@@ -197,10 +197,9 @@ def as_callback(callback: Any) -> Callback:
         )
     if hasattr(callback, "set_model") and hasattr(callback, "on_train_batch_end"):
         return KerasStyle(callback)
+    kind = callback if isinstance(callback, type) else type(callback)
     is_scheduler = hasattr(callback, "step") and hasattr(callback, "get_last_lr")  # torch's
-    advice = (
-        f". Give hvdtrain.callbacks.Schedule({type(callback).__name__}(...)), which steps it" if is_scheduler else ""
-    )
+    advice = f". Give hvdtrain.callbacks.Schedule({kind.__name__}(...)), which steps it" if is_scheduler else ""
     raise TypeError(
         "A callback must be a hvdtrain.callbacks.Callback or a keras.callbacks.Callback. Received: "
         f"{callback!r}{advice}"

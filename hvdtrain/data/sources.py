@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice, pairwise
+from numbers import Number
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -55,6 +56,11 @@ class Consumed:
 
 
 NOTHING = Consumed()
+
+
+class NoSamples(Exception):  # noqa: N818 - `as_source` makes it a ValueError, with the name of the data
+    """A dataset is empty; says what it is."""
+
 
 _SAME_DATA = (
     "Give every rank the same data and batch_size; set a seed before data is made at random. If each rank has its own "
@@ -140,7 +146,7 @@ class IndexedSource:
 
     def __init__(self, num_samples: int, fetch: Fetch, *, batch_size: int, world: World, seed: int) -> None:
         if num_samples == 0:
-            raise ValueError(f"data holds no samples. Received: a dataset of length 0 on rank {world.rank}")
+            raise NoSamples("a dataset of length 0")
         self._num_samples = num_samples
         self._fetch = fetch
         self._batch_size = batch_size
@@ -218,11 +224,13 @@ class ArraySource(IndexedSource):
             raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {rank}")
         # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
         columns = tree_map(as_array, item)
+        for part in filter(_is_object, leaves(columns)):
+            _check_objects(part, options["world"].rank)
         super().__init__(num_samples, lambda rows: take(columns, rows), **options)
         # They differ if each rank passes its own part of the data, which would be sharded again.
         ends = [0, num_samples - 1]
         self.facts["first sample"] = "; ".join(_shown(leaf[0]) for leaf in leaves(columns))
-        crcs = [zlib.crc32(np.asarray(leaf[ends], order="C").tobytes()) for leaf in leaves(columns)]
+        crcs = [_crc32(leaf[ends]) for leaf in leaves(columns)]
         self.facts["first and last sample (crc32)"] = crcs
 
 
@@ -273,44 +281,53 @@ class IteratedSource:
                 yield replace(batch, global_count=samples, largest=max(of_ranks), indices=None, done=done)
 
 
-def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0) -> Source:
-    """Return the source of steps for the user's data. A collective: if ranks' data differ, or one fails, all raise."""
+def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0, what: str = "data") -> Source:
+    """Return the source of steps for the user's data. A collective: if ranks' data differ, or one fails, all raise.
+
+    Messages call the data `what`.
+    """
     with agreement.everywhere(world=world, name="data"):
         sharding.check_batch_size(batch_size)
         batch_size = int(batch_size)
-        of_rank: dict[str, Any] = {"batch_size": batch_size, "world": world, "seed": seed}
-        source: Source | None = None
-        # A framework's folder reads the framework's datasets.
-        for framework in dict.fromkeys(base.__module__.partition(".")[0] for base in type(data).__mro__):
-            if source is None and framework in frameworks.FOLDERS:
-                source = frameworks.load(framework, "sources").as_source(data, **of_rank)
-        several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
-        is_samples = isinstance(data, list) and all(isinstance(item, tuple | dict) for item in data)
-        if source is not None:
-            pass
-        elif isinstance(data, Sharded):
-            source = IteratedSource(_own_share(data.data, **of_rank), world=world)
-        elif several and all(part is None or _is_arrays(part) for part in data):
-            source = ArraySource(list(data), **of_rank)
-        elif several and isinstance(data, tuple) and any(isinstance(part, list) or _is_arrays(part) for part in data):
-            kinds = ", ".join(type(part).__name__ for part in data)
-            raise TypeError(
-                f"A tuple must hold arrays or tensors: (inputs, targets). Received: ({kinds}) on rank {world.rank}. "
-                "Pass arrays, (np.asarray(x), np.asarray(y)), or a list of samples, [*zip(x, y)]"
-            )
-        elif _is_arrays(data) and not is_samples:  # one array, or a dict of them
-            source = ArraySource(data, **of_rank)
-        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-            source = IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
-        else:
-            raise TypeError(
-                "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
-                f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"
-            )
+        try:
+            source = _read(data, batch_size=batch_size, world=world, seed=seed)
+        except NoSamples as found:
+            raise ValueError(f"{what} holds no samples. Received: {found} on rank {world.rank}") from None
     # Data with its own batch size, or without one, names it in its facts.
     facts = {"batch_size": batch_size, **source.facts}
-    agreement.require_equal(facts, world=world, what="the data", advice=_SAME_DATA)
+    agreement.require_equal(facts, world=world, what=f"the {what}", advice=_SAME_DATA)
     return source
+
+
+def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
+    """Return the source; NoSamples if the data are empty. Ranks may differ."""
+    of_rank: dict[str, Any] = {"batch_size": batch_size, "world": world, "seed": seed}
+    # A framework's folder reads the framework's datasets.
+    for framework in dict.fromkeys(base.__module__.partition(".")[0] for base in type(data).__mro__):
+        if framework in frameworks.FOLDERS:
+            source: Source | None = frameworks.load(framework, "sources").as_source(data, **of_rank)
+            if source is not None:
+                return source
+    several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
+    if isinstance(data, Sharded):
+        return IteratedSource(_own_share(data.data, **of_rank), world=world)
+    if several and all(part is None or _is_arrays(part) for part in data):
+        return ArraySource(list(data), **of_rank)
+    if several and isinstance(data, tuple) and any(isinstance(part, list) or _is_arrays(part) for part in data):
+        kinds = ", ".join(type(part).__name__ for part in data)
+        raise TypeError(
+            f"A tuple must hold arrays or tensors: (inputs, targets). Received: ({kinds}) on rank {world.rank}. "
+            "Pass arrays, (np.asarray(x), np.asarray(y)), or a list of samples, [*zip(x, y)]"
+        )
+    is_samples = isinstance(data, list) and all(isinstance(item, tuple | dict) for item in data)
+    if _is_arrays(data) and not is_samples:  # one array, or a dict of them
+        return ArraySource(data, **of_rank)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
+    raise TypeError(
+        "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
+        f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"
+    )
 
 
 def _fetch(data: Any, rows: NDArray[np.int64], *, rank: int) -> Any:
@@ -340,7 +357,7 @@ def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
             return iter(data)
 
     else:
-        mine = as_source(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
+        mine = _read(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
 
         def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
             return mine.epoch(epoch, shuffle=shuffle)
@@ -425,6 +442,36 @@ def collate(samples: Sequence[Any]) -> Any:
         columns = [collate(column) for column in zip(*samples, strict=True)]
         return rebuild(first, columns) if hasattr(first, "_fields") else tuple(columns)
     return np.stack([as_array(sample) for sample in samples])
+
+
+_PAD = "Pad them in the dataset, or pass a torch DataLoader whose collate_fn pads"
+
+
+def _is_object(array: NDArray[Any]) -> bool:
+    """Return whether an array holds Python objects."""
+    return array.dtype == object
+
+
+def _check_objects(array: NDArray[Any], rank: int) -> None:
+    """Raise TypeError unless an array of objects holds texts, of which a model may take some."""
+    values = np.ravel(array)
+    first = values[0] if len(values) else ""
+    if isinstance(first, str | bytes):
+        return
+    kind = type(first).__name__
+    if isinstance(first, Number):
+        advice = 'Convert it: array.astype("float32")'
+    else:
+        shapes = ", ".join(dict.fromkeys(str(np.shape(value)) for value in values[:_SHOWN_VALUES] if is_array(value)))
+        kind += f" of shapes {shapes}" if shapes else ""
+        advice = f"Samples of one shape make an array: np.stack(list(array)). Others do not. {_PAD}"
+    raise TypeError(f"An array must hold numbers. Received: dtype object, of {kind}, on rank {rank}. {advice}")
+
+
+def _crc32(array: NDArray[Any]) -> int:
+    # The bytes of an array of texts would be addresses, which differ between ranks.
+    content = repr(array.tolist()).encode() if _is_object(array) else np.asarray(array, order="C").tobytes()
+    return zlib.crc32(content)
 
 
 def _shown(sample: NDArray[Any]) -> str:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from hvdtrain.data import sharding
-from hvdtrain.data.sources import Consumed, IteratedSource, Source, tree_map
+from hvdtrain.data.sources import Consumed, IteratedSource, NoSamples, Source, tree_map
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
 from hvdtrain.keras.epoch_hooks import EpochHooks
@@ -30,7 +30,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
 
 def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
     if len(data) == 0:
-        raise ValueError(f"data holds no samples. Received: a {type(data).__name__} of length 0 on rank {world.rank}")
+        raise NoSamples(f"a {type(data).__name__} of length 0")
     hooks = EpochHooks(data, world=world, seed=seed)
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
@@ -52,7 +52,7 @@ def _tf_dataset(data: Any, world: World) -> Source:
     seeds = _seeds_of_orders(data, world)  # on one rank too: an epoch may resume on two
     cardinality = int(data.cardinality())  # in batches; negative: infinite or unknown
     if cardinality == 0:
-        raise ValueError(f"data holds no samples. Received: an empty tf.data.Dataset on rank {world.rank}")
+        raise NoSamples("an empty tf.data.Dataset")
     orders = itertools.count()  # counts what the data's shuffle has drawn
 
     def for_backend(item: Any) -> Any:

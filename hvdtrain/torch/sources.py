@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, Source, as_batch, unpack
+from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, NoSamples, Source, as_batch, unpack
 from hvdtrain.distributed.world import World, current
 
 _NOT_OF_ORDER = (
@@ -242,7 +242,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
     if isinstance(data.dataset, IterableDataset):
         return IteratedSource(lambda epoch, _, after: _every_size_th(data, epoch, after, world), world=world)
     if not len(data.sampler):  # type: ignore[arg-type]
-        raise ValueError(f"data holds no samples. Received: a DataLoader of no samples on rank {world.rank}")
+        raise NoSamples("a DataLoader of no samples")
     if data.batch_size is None:  # a batch_sampler of the user's own
         return IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, world, seed), world=world)
     return LoaderSource(data, world=world, seed=seed)

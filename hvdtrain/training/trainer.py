@@ -302,7 +302,10 @@ class Trainer:
                 "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
                 "shares. With SyncBatchNorm, or a normalization of single samples, it does not."
             )
-        loop.validation.sets = {name: as_source(each, **of_rank) for name, each in sets.items()}
+        loop.validation.sets = {
+            name: as_source(each, **of_rank, what=f"validation data {name!r}" if name else "validation data")
+            for name, each in sets.items()
+        }
         self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
         self.epochs = loop.budget.epochs
         self.steps_per_epoch = self._steps_per_epoch(source.steps)

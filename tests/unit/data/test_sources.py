@@ -144,3 +144,36 @@ def test_unpack_takes_one_to_three_items():
 
 def test_collate_keeps_dicts():
     assert collate([{"a": 1}, {"a": 2}])["a"].tolist() == [1, 2]
+
+
+def objects(*values):
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (objects(np.zeros(3), np.zeros(5)), r"ndarray of shapes \(3,\), \(5,\), on rank 1.*np\.stack.*Pad them"),
+        (objects([1, 2], [3]), r"of list, on rank 1.*Pad them"),
+        (np.array([[1, 2.5]], object), r'of int, on rank 1\. Convert it: array\.astype\("float32"\)'),
+    ],
+)
+def test_an_array_of_objects_is_refused_with_a_way_out(array, said):
+    with pytest.raises(TypeError, match=said):
+        batches((array, np.zeros(len(array))), rank=1, size=2)
+
+
+def test_ranks_agree_on_an_array_of_texts_by_its_contents():
+    facts = []
+    for last in ("b", "".join(["b", ""]), "c"):
+        texts = np.array(["a" * 2, last * 3], object)
+        facts.append(as_source((texts,), batch_size=1, world=SoloWorld()).facts)
+    assert facts[0] == facts[1] != facts[2]
+
+
+@pytest.mark.parametrize("data", [[], (np.zeros((0, 2)), np.zeros(0)), Sharded([])])
+def test_empty_data_are_called_by_their_name(data):
+    with pytest.raises(ValueError, match=r"validation data holds no samples\. Received: .* on rank 1"):
+        as_source(data, batch_size=1, world=FakeWorld(1, 2), what="validation data")

@@ -149,8 +149,17 @@ def test_a_distributed_optimizer_is_refused(make, net, hvd):
         make(model, optimizer=hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
-def test_a_torch_scheduler_among_callbacks_is_told_to_be_a_schedule(make, net):
+@pytest.mark.parametrize("as_class", [True, False])
+def test_a_torch_scheduler_among_callbacks_is_told_to_be_a_schedule(make, net, as_class):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    kind = torch.optim.lr_scheduler.StepLR
+    given, trainer = kind if as_class else kind(optimizer, 1), make(model, optimizer=optimizer)
     with pytest.raises(TypeError, match=r"Give hvdtrain.callbacks.Schedule\(StepLR\(...\)\), which steps it"):
-        make(model, optimizer=optimizer).fit((X, Y), callbacks=[torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+        trainer.fit((X, Y), callbacks=[given])
+
+
+@pytest.mark.parametrize(("sets", "name"), [([], "validation data holds"), ({"noisy": []}, "validation data 'noisy'")])
+def test_an_empty_validation_set_is_named(make, sets, name):
+    with pytest.raises(ValueError, match=name):
+        make().fit((X, Y), validation=sets, run_dir=None, progress=False)
