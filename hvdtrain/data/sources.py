@@ -324,6 +324,12 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
         return ArraySource(data, **of_rank)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
+    if hasattr(data, "__iter__"):  # a generator, or another iterable without samples by index
+        raise TypeError(
+            "Data that can only be iterated must begin anew in each epoch: yield it in __iter__ of a "
+            "torch.utils.data.IterableDataset, or use tf.data.Dataset.from_generator. If each rank yields its own "
+            f"part, pass hvdtrain.Sharded(dataset). Received: {type(data).__name__} on rank {world.rank}"
+        )
     raise TypeError(
         "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
         f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"

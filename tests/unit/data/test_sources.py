@@ -99,8 +99,8 @@ def test_no_samples_is_an_error(nothing):
 
 
 def test_data_of_no_known_kind_is_an_error_that_names_the_kinds():
-    with pytest.raises(TypeError, match=r"DataLoader.*Received: generator"):
-        batches(x for x in range(3))
+    with pytest.raises(TypeError, match=r"DataLoader.*Received: int"):
+        batches(3)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,12 @@ def test_a_tuple_of_lists_is_an_error_that_says_how_to_pass_arrays(data, kinds):
     with pytest.raises(TypeError, match=r"np.asarray\(x\)") as raised:
         batches(data)
     assert f"Received: {kinds} on rank 0" in str(raised.value)
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, Sharded])
+def test_a_generator_is_refused_with_what_to_pass_instead(wrap):
+    with pytest.raises(TypeError, match=r"IterableDataset.*hvdtrain\.Sharded.*Received: generator on rank 0"):
+        as_source(wrap(row for row in np.ones((4, 2))), batch_size=2, world=SoloWorld())
 
 
 def test_a_tuple_of_samples_is_a_dataset():
