@@ -31,6 +31,7 @@ from hvdtrain.training.arguments import (
     check_positive,
     with_defaults,
 )
+from hvdtrain.training.description import name_of, script_arguments
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.predict import predict
 from hvdtrain.training.progress import History as History
@@ -148,6 +149,7 @@ class Trainer:
             self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
         )
         self._loop = Loop(self, self._adapter, self._lr, self._config)
+        self._chosen = {"optimizer": name_of(optimizer), "loss": name_of(loss), "step": name_of(step)}
         self._fit_config: dict[str, Any] = {}
         self._run_folder = RunFolder()
         if not self._elastic:
@@ -307,6 +309,7 @@ class Trainer:
             for name, each in sets.items()
         }
         self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
+        self._fit_config["arguments"] = script_arguments()
         self.epochs = loop.budget.epochs
         self.steps_per_epoch = self._steps_per_epoch(source.steps)
         self.hosts, new_run = agree_on_run(self.world)
@@ -421,8 +424,15 @@ class Trainer:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options of this Trainer and of the current or last `fit`, as JSON."""
-        return {"model": type(self.model).__name__, **self._config, **self._fit_config}
+        """The options of this Trainer and of the current or last `fit`, as JSON.
+
+        "optimizer_settings" are the present ones, such as lr; those of several parameter groups stand by number.
+        "arguments" are the script's, without secrets.
+        """
+        groups = self._adapter.settings
+        settings = groups[0] if len(groups) == 1 else {str(number): group for number, group in enumerate(groups)}
+        known = {"model": name_of(self.model), **self._chosen, "optimizer_settings": settings}
+        return {**known, **self._config, **self._fit_config}
 
     @property
     def total_steps(self) -> int | None:
