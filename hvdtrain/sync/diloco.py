@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.adapter import Adapter, Options
 from hvdtrain.distributed.world import World
 from hvdtrain.sync.periodic import Period, PeriodicAdapter
-from hvdtrain.sync.strategy import Strategy, check_count
+from hvdtrain.sync.strategy import Strategy, check_count, describe_period
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class DiLoCo(Strategy):
             raise ValueError(
                 f"DiLoCo: lr must be > 0, and momentum in [0, 1). Received: lr={self.lr!r}, momentum={self.momentum!r}"
             )
+
+    def describe(self, steps: int | None) -> list[str]:
+        """Return a log line if `every` exceeds these steps."""
+        return describe_period(self, self.every, steps)
 
     def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
         """Return an adapter that takes outer steps periodically; ValueError on one rank, or if it cannot overlap."""

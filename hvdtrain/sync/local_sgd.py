@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hvdtrain.adapter import Adapter, Options, Ranks
 from hvdtrain.distributed.world import World
 from hvdtrain.sync.periodic import Period, PeriodicAdapter
-from hvdtrain.sync.strategy import Strategy, check_count
+from hvdtrain.sync.strategy import Strategy, check_count, describe_period
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class LocalSGD(Strategy):
         check_count("LocalSGD", "after_steps", self.after_steps, least=0)
         if self.within not in (None, "host"):
             raise ValueError(f'LocalSGD: within must be None or "host". Received: within={self.within!r}')
+
+    def describe(self, steps: int | None) -> list[str]:
+        """Return a log line if `every` exceeds these steps."""
+        return describe_period(self, self.every, steps)
 
     def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
         """Return an adapter that averages weights periodically; ValueError if it cannot reduce within a host."""

@@ -21,6 +21,10 @@ class Strategy:
         """Return an adapter that takes steps as the strategy says."""
         raise NotImplementedError
 
+    def describe(self, steps: int | None) -> list[str]:
+        """Return log lines on what the options mean for a run whose epochs, or which itself, takes so many steps."""
+        return []
+
     @property
     def config(self) -> dict[str, Any]:
         """The strategy and its options as JSON."""
@@ -31,6 +35,15 @@ def check_count(strategy: str, name: str, value: Any, *, least: int) -> None:
     """Raise ValueError unless an option is an int >= `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{strategy}: {name} must be an int >= {least}. Received: {name}={value!r}")
+
+
+def describe_period(strategy: Strategy, every: int, steps: int | None) -> list[str]:
+    """Return a log line if epochs, or the run, end more often than ranks would synchronize: they do so there too."""
+    if steps is None or every <= steps:
+        return []
+    name = f"{type(strategy).__name__}(every={every})"
+    when = f"ranks synchronize at its end, about every {steps} steps"
+    return [f"{name} exceeds the {steps} steps of an epoch or the run: {when}. For a short run begin with every=8"]
 
 
 class WrappedAdapter:

@@ -125,7 +125,7 @@ class Trainer:
         self.decisions: list[str] = []
         self.steps_per_epoch: int | None = None
         strategy = as_strategy(sync)
-        self._cutoff = check_cutoff(cutoff)
+        self._strategy, self._cutoff = strategy, check_cutoff(cutoff)
         self._config = as_config(
             lr_scaling=lr_scaling, warmup_epochs=warmup_epochs, accumulate=accumulate, clip_norm=clip_norm,
             precision=precision, compression=compression, nan_policy=nan_policy, micro_batch=micro_batch, sync=strategy,
@@ -331,6 +331,9 @@ class Trainer:
                 scheduled=any(hook.sets_learning_rate for hook in hooks) or not all(self._adapter.settings),
             )
             self.decisions = loop.describe_resume() + scale
+            if self._strategy is not None and self.world.size > 1:
+                lengths = [length for length in (self.steps_per_epoch, self.total_steps) if length is not None]
+                self.decisions += self._strategy.describe(min(lengths, default=None))
             for line in self.decisions if self.world.is_root else ():
                 log.info("%s", line)
             loop.run(steps)

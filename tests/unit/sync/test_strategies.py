@@ -95,3 +95,10 @@ def test_local_sgd_on_one_rank_is_plain_training():
         trainer(net, sync=sync).fit(data, epochs=2, batch_size=2, progress=False, run_dir=None)
         found.append(net.weight.detach())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("strategy", [hvdtrain.LocalSGD(every=8), hvdtrain.DiLoCo(every=8)])
+def test_a_period_longer_than_an_epoch_is_one_line(strategy):
+    (line,) = strategy.describe(7)
+    assert "(every=8) exceeds the 7 steps" in line
+    assert strategy.describe(8) == strategy.describe(None) == hvdtrain.Delayed().describe(1) == []
