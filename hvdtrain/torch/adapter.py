@@ -24,6 +24,7 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import lazy, names, training_state
 from hvdtrain.torch.arguments import check
 from hvdtrain.torch.gpu_clock import GpuClock
+from hvdtrain.torch.loss_check import LossCheck, as_module
 from hvdtrain.torch.losses import Counted, as_tensor
 from hvdtrain.torch.metrics import Totals, named_metrics
 from hvdtrain.torch.micro_batches import MicroBatches
@@ -78,10 +79,13 @@ class TorchAdapter:
         self._modes = Modes(model, self.notes.append)
         for each in optimizers.values():
             training_state.move_optimizer(each)
+        loss = as_module(loss)
         if isinstance(loss, nn.Module):
             loss = loss.to(self._device)
         named = named_metrics(metrics, loss)
-        self._step: LossStep | OwnStep = LossStep(model, loss, self._to_device, world.rank)
+        split = world.size > 1 or options.accumulate > 1 or options.micro_batch is not None or options.cutoff
+        self._loss_check = LossCheck(loss, world, split=split)
+        self._step: LossStep | OwnStep = LossStep(model, loss, self._to_device, world.rank, self._loss_check)
         if step is not None:
             kind = YieldingStep if several else OwnStep
             self._step = kind(given, step, self._to_device, world.rank, has_metrics=bool(named))
@@ -186,6 +190,7 @@ class TorchAdapter:
             return
         self._end_open_steps()
         self._modes.start()
+        self._loss_check.begin()
         if self._reduced:
             hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
         for update in self._updates.values():
@@ -219,6 +224,7 @@ class TorchAdapter:
         self.fault = self._micro_batches.run(step, batches, self._update, self._before)
         if known is not None:
             self._check_new(known)
+        self._loss_check.agree()
 
     def _check_new(self, known: set[nn.Parameter]) -> None:
         """Raise ValueError if the first step has created parameters, which nobody trains."""
@@ -245,6 +251,7 @@ class TorchAdapter:
         if self._before is not None:
             self._before.take()
         self.fault = self._open_steps.take(step)
+        self._loss_check.agree()
         if self.fault is not None and self._before is not None:
             self._before.restore()
 
@@ -353,8 +360,12 @@ class TorchAdapter:
         """Add a batch to loss and metrics."""
         if not self._is_built:
             self._build(batch)
-        if not batch.local_count:
-            return
+        if batch.local_count:
+            self._evaluate_batch(batch)
+        if batch.global_count:  # else not every rank may have such a batch
+            self._loss_check.agree()
+
+    def _evaluate_batch(self, batch: Batch) -> None:
         counted = self._update.weights.count(batch)
         self._modes.evaluate()
         with torch.no_grad():  # not inference_mode, in which a step could not compute a gradient that it needs

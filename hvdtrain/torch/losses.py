@@ -34,10 +34,19 @@ def needs_exchange(loss: Any) -> bool:
     return isinstance(loss, _BY_CLASS) and loss.reduction == "mean"
 
 
+def elementwise(loss: Any) -> bool:
+    """True for torch's losses whose mean is one over elements."""
+    return isinstance(loss, _ELEMENTWISE)
+
+
 def denominator(loss: Any, batch: Batch) -> tuple[float, bool]:
     """Return what the batch's mean loss was divided by, up to a common factor, and whether all targets count."""
-    count = float(batch.local_count)
-    targets = batch.targets
+    return divisor(loss, batch.targets, samples=batch.local_count)
+
+
+def divisor(loss: Any, targets: Any, *, samples: int) -> tuple[float, bool]:
+    """Return what a mean loss of these targets was divided by, and whether all targets count; see `denominator`."""
+    count = float(samples)
     if not count or not needs_exchange(loss):
         return count, False
     if isinstance(targets, torch.Tensor) and not targets.is_floating_point():

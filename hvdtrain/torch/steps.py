@@ -15,6 +15,7 @@ from torch import nn
 from hvdtrain.adapter import Loss
 from hvdtrain.data.sources import Batch, leaves, rebuild
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.loss_check import LossCheck
 from hvdtrain.torch.losses import check_shapes
 
 _NAMED = 8  # parts of a batch in a message
@@ -37,9 +38,9 @@ _YIELD_EXAMPLE = """
 class LossStep:
     """Calls the model on a batch's inputs, and the loss on outputs and targets."""
 
-    def __init__(self, model: nn.Module, loss: Any, to_device: ToDevice, rank: int) -> None:
+    def __init__(self, model: nn.Module, loss: Any, to_device: ToDevice, rank: int, check: LossCheck) -> None:
         self._model, self._loss, self._to_device, self._rank = model, loss, to_device, rank
-        self._checked = False
+        self._checked, self._check = False, check
 
     def __call__(self, batch: Batch) -> Loss:
         """Return the loss of a batch: its mean is a mean over the batch, unless the loss is a sum."""
@@ -66,6 +67,7 @@ class LossStep:
                 f"loss=.{_example(batch.item)}"
             ) from error
         self._checked = True
+        self._check.see(outputs, targets, loss, batch.local_count)
         return Loss(loss.mean() if loss.dim() else loss, outputs=outputs, targets=targets)
 
     def _beside(self, outputs: Any, targets: Any) -> Any:
