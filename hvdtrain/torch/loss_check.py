@@ -37,6 +37,7 @@ _CLASSES: dict[Any, type[nn.Module]] = {
 }
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _TOLERANCE_OF_HALF = 2e-2
+_IGNORED = -100  # torch's default of ignore_index
 _WAYS_OUT = (
     'Give the module of torch.nn that computes it, return one value per sample (reduction="none"), which are averaged, '
     "or give step=, which returns hvdtrain.Loss(mean, count=what the mean was divided by)."
@@ -67,6 +68,7 @@ class LossCheck:
         self._has_width = split and loss is not None and not self._is_sum and (not is_known or elementwise(loss))
         self._may_pad = split and is_known and needs_exchange(loss)  # tokens, whose padding counts unless ignored
         self._finding: str | None = None  # "" if the loss is right
+        self._ignores = False  # what is found right as long as no label is -100
         self.begin()
 
     def begin(self) -> None:
@@ -80,6 +82,8 @@ class LossCheck:
         """See a batch: compare its width with the first's, and check the loss on it if that has not been done."""
         if self._has_width or self._may_pad:
             self._compare_width(targets, value)
+        if self._ignores and isinstance(targets, torch.Tensor) and bool((targets == _IGNORED).any()):
+            raise ValueError(f"{self._ignored()} Received: loss={_name(self._loss)}, on rank {self._world.rank}.")
         if self._finding is None:
             self._finding = self._find(outputs, targets, value.detach(), samples)
 
@@ -195,7 +199,7 @@ class LossCheck:
         )
 
     def _find_ignored(self, outputs: Any, targets: Any) -> str:
-        """Return a refusal if the loss leaves out labels of -100, and divides by the number of others."""
+        """Find out if the loss leaves out labels of -100; return a refusal if there are any."""
         is_labels = isinstance(targets, torch.Tensor) and targets.dtype in (torch.int64, torch.int32)
         if not is_labels or needs_exchange(self._loss):
             return ""
@@ -204,15 +208,19 @@ class LossCheck:
         loss = copy.deepcopy(self._loss)
         loss = loss.cpu() if isinstance(loss, nn.Module) else loss
         marked = targets.clone()
-        marked[0] = -100
+        marked[0] = _IGNORED
         try:
             found = float(loss(outputs, marked).mean())
             others = float(loss(tree_map(lambda leaf: leaf[1:], outputs), targets[1:]).mean())
         except Exception:  # noqa: BLE001 - it takes no such label
             return ""
-        if not _close(found, others, 1e-4):
-            return ""
-        return f"loss leaves out labels of -100 and divides by the others, whose number differs by rank. {_WAYS_OUT}"
+        self._ignores = _close(found, others, 1e-4)
+        return self._ignored() if self._ignores and bool((targets == _IGNORED).any()) else ""
+
+    def _ignored(self) -> str:
+        return (
+            f"loss leaves out labels of {_IGNORED} and divides by the others, whose number differs by rank. {_WAYS_OUT}"
+        )
 
 
 @contextmanager

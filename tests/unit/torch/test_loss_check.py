@@ -80,13 +80,24 @@ def test_means_over_samples_and_values_are_right(loss, targets, samples):
         (dice, VALUES, "not a mean over samples"),
         (lambda scores, values: (scores - values).square().mean().sqrt(), VALUES, "not a mean over samples"),
         (lambda scores, values: (scores - values).square().sum(), VALUES, 'use the module with reduction="sum"'),
-        (Wrapper(), LABELS, "leaves out labels of -100"),
+        (Wrapper(), LABELS.where(LABELS != 2, -100), "not a mean over samples"),
         (lambda scores, values: scores.sum(0), VALUES, r"values of shape \(6, ...\)"),
     ],
 )
 def test_another_loss_is_refused_with_the_ways_out(loss, targets, message):
     with pytest.raises(ValueError, match=message):
         found(loss, targets)
+
+
+@pytest.mark.parametrize("loss", [Wrapper(), lambda scores, labels: functional.cross_entropy(scores, labels)])
+def test_a_wrapper_that_ignores_labels_is_right_until_there_are_any(loss):
+    check = LossCheck(loss, SoloWorld(), split=True)
+    check.see(outputs(), LABELS, loss(outputs(), LABELS), SAMPLES)
+    check.agree()
+    check.see(outputs(), LABELS, loss(outputs(), LABELS), SAMPLES)
+    marked = LABELS.where(LABELS != 2, -100)
+    with pytest.raises(ValueError, match="leaves out labels of -100 and divides by the others"):
+        check.see(outputs(), marked, loss(outputs(), marked), SAMPLES)
 
 
 def test_a_single_sample_shows_a_loss_that_compares_samples():
