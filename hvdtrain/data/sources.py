@@ -326,7 +326,7 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
         return IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
     if hasattr(data, "__iter__"):  # a generator, or another iterable without samples by index
         raise TypeError(
-            "Data that can only be iterated must begin anew in each epoch: yield it in __iter__ of a "
+            "Data that can only be iterated must start again in each epoch: yield it in __iter__ of a "
             "torch.utils.data.IterableDataset, or use tf.data.Dataset.from_generator. If each rank yields its own "
             f"part, pass hvdtrain.Sharded(dataset). Received: {type(data).__name__} on rank {world.rank}"
         )

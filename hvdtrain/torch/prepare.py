@@ -98,10 +98,13 @@ class PreparedLoader:
                 is_short = held < size * (self._loader.batch_size or 1)
                 how = {"is_short": is_short, "is_before": index == len(self) - 1}
                 weights.begin(id(self), count * size / held, **how)
+            placed, is_left = tree_map(lambda value: as_tensor(value, self._device), item), True
             try:
-                yield tree_map(lambda value: as_tensor(value, self._device), item)
+                yield placed
+                is_left = False
             finally:  # also if the loop ends early
                 if weights is not None:
-                    weights.end(id(self))
+                    weights.end(id(self), placed, is_left=is_left)
+                del placed
         if size > 1 and self._model.training:  # equal also in evaluation, and in the file that rank 0 writes
             settle(list(names.buffers(self._model)), self._world)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hvdtrain.data.sources import leaves
 from hvdtrain.errors import HvdTrainError
 
 
@@ -39,7 +41,8 @@ class ShortBatches:
         self._model, self._rank = weakref.ref(model), rank
         self._active: dict[int, _Batch] = {}  # by loader
         self._numbers: dict[int, int] = {}
-        self._without: set[int] = set()  # loaders whose short batch has passed without a gradient
+        # Short batches that have passed without a gradient, by loader, as long as the loop holds them.
+        self._without: dict[int, Callable[[], Any]] = {}
         self._has_passed = False  # a short batch with one, and no batch has followed
         self._has_skipped = False  # the batch before a short one had none
         self._hooks: list[Any] = []
@@ -58,20 +61,23 @@ class ShortBatches:
         self._has_skipped = self._has_skipped and is_short
         self._watch(is_short or is_before or bool(self._without))
 
-    def end(self, loader: int) -> None:
-        """End a batch: the next one was asked for, or the loop has ended."""
+    def end(self, loader: int, item: Any, *, is_left: bool) -> None:
+        """End a batch, `item`: the next one was asked for, or the loop has ended; `is_left` if by break."""
         batch, model = self._active.pop(loader), self._model()
         trains = model is not None and model.training and torch.is_grad_enabled()
+        held = next((leaf for leaf in leaves(item) if isinstance(leaf, torch.Tensor)), None)
         if batch.is_short and batch.has_gradient:
-            self._has_passed = True
-        elif batch.is_short and trains:
-            self._without.add(loader)
+            self._has_passed = not is_left
+        elif batch.is_short and trains and held is not None:
+            self._without[loader] = weakref.ref(held)
         elif not batch.has_gradient and self._hooks:
             self._has_skipped = trains
+        if is_left:
+            self._watch(bool(self._without))
 
     def restart(self, loader: int) -> None:
         """Forget a loader's batches, because it begins another pass."""
-        self._without.discard(loader)
+        self._without.pop(loader, None)
 
     def _watch(self, wanted: bool) -> None:
         """Have hooks on the parameters, or have none, which costs nothing."""
@@ -84,6 +90,7 @@ class ShortBatches:
             self._hooks = []
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        self._without = {loader: held for loader, held in self._without.items() if held() is not None}
         if self._without:
             raise HvdTrainError(self._refusal("a gradient after a short batch has passed without one"))
         if self._has_passed and not self._active:
