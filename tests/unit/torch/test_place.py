@@ -9,6 +9,7 @@ import torchmetrics
 import hvdtrain
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import world
+from hvdtrain.torch.loss_check import LossCheck
 from hvdtrain.torch.stateful_metrics import StatefulMetrics
 from hvdtrain.torch.steps import LossStep
 from hvdtrain.torch.training_state import move_optimizer, place
@@ -40,7 +41,8 @@ def test_targets_and_the_loss_go_to_the_outputs_of_a_spread_model():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3, device="meta"), torch.nn.Flatten())
     model.register_forward_pre_hook(lambda _, args: args[0].to("meta"))  # as a model does between its layers
     loss = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
-    step = LossStep(model, loss, lambda tree: tree, rank=0)
+    unchecked = LossCheck(loss, world.SoloWorld(), split=False)
+    step = LossStep(model, loss, lambda tree: tree, 0, unchecked)
     step._checked = True  # class indices on "meta" have no values to check
     found = step(Batch(torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64), local_count=5, global_count=5))
     assert [each.device.type for each in (found.mean, found.targets, loss.weight)] == ["meta"] * 3
