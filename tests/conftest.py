@@ -33,6 +33,8 @@ HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 @pytest.fixture(autouse=True)
 def restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a new Trainer of a test stand for a restart of the script, which resumes what another one has trained."""
+    if importlib.util.find_spec("hvdtrain") is None:  # the suite for GPUs is tested without it
+        return
     from hvdtrain.training.checkpointing import RunCheckpoints
 
     monkeypatch.setattr(RunCheckpoints, "claim", lambda self, adapter: None)
