@@ -43,9 +43,8 @@ class Stragglers(Callback):
         if factor != 0 and not factor > 1:
             raise ValueError(f"factor must be above 1, or 0 for no warnings. Received: factor={factor!r}")
         self._factor = factor
-        self._late_s: dict[
-            int, float
-        ] = {}  # of each rank, up to its `_limit_s`; time in which it is not late counts down
+        # Of each rank, up to its `_limit_s`; time in which it is not late counts down.
+        self._late_s: dict[int, float] = {}
         self._limit_s: dict[int, float] = {}
         self._first = True
         self.slow: dict[int, str] = {}

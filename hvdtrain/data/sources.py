@@ -439,6 +439,12 @@ def take(tree: Any, rows: NDArray[np.int64]) -> Any:
     return tree_map(lambda array: array[rows], tree)  # np.take would first copy all of an array with strides
 
 
+def part_of(value: Any, rows: slice, count: int) -> Any:
+    """Return the given rows of an array or tensor with `count` of them; anything else as it is."""
+    shape: Any = getattr(value, "shape", ())
+    return value[rows] if len(shape) and shape[0] == count else value
+
+
 def collate(samples: Sequence[Any]) -> Any:
     """Stack samples of one structure into a batch of that structure: leaves of shape (len(samples), ...)."""
     first = samples[0]

@@ -25,6 +25,7 @@ from hvdtrain.keras.masks import MaskedSteps
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.overrides import STEPS, overrides
 from hvdtrain.keras.own_logs import OwnLogs
 from hvdtrain.keras.replica import Replica
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
@@ -354,7 +355,7 @@ class KerasAdapter:
         """At the first batch of an epoch or evaluation, build the metrics that batches build, and reset all."""
         if not self._fresh:
             return
-        own = any(getattr(type(self._model), name) is not getattr(keras.Model, name) for name in _USE_TARGETS)
+        own = overrides(self._model, *_USE_TARGETS)
         if batch.inputs is not None and batch.targets is None and self._model.loss is not None and not own:
             raise ValueError(
                 f"The loss of {self._model.name} needs targets: give (inputs, targets); for an autoencoder, (x, x). "
@@ -460,8 +461,7 @@ class KerasAdapter:
     def _running_metrics(self) -> Iterator[None]:
         """Let metrics add up over batches: train_on_batch and test_on_batch reset them each time."""
         changed: dict[str, Any] = {"reset_metrics": lambda: None}
-        own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
-        keras_alone = all(getattr(type(self._model), name) is getattr(keras.Model, name) for name in own)
+        keras_alone = not overrides(self._model, *STEPS)
         # Where no user code reads them, spare the means that each step computes and copies to the host. A compiled step
         # is not changed from outside.
         if keras.backend.backend() == "torch" and keras_alone and not self._model.jit_compile:

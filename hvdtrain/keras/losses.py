@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.sources import tree_map
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
+from hvdtrain.keras.overrides import overrides
 from hvdtrain.keras.training_state import assign, copies, metric_variables, seed_states
 
 log = logging.getLogger("hvdtrain")
@@ -157,7 +158,7 @@ def _kinds(model: keras.Model, data: Any, count: int) -> dict[str, list[str]]:
     rows = np.linspace(0, count - 1, min(count, _SAMPLES)).astype(np.int32) if count > 1 else np.zeros(2, np.int32)
     x, y, sample_weight = tree_map(lambda leaf: _take(leaf, rows, count), data)
     number = len(rows)
-    compute = _own_loss if type(model).compute_loss is not keras.Model.compute_loss else _losses
+    compute = _own_loss if overrides(model, "compute_loss") else _losses
 
     y_pred = model(x, training=False)
     if count == 1:  # twice the same sample would not show what couples samples
@@ -214,7 +215,7 @@ def _losses(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any)
             compiled(y, y_pred, sample_weight)
         finally:
             compiled._flat_losses = original
-    if _has_losses_of_layers(model):
+    if has_losses_of_layers(model):
         model(x, training=False)
     for layer in model._flatten_layers():
         for index, value in enumerate(layer._get_own_losses()):
@@ -225,7 +226,8 @@ def _losses(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any)
     return found
 
 
-def _has_losses_of_layers(model: keras.Model) -> bool:
+def has_losses_of_layers(model: keras.Model) -> bool:
+    """Return whether a layer has added a loss in the model's last call."""
     return any(layer._get_own_losses() for layer in model._flatten_layers())
 
 

@@ -14,10 +14,10 @@ import keras
 import numpy as np
 
 from hvdtrain.distributed.world import World
+from hvdtrain.keras.losses import are_sums, has_losses_of_layers
+from hvdtrain.keras.overrides import overrides
 
 log = logging.getLogger("hvdtrain")
-
-_OWN = ("train_step", "compute_loss")
 
 
 class MaskedSteps:
@@ -45,15 +45,17 @@ class MaskedSteps:
         masks, added = [], False
         try:
             masks = _masks(self._model(x, training=False))
-            added = any(layer._get_own_losses() for layer in self._model._flatten_layers())
+            added = has_losses_of_layers(self._model)
         except Exception as error:  # noqa: BLE001 - a step of the user's own may call the model in another way
             log.debug("masks of %s were not looked for: %s", self._model.name, error)
         self._model._clear_losses()
         found = self._world.allreduce(np.array([bool(masks), added], np.int32), "max", name="mask")
-        self.is_masked = bool(found[0]) and self._model._compile_loss is not None and not _is_sum(self._model)
+        self.is_masked = (
+            bool(found[0]) and self._model._compile_loss is not None and not are_sums(self._model, split=False)
+        )
         if not self.is_masked:
             return
-        if any(getattr(type(self._model), name) is not getattr(keras.Model, name) for name in _OWN):
+        if overrides(self._model, "train_step", "compute_loss"):
             self.is_masked = False
             if self._world.is_root:
                 log.warning(
@@ -110,8 +112,3 @@ def _compiled(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
         function = torch.no_grad()(function)
     return function
-
-
-def _is_sum(model: keras.Model) -> bool:
-    leaves = [leaf for leaf in keras.tree.flatten(model.loss) if leaf is not None]
-    return bool(leaves) and all(getattr(leaf, "reduction", "mean") == "sum" for leaf in leaves)

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from hvdtrain.adapter import Reduce
-from hvdtrain.data.sources import tree_map
+from hvdtrain.data.sources import part_of, tree_map
 from hvdtrain.distributed.world import World
 
 log = logging.getLogger("hvdtrain")
@@ -117,7 +117,7 @@ def _difference(metric: keras.Metric, args: Any, kwargs: Any, count: int) -> str
     changed: set[str] = set()
 
     def state(rows: slice) -> list[Any]:
-        part = tree_map(lambda value: _rows(value, rows, count), (list(args), kwargs))
+        part = tree_map(lambda value: part_of(value, rows, count), (list(args), kwargs))
         updated = metric.stateless_update_state(metric.stateless_reset_state(), *part[0], **part[1])
         changed.update(name for name, value in _numbers_of(metric).items() if value != attributes.get(name))
         vars(metric).update(copy.deepcopy(attributes))
@@ -145,11 +145,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, list | tuple | dict):
         return all(map(_is_number, value.values() if isinstance(value, dict) else value))
     return isinstance(value, int | float | np.number)
-
-
-def _rows(value: Any, rows: slice, count: int) -> Any:
-    shape: Any = getattr(value, "shape", ())
-    return value[rows] if len(shape) and shape[0] == count else value
 
 
 def _refusal(name: str, received: str) -> str:

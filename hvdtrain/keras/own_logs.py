@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.keras.metrics import scalars
+from hvdtrain.keras.overrides import STEPS, overrides
 
 log = logging.getLogger("hvdtrain")
 
 _NAMES = "sum.logs."
-_OWN = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
 _COMPARED = 3  # steps: after one, a running mean is the step's own
 # A metric that the step does not update is 0. Under its own name, a running mean may be in half precision.
 _TOLERANCE, _TOLERANCE_OF_OTHERS = 1e-2, 1e-5
@@ -31,7 +31,7 @@ class OwnLogs:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self.is_used = any(getattr(type(model), name) is not getattr(keras.Model, name) for name in _OWN)
+        self.is_used = overrides(model, *STEPS)
         self._metrics: list[str] = []  # names of results; ranks have the same
         self._warned = False
         self.clear()

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load, save
 
-from hvdtrain.data.sources import num_rows, tree_map
+from hvdtrain.data.sources import num_rows, part_of, tree_map
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.training_state import on_device
@@ -221,7 +221,7 @@ class _Metric:
                 (whole, *halves), (slice(None), slice(rows // 2), slice(rows // 2, None)), strict=True
             ):
                 each._is_checked = True
-                each.update(*tree_map(partial(_rows, part=part, count=rows), (outputs, targets)))
+                each.update(*tree_map(partial(part_of, rows=part, count=rows), (outputs, targets)))
             expected = whole.results(whole.numbers(whole.states()), None, live=False)
             parts = [each.states() for each in halves]
             first, rest = halves
@@ -448,11 +448,6 @@ def _unpack(data: bytes) -> Iterator[Part]:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _rows(value: Any, *, part: slice, count: int) -> Any:
-    has_rows = isinstance(value, torch.Tensor) and value.dim() and len(value) == count
-    return value[part] if has_rows else value
 
 
 def _copied(value: Any) -> Any:
