@@ -1,4 +1,4 @@
-"""Whether the mean of a loss is weighed by what it was divided by: known of torch's own, found out of any other.
+"""Check that a loss is weighed by what it was divided by: known of torch's own losses, found out of any other.
 
 A step is split over ranks, batches or micro-batches, and their losses are weighed by their samples. That is right for a
 mean over samples. Of a callable it is not known, so the first batch shows it, on two parts of its samples.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.data.sources import tree_map
+from hvdtrain.data.sources import num_rows, tree_map
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.losses import divisor, elementwise, needs_exchange
 
@@ -142,7 +140,7 @@ class LossCheck:
             return None
         outputs, targets = (tree_map(_detached, each) for each in (outputs, targets))
         try:
-            with torch.no_grad(), _kept_random(value.device):
+            with torch.no_grad(), torch.random.fork_rng([value.device] if value.is_cuda else []):
                 return self._find_on_parts(outputs, targets, samples)
         except Exception as error:  # noqa: BLE001 - the step itself has computed its loss: what fails is the check
             log.warning(
@@ -178,7 +176,7 @@ class LossCheck:
         for rows in (slice(first), slice(first, None)):
             part, labels = (tree_map(operator.itemgetter(rows), each) for each in (outputs, targets))
             losses.append(float(loss(part, labels).mean()))
-            weights.append(divisor(self._loss, labels, samples=_length(part))[0])
+            weights.append(divisor(self._loss, labels, samples=num_rows(part))[0])
         tolerance = _tolerance(outputs)
         total = losses[0] + losses[1]
         if self._is_sum:
@@ -223,12 +221,6 @@ class LossCheck:
         )
 
 
-@contextmanager
-def _kept_random(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-
-
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
@@ -242,12 +234,6 @@ def _require_rows(leaf: Any, samples: int) -> Any:
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != samples:
         raise ValueError(f"outputs and targets are not tensors of {samples} rows")
     return leaf
-
-
-def _length(tree: Any) -> int:
-    lengths: list[int] = []
-    tree_map(lambda leaf: lengths.append(len(leaf)), tree)
-    return lengths[0]
 
 
 def _buffers(loss: Any) -> dict[str, torch.Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from hvdtrain.distributed.launch_environment import count_ranks
+
 FACTORS = {"none": lambda size: 1.0, "linear": float, "sqrt": math.sqrt}
 
 
@@ -53,7 +55,7 @@ class LearningRate:
 
         `rates` are the present ones, and `scheduled` is true if a callback changes them.
         """
-        ranks = f"{self._size} rank{'s' if self._size > 1 else ''}"
+        ranks = count_ranks(self._size)
         lines = []
         if batch_size and self._size * accumulate > 1:
             product = f"{batch_size} x {ranks}{f' x {accumulate} accumulated' if accumulate > 1 else ''}"
