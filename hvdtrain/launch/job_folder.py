@@ -33,9 +33,8 @@ def make(ranks: int) -> tuple[Path, str]:
     free, wanted = start_checks.free_bytes(), _BYTES + _BYTES_A_RANK * ranks if ranks else _FACTS_BYTES
     why = ""
     if free < wanted:
-        why = start_checks.in_words(free) + f", and {count_ranks(ranks)} may take {wanted // 2**20 + 1} MiB" * bool(
-            ranks
-        )
+        need = f", and {count_ranks(ranks)} may take {wanted // 2**20 + 1} MiB" if ranks else ""
+        why = start_checks.in_words(free) + need
     where = Path(tempfile.gettempdir()) if why else shared
     _sweep(shared)
     try:
