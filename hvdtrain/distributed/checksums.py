@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hvdtrain.distributed.world import World
 
 SIZE = 16  # bytes of a digest
 _LANES = (512, 511)
@@ -41,6 +43,18 @@ def of_array(array: NDArray[Any]) -> bytes:
         hashed.update(block[rest:].data)
     hashed.update(data[whole:].data)
     return hashed.digest()
+
+
+def equal_on_ranks(arrays: Iterable[NDArray[Any]], *, world: World, name: str) -> NDArray[np.bool_]:
+    """Return for each array whether it is equal on all ranks, bit for bit; a collective, named `name`.
+
+    Ranks give as many arrays, in one order.
+    """
+    mine = np.frombuffer(b"".join(map(of_array, arrays)), np.int64)
+    # The largest of the complements is that of the smallest.
+    largest, smallest = np.split(world.allreduce(np.concatenate([mine, ~mine]), "max", name=name), 2)
+    same: NDArray[np.bool_] = (largest == ~smallest).reshape(-1, SIZE // mine.itemsize).all(axis=1)
+    return same
 
 
 def of_json(value: Any) -> bytes:

@@ -60,9 +60,7 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
     rank 0's, because masks and tables of models are buffers too.
     """
     names = sorted(name for name in mine if name.startswith(_SHARED))
-    hashes = np.frombuffer(b"".join(checksums.of_array(mine[name]) for name in names), np.int64)
-    low, high = (world.allreduce(hashes, op, name="rank_state.hashes") for op in ("min", "max"))
-    same = (low == high).reshape(-1, checksums.SIZE // 8).all(axis=1)
+    same = checksums.equal_on_ranks((mine[name] for name in names), world=world, name="rank_state.hashes")
     if not world.is_root:
         equal = {name for name, is_same in zip(names, same, strict=True) if is_same}
         mine = {name: array for name, array in mine.items() if name not in equal}

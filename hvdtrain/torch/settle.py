@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,10 +45,8 @@ def _differing(buffers: Sequence[tuple[str, Tensor]], world: World) -> list[tupl
     """Return the buffers that are not equal on all ranks."""
     if not buffers:
         return []
-    mine = np.frombuffer(b"".join(checksums.of_array(dtypes.to_array(each)) for _, each in buffers), np.int64)
-    # The largest of the complements is that of the smallest.
-    largest, smallest = np.split(world.allreduce(np.concatenate([mine, ~mine]), "max", name="settle.hashes"), 2)
-    same = (largest == ~smallest).reshape(len(buffers), -1).all(axis=1)
+    arrays = (dtypes.to_array(buffer) for _, buffer in buffers)
+    same = checksums.equal_on_ranks(arrays, world=world, name="settle.hashes")
     return [each for each, is_same in zip(buffers, same, strict=True) if not is_same]
 
 
