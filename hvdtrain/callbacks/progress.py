@@ -62,6 +62,9 @@ class Progress(Callback):
         """Open the display, and show the decisions about the batch and the learning rate."""
         self._began = self._printed = time.monotonic()
         self._intervals, self._said, self._lines = 0, 0, False
+        self._last_step: int | None = trainer.config.get(
+            "steps"
+        )  # read once: the optimizer's settings are in there too
         if sys.stdout is None:  # the parent process has closed it
             self._style = "off"
         if not trainer.world.is_root or self._style in ("off", "epochs"):
@@ -98,8 +101,8 @@ class Progress(Callback):
         words.append(_UNITS["learning_rate"].format(interval.learning_rate))
         left = ""
         limits = [(trainer.epochs - interval.epoch) * steps - interval.step] if trainer.epochs and steps else []
-        if trainer.config.get("steps"):
-            limits.append(trainer.config["steps"] - interval.global_step)
+        if self._last_step:
+            limits.append(self._last_step - interval.global_step)
         if limits:
             steps_left = max(0, min(limits))  # with a cutoff, an epoch may have more steps
             left = f"{_clock(steps_left * interval.seconds / interval.steps)} left"

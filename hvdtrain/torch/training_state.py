@@ -110,7 +110,11 @@ _NO_SETTINGS = frozenset({
 def settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings of parameter groups as JSON: numbers, and lists of them."""
     return [
-        {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS and _plain(value) is not None}
+        {
+            name: plain
+            for name, value in group.items()
+            if name not in _NO_SETTINGS and (plain := _plain(value)) is not None
+        }
         for group in groups
     ]
 
