@@ -48,9 +48,9 @@ class Update:
         self._losses: list[torch.Tensor] = []  # of this evaluation, scaled as their gradients are
         self._names = {parameter: each for each, parameter in names.parameters(model)}
         self._fuses = fused_update.applies_to(type(optimizer))
-        has_peers = world.size > 1 or launch_environment.reduces_alone()
-        self._distributed = self._reduced = has_peers and isinstance(optimizer, Together)
-        if has_peers and not self._distributed and lazy.first(model) is None:
+        self._has_peers = world.size > 1 or launch_environment.reduces_alone()
+        self._distributed = self._reduced = self._has_peers and isinstance(optimizer, Together)
+        if self._has_peers and not self._distributed and lazy.first(model) is None:
             self._distribute()
         self.in_flight: GradientInFlight | None = None  # for sync=Delayed()
         if options.sync == "Delayed":
@@ -95,7 +95,7 @@ class Update:
 
     def start(self) -> None:
         """Broadcast the root's optimizer state and precision scaler."""
-        if not self._distributed and (self._world.size > 1 or launch_environment.reduces_alone()):
+        if self._has_peers and not self._distributed:
             self._distribute()  # only now lazy modules have shapes
         # A scaler makes its scale when it is first used, which a rank without samples never does.
         self.scaler.scale(torch.zeros((), device=self._device))
