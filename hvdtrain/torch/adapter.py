@@ -21,8 +21,8 @@ from hvdtrain.distributed import agreement, launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import lazy, names, training_state
-from hvdtrain.torch.arguments import check
+from hvdtrain.torch import engine, lazy, names, training_state
+from hvdtrain.torch.arguments import check, check_collectives
 from hvdtrain.torch.gpu_clock import GpuClock
 from hvdtrain.torch.loss_check import LossCheck, as_module
 from hvdtrain.torch.losses import Counted, as_tensor
@@ -40,7 +40,8 @@ from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()
-_MODES, _TRAINED = "max.train_mode", "max.requires_grad"  # in rank_state
+# In rank_state.
+_MODES, _TRAINED, _SYNCS = "max.train_mode", "max.requires_grad", "max.collectives_in_step"
 
 
 class TorchAdapter:
@@ -91,7 +92,10 @@ class TorchAdapter:
             self._step = kind(given, step, self._to_device, world.rank, has_metrics=bool(named))
         self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        self._syncs_in_forward = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
+        # True if ranks wait for each other before backward: one without samples must go forward and backward as well.
+        self._has_sync_norm = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
+        self._syncs_in_forward = self._has_sync_norm
+        self._syncs_in_evaluation = False  # likewise in evaluation, where SyncBatchNorm does not
         losses = _loss_names(list(optimizers))
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.couples_samples = not all(isinstance(norm, hvd.SyncBatchNorm) for norm in norms)
@@ -161,6 +165,7 @@ class TorchAdapter:
         """Random states, buffers, modules' modes, the epoch's totals, and which gradients travel together."""
         held = training_state.rank_state(self._model) | self._micro_batches.rank_state
         held |= {_MODES: self._modes.array, _TRAINED: training_state.trained_flags(self._model)}
+        held[_SYNCS] = np.array([self._syncs_in_forward, self._syncs_in_evaluation], np.uint8)
         for update in self._updates.values():
             held |= update.rank_state
         if self._training:
@@ -174,6 +179,10 @@ class TorchAdapter:
             self.notes.append(f"requires_grad is as in the checkpoint: changed for {_count(changed)}")
         if _MODES in held:
             self._modes.array = held[_MODES]
+        if _SYNCS in held and self._world.size > 1:  # the next step may be a short one, with a rank without samples
+            forward, evaluation = map(bool, held[_SYNCS])
+            self._syncs_in_forward |= forward
+            self._syncs_in_evaluation |= evaluation
         self._micro_batches.rank_state = held
         for update in self._updates.values():
             update.rank_state = held
@@ -360,7 +369,7 @@ class TorchAdapter:
         """Add a batch to loss and metrics."""
         if not self._is_built:
             self._build(batch)
-        if batch.local_count:
+        if batch.local_count or (batch.global_count and self._syncs_in_evaluation):
             self._evaluate_batch(batch)
         if batch.global_count:  # else not every rank may have such a batch
             self._loss_check.agree()
@@ -370,13 +379,14 @@ class TorchAdapter:
         self._modes.evaluate()
         with torch.no_grad():  # not inference_mode, in which a step could not compute a gradient that it needs
             if not isinstance(self._step, YieldingStep):
-                self._forward(batch, counted)
+                self._forward(batch, counted) if batch.local_count else self._run_empty(batch)
                 return
             with self._computing(batch):
                 for chosen, found in self._step.run(batch):
                     counted = Counted(found.count, found.count, batch.local_count, False)
                     self._names.check(chosen)
-                    self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_names(chosen))
+                    if batch.local_count:
+                        self._totals.add(found.outputs, found.targets, found.mean, counted, _loss_names(chosen))
 
     def predict_step(self, inputs: Any) -> Any:
         """Return the outputs in float32 (or as they are, if not floats), on the host."""
@@ -456,10 +466,21 @@ class TorchAdapter:
 
     @contextmanager
     def _computing(self, batch: Batch) -> Iterator[None]:
-        """Compute in the chosen precision."""
+        """Compute in the chosen precision; notice if ranks wait for each other in it."""
         alone = batch.local_count == 1 and self._model.training and (batch.global_count > 1 or self._micro_batches.size)
+        before = engine.started.operations
         with self._autocast(), self._normalize_by_running_statistics() if alone else _PLAIN:
             yield
+        if engine.started.operations != before and self._world.size > 1:
+            self._sync_in_step()
+
+    def _sync_in_step(self) -> None:
+        """Note that the model, or a step of the user's own, calls collectives, so that every rank must run it."""
+        if not torch.is_grad_enabled():
+            self._syncs_in_evaluation = True
+        elif not self._syncs_in_forward:
+            check_collectives(self._options)
+            self._syncs_in_forward = True
 
     @contextmanager
     def _normalize_by_running_statistics(self) -> Iterator[None]:
@@ -482,7 +503,9 @@ class TorchAdapter:
         """Run no samples through a model whose layers synchronize in forward and backward; return a loss of zero."""
         self._check_data(batch)
         with self._autocast():
-            return self._step.run_empty(batch)
+            loss = self._step.run_empty(batch)
+        # NaN times zero would be the gradient of the rows that other ranks have gathered. A norm's own has no rows.
+        return loss if self._has_sync_norm or not torch.is_grad_enabled() else without_gradient(loss)
 
     def _check_data(self, batch: Batch) -> None:
         """Raise if there is no batch from which one of no samples could be made."""

@@ -82,6 +82,18 @@ def _check_repeatable(model: nn.Module, *, several: bool) -> None:
         raise ValueError(f"{reason}. Use micro_batch=N, the samples that fit. Received: micro_batch='auto'")
 
 
+def check_collectives(options: Options) -> None:
+    """Raise ValueError if a step calls collectives, such as `allgather`, and ranks may compute different batches."""
+    reasons = {
+        "cutoff": options.cutoff and "ranks contribute different batches to a step",
+        "micro_batch='auto'": options.micro_batch == "auto"
+        and "other ranks wait for the rank that runs out of memory; use micro_batch=N",
+    }
+    for received, reason in reasons.items():
+        if reason:
+            raise ValueError(f"Collectives in a step need all ranks. Received: {received}: {reason}.")
+
+
 def _check_closure(optimizer: torch.optim.Optimizer, options: Options, *, several: bool) -> None:
     """Raise ValueError for what cannot be combined with an optimizer that evaluates a step several times."""
     reasons = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -104,6 +105,13 @@ def is_global(process_set: Any) -> bool:
     return bool(process_set.process_set_id == 0)
 
 
+class _Count(threading.local):
+    operations = 0
+
+
+started = _Count()  # operations that this thread has started
+
+
 class Handle:
     """One operation in flight; calling it waits too.
 
@@ -117,6 +125,7 @@ class Handle:
         self._generation = generation
         self._done = False
         self._result: Any = None
+        started.operations += 1
 
     def poll(self) -> bool:
         """True when `wait` will not block."""

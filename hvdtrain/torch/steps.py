@@ -167,9 +167,10 @@ class OwnStep:
             yield
         except Exception as error:
             raise HvdTrainError(
-                f"rank {self._rank} has no samples in this step. Its SyncBatchNorm synchronizes with other ranks, so "
-                f"step was called on a batch of 0 samples, and raised {type(error).__name__}: {error}. Let step take "
-                "such a batch, or use data that gives every rank samples in every step."
+                f"rank {self._rank} has no samples in this step. Other ranks wait for it in collectives, of "
+                "SyncBatchNorm or of step, so step was called on a batch of 0 samples, and raised "
+                f"{type(error).__name__}: {error}. Let step take such a batch, or use data that gives every rank "
+                "samples in every step."
             ) from error
 
 
@@ -226,11 +227,12 @@ def sum_of_nothing(outputs: Any) -> torch.Tensor:
 
 
 def without_gradient(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose gradient is zero, for a backward pass in which a SyncBatchNorm synchronizes."""
+    """Return a loss whose gradient is zero, for a backward pass in which ranks wait for each other."""
     if not loss.isfinite():
         raise ValueError(
-            "With a SyncBatchNorm, Loss.mean must be finite also where Loss.count is 0, such as "
-            f"loss.sum() / max(count, 1). Received: {loss.item()}"
+            "Loss.mean must be finite also on a rank where nothing counts, because other ranks wait for its backward "
+            "pass, in a SyncBatchNorm or a collective of step. Compute it from the rows of all ranks, or as loss.sum() "
+            f"/ max(count, 1). Received: {loss.item()}"
         )
     return loss * 0.0
 

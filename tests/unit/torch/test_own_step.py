@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import hvdtrain
-from hvdtrain.data.sources import num_rows
+from hvdtrain.data.sources import Batch, num_rows
 from hvdtrain.torch.steps import describe, move
 
 X = torch.arange(40, dtype=torch.float32).reshape(10, 4) / 40
@@ -318,3 +318,12 @@ def test_accuracy_does_not_guess_the_axis_of_classes(own):
     for outputs, targets in (((6, 3, 3), (6, 3)), ((6, 3), (6, 2))):
         with pytest.raises(ValueError, match="reshape"):
             trainer.evaluate((torch.zeros(outputs), torch.zeros(targets, dtype=torch.long)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_of_no_rows_must_be_finite_where_other_ranks_wait_for_its_backward():
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = hvdtrain.Trainer(model, optimizer=optimizer, step=lambda model, x: hvdtrain.Loss(model(x).mean()))
+    with pytest.raises(ValueError, match="must be finite also on a rank where nothing counts"):
+        trainer._adapter._run_empty(Batch(item=X))
