@@ -220,6 +220,7 @@ def init_engine(
         on_jax = launch_environment.runs_on_jax(None)
     module = load_engine(framework)
     if module is None:
+        watchdog.alone()
         return None
     host: tuning.Host = frameworks.load(framework, "collectives")
     if pick and not on_jax and not launch_environment.is_alone() and (why := host.why_not(module)):
@@ -326,6 +327,7 @@ def init_if_missing(framework: str) -> World:
 def make(engine: Framework | None, *args: Any, on_jax: bool, **kwargs: Any) -> World:
     """Join the ranks and pick this rank's device; see `init_engine`."""
     if engine is None:
+        watchdog.alone()
         return SoloWorld()
     host = frameworks.load("keras", "jax_device") if on_jax else frameworks.load(engine, "collectives")
     module = init_engine(engine, *args, on_jax=on_jax, pick=host.pick_device, **kwargs)

@@ -113,6 +113,7 @@ class RankError:
     rank: int
     host: str
     text: str
+    is_printed: bool = False  # it is in the launcher's output
 
     @property
     def last_line(self) -> str:
@@ -134,7 +135,8 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
     written = sorted(shared_facts.read(run_dir, "error").values(), key=lambda found: float(found["time"]))
     errors = [RankError(int(found["rank"]), str(found["host"]), str(found["text"]).rstrip()) for found in written]
     if errors or cause.killed:  # what the peers of a killed rank raise is a consequence, not the reason
-        return next((error for error in errors if not cause.killed or error.rank == cause.rank), None)
+        first = next((error for error in errors if not cause.killed or error.rank == cause.rank), None)
+        return first and replace(first, is_printed=first.last_line in listener.text())
     printed: dict[int, list[str]] = {}
     lines = OutputLines()
     for number, line in [*lines.feed(listener.text().encode()), *lines.end()]:
@@ -142,7 +144,7 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
             printed.setdefault(number, []).append(line)
     for rank in sorted(printed, key=lambda rank: rank != cause.rank):
         if text := traceback_in(printed[rank]):
-            return RankError(rank, listener.host_of(rank), text)
+            return RankError(rank, listener.host_of(rank), text, is_printed=True)
     return None
 
 

@@ -10,8 +10,23 @@ _RULE = re.compile(rb"-{60,}$")
 # The beginnings of mpirun's texts between two rules. The supervisor reports which rank ended, and how.
 _ABOUT_AN_END = (
     b"Primary job  terminated normally, but",
-    b"mpirun detected that one or more processes exited with non-zero status",
-    b"prterun detected that one or more processes exited with non-zero status",
+    *(
+        launcher + text
+        for launcher in (b"mpirun ", b"prterun ")
+        for text in (b"detected that one or more processes exited with non-zero status", b"noticed that process rank ")
+    ),
+)
+# The same of horovodrun over Gloo, its last text of four lines.
+_GLOO_END = re.compile(
+    rb"(Process \d+ exit with status code -?\d+|Terminating remaining workers after failure of .*)\.$"
+)
+_GLOO_LAST = b"Horovod detected that one or more processes exited with non-zero status"
+_GLOO_LAST_REST = re.compile(rb"(Process name: \d+|Exit code: -?\d+|)$")
+# What a rank prints over Gloo when another rank has ended: its shell, and Horovod's thread.
+_TERMINATED = re.compile(rb"\[\d+\]<stderr>:Terminated$")
+_CONNECTION_LOST = re.compile(
+    rb"\[[^\]]*: E \S*/horovod/common/operations\.cc:\d+\] .*Horovod background loop uncaught exception: "
+    rb".*(Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)"
 )
 _STALL = re.compile(rb"\[[^\]]*: W \S*/horovod/common/stall_inspector\.cc:\d+\] ")
 _STALLED = re.compile(rb"(Missing ranks:$|\d+: \[)")
@@ -24,7 +39,7 @@ class Shortened:
 
     def __init__(self) -> None:
         self._rule: bytes | None = None  # held until the next line shows whether it begins one of mpirun's texts
-        self._is_inside = False
+        self._is_inside = self._is_after_gloos = False
         self._said: dict[bytes, float] = {}  # Horovod's lines about stalled tensors, and when they came last
         self._heading: tuple[bytes, ...] | None = None  # of a warning whose lines may all have been said
         self._in_warning = False
@@ -42,6 +57,8 @@ class Shortened:
     def _line(self, mark: bytes, text: bytes, now: float) -> Iterator[bytes]:
         if not mark:
             yield from self._launchers(text)
+            return
+        if _TERMINATED.match(mark + text) or _CONNECTION_LOST.match(text):
             return
         if found := _STALL.match(text):
             self._in_warning, self._heading = True, (mark + b"Horovod: " + text[found.end() :],)
@@ -64,6 +81,12 @@ class Shortened:
         if self._is_inside:
             self._is_inside = not is_rule
             return
+        if _GLOO_END.match(text) or text.startswith(_GLOO_LAST):
+            self._is_after_gloos = text.startswith(_GLOO_LAST)
+            return
+        if self._is_after_gloos and _GLOO_LAST_REST.match(text):
+            return
+        self._is_after_gloos = False
         held, self._rule = self._rule, None
         if held is not None and text.startswith(_ABOUT_AN_END):
             self._is_inside = True

@@ -268,7 +268,13 @@ def _say_how_it_ended(
     if (error := first.error) is not None:
         number = next(number for number, each in enumerate(attempts, 1) if each is first)
         when = f", in attempt {number} of {len(attempts)}" if len(attempts) > 1 else ""
-        say(f"the first error, of rank {error.rank} on host {error.host}{when}:\n{error.text}")
+        # Not the whole traceback again, if the rank, or a rank in the last attempt, has just printed it.
+        is_above = last.error is not None and last.error.is_printed and error.is_like(last.error)
+        text = f" (its traceback is above): {error.last_line}" if is_above else f":\n{error.text}"
+        say(f"the first error, of rank {error.rank} on host {error.host}{when}{text}")
+    if requests and last.cause.code == 128 + signal.SIGTERM and not last.step:
+        say(f"stopped by {requests[0].name}; no rank had recorded a step")
+        return
     if requests:
         say(f"stopped by {requests[0].name}, but not in order: {last.cause}; the last checkpoint remains")
         return

@@ -21,14 +21,14 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from hvdtrain.distributed import launch_environment
-from hvdtrain.distributed.watchdog import rank_exit, waits
+from hvdtrain.distributed.watchdog import rank_exit, tracebacks, waits
 from hvdtrain.distributed.watchdog.rank_exit import STALLED, RankExit, say
 from hvdtrain.distributed.watchdog.shared_facts import open_facts, process_state
 from hvdtrain.distributed.watchdog.waits import forget_step, note_device, note_step, step_done
 from hvdtrain.system.process_tree import RUN_DIR
 
 __all__ = [
-    "LIMIT", "STALLED", "begin", "forget_step", "horovods_limits", "joined", "leave", "limit_s", "note_device",
+    "LIMIT", "STALLED", "alone", "begin", "forget_step", "horovods_limits", "joined", "leave", "limit_s", "note_device",
     "note_step", "step_done",
 ]  # fmt: skip
 
@@ -87,6 +87,11 @@ def begin() -> None:
         _watchdog = Watchdog(limit_s())
 
 
+def alone() -> None:
+    """Show this process's exceptions with the user's frames: it is the only rank."""
+    tracebacks.install()
+
+
 def leave(code: int) -> NoReturn:
     """End this process at once with `code`, as one that failed: other ranks do not wait for it."""
     rank_exit.leave(code, _watchdog.exit if _watchdog else None)
@@ -96,6 +101,7 @@ def joined(module: ModuleType) -> None:
     """Take over the end of this process, now that Horovod knows its rank; not of one rank alone."""
     global _watchdog
     if module.size() == 1:
+        alone()
         if _watchdog is not None:
             _watchdog.stopped.set()
             _watchdog = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from itertools import groupby
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from hvdtrain.errors import HvdTrainError
@@ -17,6 +18,22 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file
 _LIBRARIES = [sysconfig.get_paths()[name] for name in ("purelib", "platlib")]
 _OURS = tuple(os.path.join(path, "") for path in (PACKAGE, *(os.path.join(each, "horovod") for each in _LIBRARIES)))
 _NOT_THE_USERS = tuple(os.path.join(path, "") for path in (PACKAGE, sysconfig.get_paths()["stdlib"], *_LIBRARIES))
+_FOLDED = f"of hvdtrain and Horovod; {DEBUG}=1 shows all"
+
+
+def install() -> None:
+    """Show an exception that ends this process with our frames folded; a hook of the user's stays."""
+    if sys.excepthook is not sys.__excepthook__ or hasattr(sys, "ps1") or sys.flags.interactive:
+        return
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = format_error(error)
+        if _FOLDED in text:
+            sys.stderr.write(f"{text}\n")
+        else:  # Python's own, in colour where it has it
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = on_exception
 
 
 def is_users(file: str) -> bool:
@@ -55,7 +72,7 @@ class _Folded(traceback.StackSummary):
             frames = [*group]
             if is_folded:
                 count = f"{len(frames)} frame{'s' * (len(frames) > 1)}"
-                yield f"  ... {count} of hvdtrain and Horovod; {DEBUG}=1 shows all\n"
+                yield f"  ... {count} {_FOLDED}\n"
             else:
                 yield from traceback.StackSummary.from_list(frames).format(**options)
 
@@ -73,4 +90,5 @@ def _fold(found: traceback.TracebackException, error: BaseException) -> None:
         else:
             _fold(before, source)
     found.stack = folded = _Folded(found.stack)
-    folded.shows_last = not is_ours  # an error that nobody foresaw: its place says more than its message
+    # Of an error that nobody foresaw, the place says more than the message. What we raise says it in its message.
+    folded.shows_last = bool(folded) and not is_ours and not (folded[-1].line or "").startswith("raise ")

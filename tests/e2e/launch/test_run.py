@@ -167,8 +167,8 @@ def test_a_crash_loop_stops_with_its_first_cause(command: str, start: Callable[.
     assert len(run.log(1, "begin")) <= 4
     assert sum("restart" in line for line in said[:-2]) == len(run.log(1, "begin")) - 1
     last = output[output.rindex("the first error, of rank 1 on host") :]
-    assert last.count('raise ValueError("boom")') == 1
-    assert last.count("Traceback (most recent call last)") == 1
+    assert "(its traceback is above): ValueError: boom" in last
+    assert "Traceback (most recent call last)" not in last
     assert re.search(r"hvdtrain run: gave up after \d attempts", last.splitlines()[-1]), last
     assert "rank 1 on host" in last.splitlines()[-1]
 

@@ -26,6 +26,45 @@ def test_mpiruns_two_blocks_about_a_rank_that_ended_are_left_out() -> None:
     assert shown(b"before", *first, *second, b"after") == [b"before", b"after"]
 
 
+def test_mpiruns_block_about_a_killed_rank_is_left_out() -> None:
+    assert (
+        shown(RULE, b"mpirun noticed that process rank 1 with PID 0 on node h exited on signal 9 (Killed).", RULE) == []
+    )
+
+
+def test_what_horovodrun_prints_over_gloo_about_ranks_that_ended_is_left_out() -> None:
+    mark = b"[0]<stderr>:"
+    lost = (
+        b"[2026-11-25 15:09:45.732694: E /tmp/x/horovod/common/operations.cc:716] [0]: Horovod background loop "
+        b"uncaught exception: [/tmp/x/gloo/transport/tcp/pair.cc:622] Connection closed by peer [127.0.0.1]:35498"
+    )
+    lines = [
+        *((mark, text) for text in (b"mine", lost, b"Terminated", b"Terminated by me")),
+        (b"[0]<stdout>:", b"Terminated"),
+        *(
+            (b"", text)
+            for text in (
+                b"Process 1 exit with status code 1.",
+                b"Terminating remaining workers after failure of Process 1.",
+                b"Process 0 exit with status code -9.",
+                b"Horovod detected that one or more processes exited with non-zero status, thus causing the job to be",
+                b"Process name: 1",
+                b"Exit code: 1",
+                b"",
+                b"after",
+                b"",
+            )
+        ),
+    ]
+    assert Shortened().feed(lines, now=0.0) == [
+        mark + b"mine",
+        mark + b"Terminated by me",
+        b"[0]<stdout>:Terminated",
+        b"after",
+        b"",
+    ]
+
+
 def test_other_blocks_and_rules_of_ranks_are_shown_whole() -> None:
     block = [RULE, b"There are not enough slots available in the system", RULE]
     of_a_rank = [MARK + RULE, MARK + b"Primary job  terminated normally, but", MARK + RULE]

@@ -61,3 +61,28 @@ def test_a_signal_before_a_restart_stops_the_job(
     monkeypatch.setattr(exit_cause, "first_error", lambda *_, **__: requests.append(signal.SIGTERM))
     assert run(1) == 128 + signal.SIGTERM
     assert "stopped by SIGTERM before the restart" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_printed", [True, False])
+def test_the_first_error_is_one_line_if_its_traceback_is_on_the_screen(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_printed: bool
+) -> None:
+    error = exit_cause.RankError(1, "h", "Traceback (most recent call last):\nValueError: x", is_printed)
+    monkeypatch.setattr(exit_cause, "first_error", lambda *_, **__: error)
+    run(0)
+    said = capsys.readouterr().err
+    assert ("its traceback is above): ValueError: x" in said) == is_printed
+    assert ("Traceback (most" in said) != is_printed
+
+
+def test_a_stop_before_the_first_step_is_said_as_one(
+    run: Run, requests: list[signal.Signals], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> tuple[Cause, float]:
+        requests.append(signal.SIGINT)
+        return Cause("rank 1 on host h", 128 + signal.SIGTERM, 1), 1.0
+
+    monkeypatch.setattr(supervisor, "_follow", stopped)
+    monkeypatch.setattr(exit_cause, "latest_step", lambda *_, **__: None)
+    assert run(3) == 128 + signal.SIGINT
+    assert capsys.readouterr().err.splitlines()[-1].endswith("stopped by SIGINT; no rank had recorded a step")

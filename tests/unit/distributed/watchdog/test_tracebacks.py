@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
 from hvdtrain.checkpoint import Store
 from hvdtrain.data import sharding
 from hvdtrain.distributed.agreement import together
-from hvdtrain.distributed.watchdog.tracebacks import format_error
+from hvdtrain.distributed.watchdog.tracebacks import format_error, install
 from hvdtrain.distributed.world import SoloWorld
 
 
@@ -37,6 +39,28 @@ def test_our_frames_between_the_users_are_one_line_unless_debug_is_set(monkeypat
 def test_the_place_of_an_error_that_is_not_hvdtrains_own_stays():
     text = of(lambda: sharding.shard_indices(None, rank=0, size=1))
     assert "sharding.py" in text
+
+
+def test_the_place_of_an_error_that_hvdtrain_raises_about_arguments_is_left_out():
+    text = of(lambda: sharding.shard_indices(3, rank=2, size=1))
+    assert "sharding.py" not in text
+    assert "ValueError: rank must be in [0, size)" in text
+
+
+def test_one_process_shows_its_users_frames_too(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    install()
+    with pytest.raises(ValueError, match="rank must be") as caught:
+        sharding.shard_indices(3, rank=2, size=1)
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert "of hvdtrain and Horovod; HVDTRAIN_DEBUG=1 shows all" in capsys.readouterr().err
+
+
+def test_a_hook_of_the_users_stays(monkeypatch):
+    mine = print
+    monkeypatch.setattr(sys, "excepthook", mine)
+    install()
+    assert sys.excepthook is mine
 
 
 def test_what_hvdtrain_raised_its_own_error_from_is_in_its_message_alone(tmp_path):
