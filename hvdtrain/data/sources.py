@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
+from hvdtrain.data.generators import Generators, generators_of
 from hvdtrain.distributed import agreement, frameworks
 from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.world import SoloWorld, World
@@ -79,11 +80,13 @@ class Source(Protocol):
 
     steps: int | None  # per epoch; None if unknown before the epoch's end
     facts: dict[str, Any]  # JSON values that must be equal on all ranks; "endless" if an epoch is known never to end
+    generators: Generators  # those that the data hold
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return this rank's batches of one epoch, or of its rest, as many as on the other ranks.
 
-        Before it returns, it draws orders and starts workers. Later it draws random numbers only batch by batch.
+        Before it returns, it draws orders, starts workers, and reads again what must be read before the rest. Later it
+        draws random numbers only batch by batch.
         """
 
     def example(self, epoch: int) -> Batch | None:
@@ -152,6 +155,7 @@ class IndexedSource:
         self._batch_size = batch_size
         self._world = world
         self._seed = seed
+        self.generators = Generators({})
         self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size, "seed": seed}
         self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
 
@@ -238,15 +242,22 @@ class IteratedSource:
     """Iterable batches; ranks may have different numbers of them.
 
     `filler` returns any batch of so many rows, for a rank without batches, for example in the rest of a resumed epoch.
-    It draws no random numbers; a model may draw some for each row.
+    It draws no random numbers; a model may draw some for each row. `replays`: see `Generators`.
     """
 
     def __init__(
-        self, start: Start, *, world: World, steps: int | None = None, filler: Callable[[int], Any] | None = None
+        self,
+        start: Start,
+        *,
+        world: World,
+        steps: int | None = None,
+        filler: Callable[[int], Any] | None = None,
+        replays: bool = False,
     ) -> None:
         self._start = start
         self._world = world
         self._filler = filler
+        self.generators = Generators({}, replays=replays)
         self.steps = steps
         self.facts: dict[str, Any] = {"steps": steps}
 
@@ -276,7 +287,8 @@ class IteratedSource:
             if samples:
                 if batch.inputs is None and self._filler is not None:
                     rows = max(1, after.samples // max(1, after.batches))
-                    batch = replace(as_batch(self._filler(rows)), local_count=0)
+                    with self.generators.aside():
+                        batch = replace(as_batch(self._filler(rows)), local_count=0)
                 # Indices of a shard are not those of the whole dataset.
                 yield replace(batch, global_count=samples, largest=max(of_ranks), indices=None, done=done)
 
@@ -291,6 +303,9 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0, what: 
         batch_size = int(batch_size)
         try:
             source = _read(data, batch_size=batch_size, world=world, seed=seed)
+            if not isinstance(source, ArraySource):  # arrays hold none
+                given = data.data if isinstance(data, Sharded) else data
+                source.generators = generators_of(given, replays=source.generators.replays)
         except NoSamples as found:
             raise ValueError(f"{what} holds no samples. Received: {found} on rank {world.rank}") from None
     # Data with its own batch size, or without one, names it in its facts.
@@ -310,7 +325,7 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
                 return source
     several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
     if isinstance(data, Sharded):
-        return IteratedSource(_own_share(data.data, **of_rank), world=world)
+        return IteratedSource(_own_share(data.data, **of_rank), world=world, replays=True)
     if several and all(part is None or _is_arrays(part) for part in data):
         return ArraySource(list(data), **of_rank)
     if several and isinstance(data, tuple) and any(isinstance(part, list) or _is_arrays(part) for part in data):
@@ -375,9 +390,16 @@ def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
                 f"checkpoint of {count_ranks(after.size)}, taken in epoch {epoch}, on {count_ranks(world.size)}. "
                 "Resume with as many ranks as before, or from a checkpoint of an epoch's end."
             )
-        return islice(whole(epoch, shuffle), after.batches // after.size, None)
+        items = whole(epoch, shuffle)
+        skip(items, after.batches // after.size)
+        return items
 
     return iterate
+
+
+def skip(items: Iterator[Any], count: int) -> None:
+    """Read `count` items at once: what is random in their order is drawn now, and not when the next one is read."""
+    next(islice(items, count, count), None)
 
 
 def unpack(item: Any) -> tuple[Any, Any, Any]:

@@ -1,9 +1,9 @@
 """The state of one rank in the middle of a run: random states, running metrics, statistics not yet synchronized.
 
 A checkpoint contains it for every rank, so that a resumed run equals one that never stopped. If the number of ranks has
-changed, the names say what happens to a value: "random.x" stays with the rank of the same number, of "sum.x" the sum
-over ranks is preserved, "mean.x" and "max.x" become the mean and the maximum on all ranks, and rank 0 gets all of
-"cat.x", one after the other.
+changed, the names say what happens to a value: "random.x" stays with the rank of the same number, and new ranks get
+"random.data.x" if it was equal on all ranks; of "sum.x" the sum over ranks is preserved, "mean.x" and "max.x" become
+the mean and the maximum on all ranks, and rank 0 gets all of "cat.x", one after the other.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hvdtrain.system import safe_arrays
 
 Arrays = dict[str, NDArray[Any]]
 
+OF_DATA = "random.data."  # states of the random generators that data hold
 _SHARED = ("mean.", "max.")
 _MT_WORDS = 624  # the state of a Mersenne Twister, which Python and numpy.random both use
 
@@ -100,6 +101,8 @@ def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
             mine[name] = np.asarray(rule([each[name] for each in before]))  # NumPy makes scalars of 0-d arrays
         elif rank < len(before):
             mine[name] = before[rank][name]
+        elif OF_DATA in name and len({each[name].tobytes() for each in before if name in each}) == 1:
+            mine[name] = before[0][name]
     return mine
 
 

@@ -15,7 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, NoSamples, Source, as_batch, unpack
+from hvdtrain.data.generators import Generators
+from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, NoSamples, Source, as_batch, skip, unpack
 from hvdtrain.distributed.world import World, current
 
 _NOT_OF_ORDER = (
@@ -121,12 +122,13 @@ class LoaderSource:
 
     def __init__(self, loader: DataLoader[Any], *, world: World, seed: int) -> None:
         self._world, self._given = world, loader
+        self.generators = Generators({})
         self._sampler = _shard_sampler(loader, world=world, seed=seed)
         self._batch_size = int(loader.batch_size or 1)
         self._seeded: SeededBatches | None = None
         if loader.num_workers:
             batches = BatchSampler(self._sampler, self._batch_size, drop_last=False)
-            self._seeded = SeededBatches(batches, loader.dataset)
+            self._seeded = SeededBatches(batches, loader)
             self._loader = _like(loader, batch_sampler=self._seeded)
         else:
             self._loader = _like(loader, batch_size=self._batch_size, sampler=self._sampler)
@@ -169,7 +171,7 @@ class LoaderSource:
         """Return batches of any number of samples."""
         order: Any = batches
         if self._seeded is not None:
-            order = SeededBatches(batches, self._seeded.dataset._hvd_dataset)
+            order = SeededBatches(batches, self._given)
             order.begin((part.first for part in batches.parts() if part.indices), self._sampler.seed, epoch)
         return self._yield_uneven(batches, iter(_like(self._loader, batch_sampler=order)))
 
@@ -195,7 +197,8 @@ class LoaderSource:
             self._sampler.start = 0
             done = len(range(self._world.rank, after.samples, self._world.size))
             rows = self._sampler.shard()[max(0, done - self._batch_size) : done].tolist() or [0]
-            filler = self._loader.collate_fn([self._loader.dataset[row] for row in rows])
+            with self.generators.aside():
+                filler = self._loader.collate_fn([self._loader.dataset[row] for row in rows])
         for step, (item, local, held) in enumerate(items):
             filler = item if item is not None else filler
             first = step * self._batch_size
@@ -240,7 +243,9 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
     if not isinstance(data, DataLoader):
         return None
     if isinstance(data.dataset, IterableDataset):
-        return IteratedSource(lambda epoch, _, after: _every_size_th(data, epoch, after, world), world=world)
+        return IteratedSource(
+            lambda epoch, _, after: _every_size_th(data, epoch, after, world), world=world, replays=True
+        )
     if not len(data.sampler):  # type: ignore[arg-type]
         raise NoSamples("a DataLoader of no samples")
     if data.batch_size is None:  # a batch_sampler of the user's own
@@ -257,7 +262,7 @@ def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: Wo
     mine: Any = batches[after.batches + world.rank :: world.size]
     counts = [len(rows) if isinstance(rows, list) else None for rows in mine]
     if loader.num_workers:
-        mine = SeededBatches(mine, loader.dataset)
+        mine = SeededBatches(mine, loader)
         mine.begin(count(after.batches + world.rank, world.size), seed, epoch)
     order = {"batch_sampler": mine} if loader.batch_sampler else {"batch_size": None, "sampler": mine}
     return map(as_batch, iter(_like(loader, **order)), counts)
@@ -267,7 +272,10 @@ def _every_size_th(loader: DataLoader[Any], epoch: int, after: Consumed, world: 
     """Keep every size-th of the batches that each rank iterates: they must come in the same order on all of them."""
     if hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
-    return islice(iter(loader), after.batches + world.rank, None, world.size)
+    items, first = iter(loader), after.batches + world.rank
+    read = max(0, first - world.size + 1) if after.batches else 0  # as many as this rank had read
+    skip(items, read)
+    return islice(items, first - read, None, world.size)
 
 
 class _Part(NamedTuple):
@@ -342,8 +350,8 @@ class BatchRequest(NamedTuple):
 class SeededBatches:
     """A DataLoader's (batch) sampler that seeds each batch by its place: a resumed run draws the same numbers."""
 
-    def __init__(self, batches: Iterable[Any], dataset: Any) -> None:
-        self.dataset: Any = _SeededDataset(dataset)
+    def __init__(self, batches: Iterable[Any], loader: DataLoader[Any]) -> None:
+        self.dataset: Any = _SeededDataset(loader.dataset, loader.collate_fn)
         self._batches = batches
         self._seeds: tuple[int, ...] = ()
         self._positions: Iterator[int] = iter(())
@@ -364,18 +372,18 @@ class SeededBatches:
 class _SeededDataset:
     """A user's dataset, which takes a `BatchRequest` too. In workers, `get_worker_info().dataset` is one."""
 
-    def __init__(self, dataset: Any) -> None:
-        vars(self)["_hvd_dataset"] = dataset
+    def __init__(self, dataset: Any, collate_fn: Any) -> None:
+        vars(self).update(_hvd_dataset=dataset, _hvd_collate_fn=collate_fn, _hvd_generators=None)
 
     def __getitems__(self, place: BatchRequest) -> Any:
         dataset = self._hvd_dataset
-        _seed(place.seeds)
+        self._hvd_seed(place.seeds)
         together = getattr(dataset, "__getitems__", None)
         return together(place.indices) if together else [dataset[index] for index in place.indices]
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, BatchRequest):
-            _seed(index.seeds)
+            self._hvd_seed(index.seeds)
             index = index.indices
         return self._hvd_dataset[index]
 
@@ -389,7 +397,15 @@ class _SeededDataset:
         setattr(self._hvd_dataset, name, value)
 
     def __reduce__(self) -> Any:
-        return _SeededDataset, (self._hvd_dataset,)
+        return _SeededDataset, (self._hvd_dataset, self._hvd_collate_fn)
+
+    def _hvd_seed(self, numbers: tuple[int, ...]) -> None:
+        """Seed what a worker seeds when it starts, and the generators of the data, of which each worker has a copy."""
+        _seed(numbers)
+        if self._hvd_generators is None:  # first in a worker, whose worker_init_fn may have given it others
+            roots = {"dataset": self._hvd_dataset, "collate_fn": self._hvd_collate_fn}
+            vars(self)["_hvd_generators"] = Generators(roots)
+        self._hvd_generators.seed(numbers)
 
 
 def _seed(numbers: tuple[int, ...]) -> None:

@@ -122,6 +122,9 @@ class Loop:
     ) -> None:
         """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint."""
         state, facts = self.state, steps.source.facts
+        self.validation.of_training = steps.source.generators
+        state.generators = {"train": steps.source.generators}
+        state.generators |= {f"validation.{name}": each.generators for name, each in self.validation.sets.items()}
         commit = None if self.commits is None else self.commits.find(lr_factor=self._lr.factor)
         state.restore(commit)
         for each in checkpoints if commit is None else ():
@@ -138,6 +141,9 @@ class Loop:
                 f"one's model. Received: the same folder on rank {self._world.rank}"
             )
         self._callback_states: list[Any] = list(found.get("callbacks", ()))
+        saves = bool(checkpoints) or self.commits is not None
+        for line in state.describe_generators(saves=saves) if self._world.is_root else ():
+            log.warning("%s", line)
         self._resume_settings(found.get("settings"))
         consumed, self._ahead = state.progress.consumed, 0
         if self.progress.step:
@@ -359,7 +365,8 @@ class Loop:
 
     def _name_metrics(self, steps: Steps, held: rank_state.Arrays) -> None:
         """Let the metrics of an epoch that resumes without steps have their names, by a step without samples."""
-        example = steps.source.example(self.progress.epoch)
+        with steps.source.generators.aside():
+            example = steps.source.example(self.progress.epoch)
         if example is not None:
             self._adapter.eval_step(replace(example, local_count=0, global_count=0))
         load_rank_state(self._adapter, held)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import RunId
+from hvdtrain.data.generators import Generators
 from hvdtrain.distributed import rank_state
 from hvdtrain.training.checkpointing import Snapshot
 from hvdtrain.training.optimizer_settings import OptimizerSettings
@@ -27,6 +28,7 @@ class RunState:
         ended: the snapshot from which a longer run resumes, if this run has ended within an epoch; else None.
         shares: samples of a whole step by rank; None for equal parts.
         settings: the optimizer's settings that the run uses.
+        generators: the random generators that the data hold, by the data's name; "train" is the training data.
     """
 
     def __init__(self, adapter: Adapter, config: dict[str, Any]) -> None:
@@ -38,6 +40,7 @@ class RunState:
         self.ended: Snapshot | None = None
         self.shares: list[int] | None = None
         self.settings = OptimizerSettings(adapter)
+        self.generators: dict[str, Generators] = {}
         self._adapter = adapter
         self._config = config
         self._facts: dict[str, Any] = {}
@@ -72,7 +75,8 @@ class RunState:
             "callbacks": callbacks() if self._loaded is None else self._loaded["callbacks"],
         }
         begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
-        now = rank_state.random_states() | self._adapter.rank_state | (begin if self.progress.step else {})
+        now = rank_state.random_states() | self._adapter.rank_state | self._of_data()
+        now |= begin if self.progress.step else {}
         return Snapshot(now | self._held, meta)  # what is still to be loaded replaces the current values
 
     def end_within_epoch(self, snapshot: Snapshot) -> None:
@@ -114,9 +118,25 @@ class RunState:
         place = "the last commit" if self.resumed_from == "in memory" else self.resumed_from
         return [f"resumed run {self.run_id.name} from {place}, {self.progress.describe()}"]
 
+    def describe_generators(self, *, saves: bool) -> list[str]:
+        """Return warnings on generators of the data that resume otherwise, or will if `saves`."""
+        unsaved = [f"{what} (of {name})" for name, each in self.generators.items() for what in each.unsaved]
+        lines = [
+            f"checkpoints do not hold {what}: a resumed run draws otherwise, and may repeat samples or leave them out. "
+            "Let data draw from a torch.Generator, numpy.random.Generator or random.Random, or from set_epoch's epoch"
+            for what in (unsaved if saves else ())
+        ]
+        unknown = self._of_data().keys() - self._held.keys() if self.resumed_from is not None else ()
+        return lines + [
+            f"the checkpoint does not hold {name.removeprefix(rank_state.OF_DATA)}, which is as the script made it: an "
+            "older version wrote it, or the data were others. The run draws otherwise, and may repeat samples of its "
+            "epoch or leave them out"
+            for name in sorted(unknown)
+        ]
+
     def load_held(self) -> None:
         """Restore this rank's random states and the adapter's state of this rank, if that is still to be done."""
-        load_rank_state(self._adapter, self._held)
+        self._load(self._held)
 
     @contextmanager
     def drawing_order(self) -> Iterator[rank_state.Arrays]:
@@ -128,9 +148,22 @@ class RunState:
         resumes = self.progress.step > 0
         if resumes:
             begin = {name: array for name, array in held.items() if name.startswith("begin.")}
-            load_rank_state(self._adapter, {name.removeprefix("begin."): array for name, array in begin.items()})
-        now = rank_state.random_states() | self._adapter.rank_state
+            self._load({name.removeprefix("begin."): array for name, array in begin.items()})
+        now = rank_state.random_states() | self._adapter.rank_state | self._of_data()
         self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
         yield held
         if resumes:
-            load_rank_state(self._adapter, held)
+            train = self.generators.get("train")
+            # What was read again has drawn again. On another number of ranks, a rank has read another part.
+            self._load(held, but="train" if train is not None and train.replays else None)
+
+    def _of_data(self) -> rank_state.Arrays:
+        found = {f"{name}.{path}": a for name, each in self.generators.items() for path, a in each.states().items()}
+        return {rank_state.OF_DATA + name: array for name, array in found.items()}
+
+    def _load(self, arrays: rank_state.Arrays, *, but: str | None = None) -> None:
+        load_rank_state(self._adapter, arrays)
+        for name, generators in self.generators.items():
+            prefix = f"{rank_state.OF_DATA}{name}."
+            if name != but:
+                generators.set_states({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})

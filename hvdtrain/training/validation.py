@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import Callback, CallbackList, RunContext
+from hvdtrain.data.generators import Generators
 from hvdtrain.data.sources import Source, is_array
 from hvdtrain.distributed import rank_state
 
@@ -21,6 +22,7 @@ class Validation:
     context: RunContext
     sets: Mapping[str, Source] = field(default_factory=dict)  # by name; "" is the name of a single set
     every: int | None = None  # optimizer steps; None for epochs' ends only
+    of_training: Generators = field(default_factory=lambda: Generators({}))  # those of the training data
 
     def is_due(self, global_step: int) -> bool:
         """Return whether a validation within the epoch is due after this step."""
@@ -61,7 +63,8 @@ class Validation:
         if within_epoch:
             self.adapter.reset_metrics()
             self.adapter.settle()
-        yield
+        with self.of_training.aside():
+            yield
         load_rank_state(self.adapter, before)
 
 

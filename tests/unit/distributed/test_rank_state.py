@@ -44,6 +44,13 @@ def test_what_ranks_held_together_is_neither_lost_nor_doubled(size):
         assert after == BEFORE
 
 
+@pytest.mark.parametrize("begin", ["", "begin."])
+def test_a_new_rank_gets_the_datas_generators_if_they_were_equal_on_all_ranks(begin):
+    equal, own = f"{begin}random.data.train.a", f"{begin}random.data.train.b"
+    before = [{equal: np.array([3]), own: np.array([rank]), "random.x": np.array([3])} for rank in range(2)]
+    assert rank_state.combine(before, rank=2, size=3) == {equal: np.array([3])}
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("dtype", [np.int64, np.float32])
 @pytest.mark.parametrize("rule", ["sum", "mean", "max"])
