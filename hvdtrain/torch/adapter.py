@@ -400,6 +400,7 @@ class TorchAdapter:
         """Return means over all samples, and the results of metrics with state."""
         results = self._totals.results(reduce, live=keep)
         if not keep:
+            self._loss_check.end_evaluation()
             self.reset_metrics()
         return results
 

@@ -55,8 +55,15 @@ def _hashable(value: Any) -> bool:
     return type(value).__hash__ is not None
 
 
+class LossRefusedError(ValueError):
+    """This rank's batch shows, after the first step, that the loss cannot be split over ranks."""
+
+
 class LossCheck:
-    """Checks the loss on the first batch, and that batches are of one width; ranks agree on it once in each fit."""
+    """Checks the loss on the first batch, and that batches are of one width; ranks agree on it once in each fit.
+
+    What a later batch shows is a LossRefusedError on its rank alone.
+    """
 
     def __init__(self, loss: Any, world: World, *, split: bool) -> None:
         self._loss, self._world = loss, world
@@ -71,57 +78,79 @@ class LossCheck:
 
     def begin(self) -> None:
         """Check again with the next batch; every rank calls it."""
-        self._width: tuple[int, ...] | None = None  # of this rank's first batch of training
+        self._widths: dict[bool, tuple[int, ...]] = {}  # of this rank's first batch: of training, of this evaluation
+        self._of_evaluation: str | None = None  # what a batch of this evaluation has shown
         self._is_due = self._has_parts or self._has_width
         if not self._has_parts:
             self._finding = ""
 
     def see(self, outputs: Any, targets: Any, value: torch.Tensor, samples: int) -> None:
         """See a batch: compare its width with the first's, and check the loss on it if that has not been done."""
+        is_training = torch.is_grad_enabled()
+        problem = None
         if self._has_width or self._may_pad:
-            self._compare_width(targets, value)
+            problem = self._compare_width(targets, value, is_training=is_training)
         if self._ignores and isinstance(targets, torch.Tensor) and bool((targets == _IGNORED).any()):
-            raise ValueError(f"{self._ignored()} Received: loss={_name(self._loss)}, on rank {self._world.rank}.")
+            problem = f"{self._ignored()} Received: loss={_name(self._loss)}, on rank {self._world.rank}."
+        if problem and is_training:
+            raise LossRefusedError(problem)
+        self._of_evaluation = self._of_evaluation or problem
         if self._finding is None:
             self._finding = self._find(outputs, targets, value.detach(), samples)
+
+    def end_evaluation(self) -> None:
+        """Raise on every rank what the batches of an evaluation have shown on one; a collective call."""
+        mine, width = self._of_evaluation, self._widths.pop(False, None)
+        self._of_evaluation = None
+        if self._world.size == 1 or not (self._has_parts or self._has_width):
+            return
+        everyone = self._world.allgather_object((mine, width), name="loss_check")
+        for refusal, _ in everyone:
+            if refusal:
+                raise LossRefusedError(refusal)
+        self._compare_ranks([width for _, width in everyone])
 
     def agree(self) -> None:
         """Raise on every rank what one rank has found; a collective call in the first step only."""
         if not self._is_due:
             return
-        mine = (self._finding, self._width)
+        mine = (self._finding, self._widths.get(True))
         everyone = [mine] if self._world.size == 1 else self._world.allgather_object(mine, name="loss_check")
         for rank, (finding, _) in enumerate(everyone):
             if finding:
                 raise ValueError(f"{finding} Received: loss={_name(self._loss)}, found on rank {rank}.")
-        widths = {rank: tuple(width) for rank, (_, width) in enumerate(everyone) if width is not None}
-        for rank, width in widths.items():
-            if width != (first := next(iter(widths.values()))):
-                raise ValueError(self._padded(f"{first} on rank {next(iter(widths))} and {width} on rank {rank}"))
+        self._compare_ranks([width for _, width in everyone])
         self._is_due = all(finding is None for finding, _ in everyone)
         if not self._is_due:
             self._finding = ""
 
-    def _compare_width(self, targets: Any, value: torch.Tensor) -> None:
-        if not isinstance(targets, torch.Tensor) or not torch.is_grad_enabled() or value.dim() == 1:
-            return
+    def _compare_ranks(self, widths: list[tuple[int, ...] | None]) -> None:
+        known = {rank: tuple(width) for rank, width in enumerate(widths) if width is not None}
+        for rank, width in known.items():
+            if width != (first := next(iter(known.values()))):
+                raise ValueError(self._padded(f"{first} on rank {next(iter(known))} and {width} on rank {rank}"))
+
+    def _compare_width(self, targets: Any, value: torch.Tensor, *, is_training: bool) -> str | None:
+        """Return what is wrong with the width of a batch's targets, None if nothing is."""
+        if not isinstance(targets, torch.Tensor) or value.dim() == 1 or not (is_training or self._world.size > 1):
+            return None  # one process computes the batches of an evaluation whole
         width = tuple(targets.shape[1:])
-        if self._width is None:
-            self._width = width
-        if width == self._width:
-            return
+        first = self._widths.setdefault(is_training, width)
+        if width == first:
+            return None
         if not self._may_pad:
-            raise ValueError(self._padded(f"{self._width}, then {width} on rank {self._world.rank}"))
+            return self._padded(f"{first}, then {width} on rank {self._world.rank}")
         self._may_pad = False
         if not bool((targets == self._loss.ignore_index).any()):
             log.warning(
                 "The targets of batches have different lengths, %s and %s, and none is ignored. If they are padded, "
                 "padding counts as a label, and the result depends on the number of ranks: pad targets with "
                 "ignore_index=%d.",
-                self._width,
+                first,
                 width,
                 self._loss.ignore_index,
             )
+        return None
 
     def _padded(self, widths: str) -> str:
         return (

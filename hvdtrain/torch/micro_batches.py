@@ -21,8 +21,9 @@ from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch import training_state
+from hvdtrain.torch.loss_check import LossRefusedError
 from hvdtrain.torch.steps import describe, is_out_of_memory, move
-from hvdtrain.torch.update import OutOfMemoryOnRank, Update
+from hvdtrain.torch.update import RankGaveUp, Update
 
 log = logging.getLogger("hvdtrain")
 
@@ -63,14 +64,21 @@ class MicroBatches:
         """Take a step over parts of `batches`; with "auto", undo and repeat it while any rank runs out of memory.
 
         That rank takes part in the reduction with a weight that tells the others. `before` restores what it changed.
+
+        Raises:
+            LossRefusedError: on every rank, if the check of the loss has raised it on one of them.
         """
         random = rank_state.random_states() | training_state.random_states() if self.adapts else {}
         while True:
-            failure = None
+            failure = refusal = None
             try:
                 return step(self._split(batches))
-            except OutOfMemoryOnRank:
+            except RankGaveUp:
                 pass
+            except LossRefusedError as error:
+                if not update.can_give_up:  # other ranks do not wait for this one
+                    raise
+                refusal = str(error)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -82,11 +90,18 @@ class MicroBatches:
                 gc.collect()
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
+            if failure is not None or refusal is not None:
                 update.give_up()
+            self._raise_refusal(refusal)
             before.restore()
             rank_state.set_random_states(random)
             training_state.set_random_states(random)
             self._shrink(batches, failure)
+
+    def _raise_refusal(self, mine: str | None) -> None:
+        """Raise on every rank what one rank's batch has shown of the loss; a collective after a step was given up."""
+        for refusal in filter(None, self._world.allgather_object(mine, name="loss_refusals")):
+            raise LossRefusedError(refusal)
 
     def _shrink(self, batches: Sequence[Batch], failure: str | None) -> None:
         """Halve the micro-batches after a `failure` on any rank; raise on every rank if they have one sample."""

@@ -60,6 +60,7 @@ class Update:
         self._batches: Sequence[Batch] = ()
         self._counts_nothing = False  # no sample counted on any rank: with SyncBatchNorm, gradients are zeros
         self.was_taken: Callable[[], bool] | None = None  # whether the step was; None if no update was tried
+        self._everyone = False  # True if ranks wait for each other in this step's forward and backward
         self.is_reducing = False  # from where this rank's gradients are complete to the step's end
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.precision == "fp16")
 
@@ -128,6 +129,7 @@ class Update:
     def begin(self, batches: Sequence[Batch], *, everyone: bool, first: bool) -> LossWeights:
         """Begin a step; with `everyone`, a rank goes backward also over batches of which it has no samples."""
         self.is_reducing = False
+        self._everyone = everyone
         self.weights.begin(batches)
         # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
         passes = len(batches) if everyone else sum(1 for each in self.weights.counted if each.weight)
@@ -155,7 +157,7 @@ class Update:
 
         With `sync=Delayed()`, `between_exchanges` is called when no gradient is in flight.
 
-        Raises OutOfMemoryOnRank where a rank has called `give_up`.
+        Raises RankGaveUp where a rank has called `give_up`.
         """
         self.is_reducing = True
         if self.in_flight is not None:
@@ -297,7 +299,7 @@ class Update:
         if self._reduced:
             total = self.optimizer.synchronize(weight=weights.weight, expected=weights.expected)
             if total == FAILED:
-                raise OutOfMemoryOnRank
+                raise RankGaveUp
             weights.learn(total)
         else:
             weights.correct(self.parameters)
@@ -320,6 +322,11 @@ class Update:
             layout = torch.sparse_coo if isinstance(self.optimizer, torch.optim.SparseAdam) else None
             for parameter in known or parameters:
                 parameter.grad = torch.zeros_like(parameter, layout=layout)
+
+    @property
+    def can_give_up(self) -> bool:
+        """True if other ranks wait for this rank's gradients in the same step, and learn there that it gives up."""
+        return self._reduced and self.in_flight is None and not (self.is_reducing or self._everyone)
 
     def give_up(self) -> None:
         """Take part in the step's collectives without this rank's gradients; no rank takes the step."""
@@ -366,8 +373,8 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-class OutOfMemoryOnRank(Exception):  # noqa: N818 - caught by whoever repeats the step
-    """Another rank has given up this step."""
+class RankGaveUp(Exception):  # noqa: N818 - caught by whoever repeats the step
+    """Another rank has given up this step: it ran out of memory, or refuses its loss."""
 
 
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -145,3 +145,51 @@ def test_evaluate_before_fit_refuses_on_all_ranks_also_on_one_without_samples():
     x, y = data(1, kind="values")
     with pytest.raises(ValueError, match="not a mean over samples"):
         trainer.evaluate((x[:1], y[:1]), batch_size=BATCH)
+
+
+def padded(rows):
+    values = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return values, values
+
+
+def loader_of_lengths(lengths):
+    """Return samples of these lengths, in batches of one on each rank."""
+    rows = [torch.linspace(0, 1, length)[:, None] for length in lengths]
+    return torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=padded)
+
+
+def elementwise_trainer(**options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = options.pop("optimizer", partial(torch.optim.SGD, lr=0.1))(model.parameters())
+    return hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.MSELoss(), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"micro_batch": "auto"}, {"optimizer": torch.optim.LBFGS}])
+def test_a_later_batch_of_another_length_is_refused_on_all_ranks(hvd, size, options):
+    data = loader_of_lengths([3] * (4 * size) + [5] + [3] * (2 * size - 1))
+    trainer = elementwise_trainer(**options)
+    with pytest.raises(ValueError, match=r"targets of \(3, 1\), then \(5, 1\) on rank 0"):
+        trainer.fit(data, progress=False, run_dir=None)
+    assert int(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == size  # no rank waits for another
+
+
+def test_a_later_batch_with_an_ignored_label_is_refused_on_all_ranks(size):
+    x, labels = data(size, kind="labels")
+    labels[hvdtrain.sampling.epoch_order(len(x))[-1]] = -100
+    with pytest.raises(ValueError, match="leaves out labels of -100"):
+        fit(x, labels, smoothed)
+
+
+@pytest.mark.parametrize("lengths", [[3, 5], [3, 3, 5]])
+def test_an_evaluation_over_batches_of_two_lengths_is_refused_on_all_ranks(size, lengths):
+    data = loader_of_lengths([length for length in lengths for _ in range(size)][size - 1 :])
+    trainer = elementwise_trainer()
+    with pytest.raises(ValueError, match="padded to their own length depends on the number of ranks"):
+        trainer.evaluate(data)
+
+
+def test_each_evaluation_may_have_a_length_of_its_own(size):
+    trainer = elementwise_trainer()
+    sets = {str(length): loader_of_lengths([length] * (2 * size)) for length in (3, 5)}
+    trainer.fit(loader_of_lengths([4] * size), validation=sets, progress=False, run_dir=None)

@@ -160,3 +160,11 @@ def test_the_trainer_checks_only_steps_that_are_split(accumulate):
         return
     with pytest.raises(ValueError, match="not a mean over samples"):
         trainer.fit(data, batch_size=4, progress=False, run_dir=None)
+
+
+def test_one_process_evaluates_batches_of_any_width():
+    check = LossCheck(torch.nn.MSELoss(), SoloWorld(), split=True)
+    with torch.no_grad():
+        check.see(VALUES, VALUES, torch.ones(()), SAMPLES)
+        check.see(VALUES[:, :2], VALUES[:, :2], torch.ones(()), SAMPLES)
+    check.end_evaluation()
