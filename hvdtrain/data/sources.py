@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.generators import Generators, generators_of
+from hvdtrain.data.workers import RepeatedSamples
 from hvdtrain.distributed import agreement, frameworks
 from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.world import SoloWorld, World
@@ -370,12 +371,13 @@ def _fetch(data: Any, rows: NDArray[np.int64], *, rank: int) -> Any:
 def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
     """Return a function that iterates sharded data: a loader as it is, other data as on one process."""
     if hasattr(data, "dataset") and hasattr(data, "sampler"):  # a DataLoader, whose sampler knows its rank
+        repeated = repeated_samples(data, world)
 
         def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
             for part in (data.sampler, data.batch_sampler, data.dataset):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
-            return iter(data)
+            return repeated.watch(iter(data))
 
     else:
         mine = _read(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
@@ -395,6 +397,22 @@ def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
         return items
 
     return iterate
+
+
+def repeated_samples(loader: Any, world: World) -> RepeatedSamples:
+    """Return what watches a DataLoader's first epoch for workers that yield the same samples."""
+
+    def digests(item: Any) -> list[int]:
+        try:
+            columns = [np.atleast_1d(as_array(leaf)) for leaf in leaves(item)]
+        except (RuntimeError, TypeError, ValueError):  # a sparse tensor
+            return []
+        rows = zip(*columns, strict=False)
+        return [zlib.crc32(repr([_crc32(np.asarray(value)) for value in row]).encode()) for row in rows]
+
+    return RepeatedSamples(
+        loader, is_root=world.is_root, digests=digests, count=lambda item: as_batch(item).local_count
+    )
 
 
 def skip(items: Iterator[Any], count: int) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import hvdtrain.torch as hvd
 from hvdtrain.data.sources import as_source, tree_map
+from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import dtypes, names, training_state
 from hvdtrain.torch.arguments import check_parameters
@@ -59,6 +60,8 @@ def _prepare_loader(loader: Any, model: torch.nn.Module, world: World) -> Prepar
             "prepare needs a DataLoader over a map-style dataset with a batch_size. Received: an iterable dataset or a "
             f"batch_sampler on rank {world.rank}. Use hvdtrain.Trainer, which accepts such data."
         )
+    if world.is_root:
+        warn_of_stale_epochs(loader)
     return PreparedLoader(loader, source, model, world)
 
 

@@ -16,7 +16,19 @@ from torch.utils.data.distributed import DistributedSampler
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.generators import Generators
-from hvdtrain.data.sources import NOTHING, Batch, Consumed, IteratedSource, NoSamples, Source, as_batch, skip, unpack
+from hvdtrain.data.sources import (
+    NOTHING,
+    Batch,
+    Consumed,
+    IteratedSource,
+    NoSamples,
+    Source,
+    Start,
+    as_batch,
+    repeated_samples,
+    skip,
+    unpack,
+)
 from hvdtrain.distributed.world import World, current
 
 _NOT_OF_ORDER = (
@@ -243,9 +255,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
     if not isinstance(data, DataLoader):
         return None
     if isinstance(data.dataset, IterableDataset):
-        return IteratedSource(
-            lambda epoch, _, after: _every_size_th(data, epoch, after, world), world=world, replays=True
-        )
+        return IteratedSource(_every_size_th(data, world), world=world, replays=True)
     if not len(data.sampler):  # type: ignore[arg-type]
         raise NoSamples("a DataLoader of no samples")
     if data.batch_size is None:  # a batch_sampler of the user's own
@@ -268,14 +278,19 @@ def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: Wo
     return map(as_batch, iter(_like(loader, **order)), counts)
 
 
-def _every_size_th(loader: DataLoader[Any], epoch: int, after: Consumed, world: World) -> Iterator[Any]:
+def _every_size_th(loader: DataLoader[Any], world: World) -> Start:
     """Keep every size-th of the batches that each rank iterates: they must come in the same order on all of them."""
-    if hasattr(loader.dataset, "set_epoch"):
-        loader.dataset.set_epoch(epoch)
-    items, first = iter(loader), after.batches + world.rank
-    read = max(0, first - world.size + 1) if after.batches else 0  # as many as this rank had read
-    skip(items, read)
-    return islice(items, first - read, None, world.size)
+    repeated = repeated_samples(loader, world)
+
+    def start(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
+        if hasattr(loader.dataset, "set_epoch"):
+            loader.dataset.set_epoch(epoch)
+        items, first = repeated.watch(iter(loader)), after.batches + world.rank
+        read = max(0, first - world.size + 1) if after.batches else 0  # as many as this rank had read
+        skip(items, read)
+        return islice(items, first - read, None, world.size)
+
+    return start
 
 
 class _Part(NamedTuple):

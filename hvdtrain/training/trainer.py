@@ -12,7 +12,8 @@ import numpy as np
 from hvdtrain.adapter import Adapter, Options, State, framework_of
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
 from hvdtrain.callbacks.run_folder import RunFolder
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.sources import Sharded, as_source
+from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import World, init_if_missing
 from hvdtrain.errors import HvdTrainError
@@ -292,6 +293,8 @@ class Trainer:
         agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
         source = as_source(train, **of_rank)
         check_end(source.facts, loop.budget)
+        if self.world.is_root and loop.budget.epochs != 1:
+            warn_of_stale_epochs(train.data if isinstance(train, Sharded) else train)
         steps: Steps
         of_steps: dict[str, Any] = {"world": self.world, "accumulate": accumulate}
         if self._cutoff is None:
