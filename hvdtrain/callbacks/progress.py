@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.distributed import launch_environment
-from hvdtrain.telemetry.interval import PARTS, Interval, RankTimes, lower_median
+from hvdtrain.telemetry.interval import COMPARED_S, PARTS, Interval, RankTimes, lower_median
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -22,7 +22,6 @@ log = logging.getLogger("hvdtrain")
 VARIABLE = "HVDTRAIN_PROGRESS"
 STYLES = ("auto", "live", "lines", "epochs", "off")
 
-_COMPARED_S = 10.0  # in less time, the differences between ranks are chance
 
 # Entries of History besides metrics, with their formats.
 _UNITS = {"samples_per_s": "{:,.0f} samples/s", "seconds": "{:.1f} s", "learning_rate": "lr {:.3g}"}
@@ -175,7 +174,7 @@ def _summary(trainer: RunContext, times: RankTimes, seconds: float, *, measured_
     line = f"trained for {_clock(seconds)}: a step {1000 * step:,.1f} ms, {shares}"
     if size > 1:
         above = 100 * (times.own[slowest] / max(lower_median(times.own), 1e-9) - 1)
-        compared = f", the slowest: {above:.0f} % above the median" if measured_s >= _COMPARED_S else ""
+        compared = f", the slowest: {above:.0f} % above the median" if measured_s >= COMPARED_S else ""
         line += f" (rank {slowest} on host {trainer.hosts[slowest]}{compared})"
     return line
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json as json_format
+import math
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(help="A run's folder, or two to compare.", **quantity(expanded, "RUN [RUN]")),
+        typer.Argument(help="A run's folder, or several to compare.", **quantity(expanded, "RUN")),
     ] = None,
     out: Annotated[
         Path | None,
@@ -35,21 +37,69 @@ def report(
         str | None,
         option("Speed between ranks, for the floor: 25Gb/s of a link, 9GB/s through memory.", metavar="RATE"),
     ] = None,
+    metric: Annotated[
+        str | None,
+        option("Sort the table by it; default: val_loss, else a val_ metric, else loss.", metavar="NAME"),
+    ] = None,
     json: Annotated[bool, option("Print the numbers as one JSON object; a page only with --out.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
-    """Make a page of a run, or of two compared, that opens offline.
+    """Make a page of a run or two, or a table of several by a metric.
 
-    It shows curves, speed, stragglers and settings.
+    The page opens offline, and shows curves, speed, stragglers and settings. The table shows what each run reached, and
+    the settings that differ: hvdtrain report runs/* --metric val_accuracy
 
     Example: hvdtrain report runs/train-20261121-100000
     """
+    folders = runs or []
+    if metric is not None and len(folders) < 2:
+        raise UsageError("--metric is for a table of several runs. Type: hvdtrain report runs/* --metric val_loss")
+    if len(folders) > 2:
+        if out is not None or measured is not None or link is not None:
+            raise UsageError("--out, --measured and --link are for a page, which shows one run or two")
+        _table(folders, metric, as_json=json)
+        return
+    if metric is not None and json:
+        raise UsageError("--metric with --json is for three runs or more: the JSON of two has all metrics")
     try:
-        path = _report(runs or [], out=out, measured=measured, link=link, as_json=json)
+        path = _report(folders, out=out, measured=measured, link=link, as_json=json)
     except ValueError as error:  # of a file or a rate that cannot be read
         raise UsageError(str(error)) from None
     if not json:
+        if len(folders) == 2:
+            _table(folders, metric, as_json=False)
         print(f"wrote {path}: open it in a browser")
+
+
+def _table(folders: list[Path], metric: str | None, *, as_json: bool) -> None:
+    """Print a table of the runs; of many, a folder that holds no run is left out, with a line."""
+    from dataclasses import asdict
+
+    from hvdtrain.tools.report.reading import read_run
+    from hvdtrain.tools.report.table import show, tabulate
+
+    found, left_out = [], []
+    for folder in folders:
+        try:
+            found.append(read_run(folder))
+        except UsageError as problem:
+            left_out.append((folder, problem))
+    if left_out and (len(folders) <= 2 or not found):
+        raise left_out[0][1]
+    table = tabulate(found, metric)
+    if as_json:
+        rows = [{name: _json_value(value) for name, value in asdict(row).items()} for row in table.rows]
+        shown = {"metric": table.metric, "best": "lowest" if table.less_is_better else "highest", "runs": rows}
+        print(json_format.dumps(shown, indent=2, allow_nan=False))
+    else:
+        show(table)
+    if left_out:
+        names = ", ".join(str(folder) for folder, _ in left_out)
+        print(f"hvdtrain report: left out, because they hold no run's metrics: {names}", file=sys.stderr)
+
+
+def _json_value(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _report(folders: list[Path], *, out: Path | None, measured: Path | None, link: str | None, as_json: bool) -> Path:
@@ -60,9 +110,7 @@ def _report(folders: list[Path], *, out: Path | None, measured: Path | None, lin
     from hvdtrain.tools.report.reading import read_run
 
     if not folders:
-        raise UsageError("name a run, or two to compare. Type: hvdtrain report runs/NAME (to see them: ls runs)")
-    if len(folders) > 2:
-        raise UsageError(f"one run or two can be shown. Received: {len(folders)}. Type: hvdtrain report A B")
+        raise UsageError("name a run, or several to compare. Type: hvdtrain report runs/NAME (to see them: ls runs)")
     if measured is not None and len(folders) == 2:
         raise UsageError("--measured is for one run. Remove it, or name one run")
     if link is not None and measured is None:

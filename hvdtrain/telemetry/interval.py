@@ -17,6 +17,7 @@ INTERVAL_S, _MOST_STEPS = 1.0, 1000  # between two exchanges
 # wait, in place of after INTERVAL_S, but after at most so many times INTERVAL_S.
 _WAIT_FACTOR, _MOST_INTERVALS = 20, 10
 PARTS = ("compute", "data", "reduction", "other")  # of a step
+COMPARED_S = 10.0  # in less time, differences between ranks or runs are chance
 # What makes up a rank's own time, as sentences name it.
 WORDS = {"compute": "computing", "data": "waiting for data", "other": "what it does between steps"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.telemetry.interval import PARTS, WORDS, lower_median
+from hvdtrain.telemetry.interval import COMPARED_S, PARTS, WORDS, lower_median
 from hvdtrain.tools.quantities import format_time, three_digits
 from hvdtrain.tools.report.reading import RECORDED, Floats, Intervals, RecordedRun
 
@@ -19,6 +20,8 @@ from hvdtrain.tools.report.reading import RECORDED, Floats, Intervals, RecordedR
 SPEEDS = ("samples_per_s", "seconds", "learning_rate")
 _EVEN = 0.05  # ranks that differ by less are equally fast
 _SLOW = 0.1
+_REPEATED = ("arguments.", "data.")  # parts of config.json that may hold what its settings hold too
+_SHOWN, _SHORT = 3, 20  # settings beside a run's name, and the characters of a value
 _NAMES = {**WORDS, "reduction": "waiting for reduced gradients, and so for slower ranks"}
 
 
@@ -47,6 +50,7 @@ class Summary:
     global_step: int
     metrics: dict[str, float]  # of the last epoch; of the last interval, where no epoch has ended
     settled: bool  # times are of more than the first step, which also compiles and connects
+    measured_s: float  # how long the steps took that times are of
     samples_per_s: float | None  # over all ranks; median of intervals, of epochs where there is only the first interval
     step_s: float | None  # seconds of a step, the mean over ranks; median of intervals
     parts_s: dict[str, float]  # the same of "compute", "data", "reduction" and "other"
@@ -81,6 +85,7 @@ def summarize(run: RecordedRun) -> Summary:
         global_step=int(max(ends)),
         metrics={name: float(last) for name, last in final if name not in SPEEDS and math.isfinite(last)},
         settled=is_settled,
+        measured_s=float(np.nansum(steps * mean(times["step"]))) if is_settled else 0.0,
         samples_per_s=_samples_per_s(run, settled if is_settled and not exchanges else None),
         step_s=typical(mean(times["step"])),
         parts_s={part: value for part, value in parts.items() if value is not None},
@@ -149,9 +154,43 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, st
     return [(n, first.get(n, ""), second.get(n, "")) for n in names if first.get(n) != second.get(n)]
 
 
+def chosen(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
+    """Return of each run the settings that differ among them, and the number of ranks, by their shortest names."""
+    found = [flat({**run.config, "ranks": run.environment.get("ranks")}) for run in runs]
+    names = dict.fromkeys(name for each in found for name in each)
+    differ = [name for name in names if len({each.get(name, "") for each in found}) > 1]
+    own = {_end(name) for name in differ if not name.startswith(_REPEATED)}
+    columns = [
+        name
+        for name in differ
+        # The first samples are no choice, nor are settings that another optimizer does not have. Of a script's argument
+        # and a setting of the same name, such as --lr, the setting is what was used.
+        if not name.startswith("data.first")
+        and (not name.startswith("optimizer_settings.") or all(name in each for each in found))
+        and not (name.startswith(_REPEATED) and _end(name) in own)
+    ]
+    ends = Counter(map(_end, columns))
+    return [{_end(name) if ends[_end(name)] == 1 else name: each.get(name, "") for name in columns} for each in found]
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2].replace("-", "_")
+
+
+def labels(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return each run's name, with the first settings by which it differs from the others."""
+    found = []
+    for run, settings in zip(runs, chosen(runs), strict=True):
+        shown = [f"{name} {value or 'none'}" for name, value in settings.items() if len(value) <= _SHORT]
+        found.append(", ".join([run.name, *shown[:_SHOWN]]))
+    return found
+
+
 def ratios(a: Summary, b: Summary) -> list[tuple[str, float, float, str]]:
-    """Return (name, a's, b's, unit) of the numbers that both runs have."""
+    """Return (name, a's, b's, unit) of the numbers that both runs have; without speeds if one was too short."""
     rows = [(name, value, b.metrics[name], "") for name, value in a.metrics.items() if name in b.metrics]
+    if min(a.measured_s, b.measured_s) < COMPARED_S:
+        return rows
     pairs = [("samples/s", a.samples_per_s, b.samples_per_s, ""), ("step", a.step_s, b.step_s, "s")]
     pairs += [(name, value, b.parts_s.get(name), "s") for name, value in a.parts_s.items()]
     return rows + [
@@ -225,7 +264,7 @@ def sentences(summary: Summary) -> list[str]:
         said.append(f"{which}: {three_digits(summary.samples_per_s)} samples/s over all ranks.")
     if summary.step_s is not None:
         said.append(_step(summary))
-    if summary.slowest is not None and summary.settled:
+    if summary.slowest is not None and summary.measured_s >= COMPARED_S:
         said.append(_of_slowest(summary.slowest))
     if summary.allreduce_floor_s is not None:
         floor = format_time(summary.allreduce_floor_s)
@@ -246,6 +285,12 @@ def comparison(a: Summary, b: Summary) -> str:
     """Return which of two runs is faster, by how much, and in which part of a step; "" if that is not known."""
     if not a.step_s or not b.step_s:
         return ""
+    if min(a.measured_s, b.measured_s) < COMPARED_S:
+        times = f"{format_time(a.measured_s)} of A and {format_time(b.measured_s)} of B"
+        return (
+            f"Their speeds are not compared: without the first steps, {times} were measured, and below "
+            f"{COMPARED_S:.0f} s differences are chance."
+        )
     times = f"({format_time(b.step_s)} against {format_time(a.step_s)})"
     ratio = b.step_s / a.step_s
     if abs(ratio - 1) < _EVEN:

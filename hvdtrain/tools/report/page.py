@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from hvdtrain.tools.quantities import format_time, three_digits
-from hvdtrain.tools.report.numbers import Summary, comparison, differences, flat, ratios, sentences
+from hvdtrain.tools.report.numbers import Summary, comparison, differences, flat, labels, ratios, sentences
 from hvdtrain.tools.report.plots import Plot
 from hvdtrain.tools.report.reading import RecordedRun
 
@@ -64,7 +64,7 @@ def _about(runs: Sequence[RecordedRun], summaries: Sequence[Summary]) -> list[st
     parts = []
     for index, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
         if len(runs) > 1:
-            parts.append(f"<h2>{'AB'[index]}: {_escape(run.name)}</h2>")
+            parts.append(f"<h2>{'AB'[index]}: {_escape(labels(runs)[index])}</h2>")
         began = str(run.environment.get("began") or "").replace("T", " ").replace("+00:00", " UTC")
         parts.append(f'<p class="sub">{_escape(f"began {began}, " if began else "")}in {_escape(str(run.folder))}</p>')
         items = "".join(f"<li>{_escape(each)}</li>" for each in sentences(summary))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import UsageError
-from hvdtrain.tools.report.numbers import SPEEDS, mean, not_first, own_time, relative_own_time, thin
+from hvdtrain.tools.report.numbers import SPEEDS, labels, mean, not_first, own_time, relative_own_time, thin
 from hvdtrain.tools.report.reading import Floats, RecordedRun
 
 try:
@@ -200,11 +200,13 @@ def _heat_map(run: RecordedRun) -> Plot | None:
     # Twice the median's time is as red as it gets: one long hiccup would pale all that lasts.
     most = float(np.clip(np.percentile(np.abs(cells[np.isfinite(cells)]), 99.5), 20.0, 100.0))
     beyond = " or more" if float(np.nanmax(cells)) > most else ""
-    left = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else 1)], x])
+    # A cell ends at its step; the first one begins where one as long as the second would, at the run's begin at most.
+    left = np.concatenate([[max(0.0, x[0] - (x[1] - x[0] if len(x) > 1 else 1))], x])
     rows = np.minimum(np.arange(cells.shape[1] + 1) * height, ranks) - 0.5
     shown, norm = np.ma.masked_invalid(cells.T), Normalize(-most, most)
     mesh = axis.pcolormesh(left, rows, shown, cmap="RdBu_r", norm=norm, rasterized=True)
     axis.grid(visible=False)
+    axis.set_xlim(0, left[-1])
     axis.set_ylabel("rank")
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(9, ranks)))
     axis.set_ylim(ranks - 0.5, -0.5)
@@ -247,7 +249,7 @@ def _line(axis: Any, x: Floats, y: Floats | None, **options: Any) -> bool:
 
 
 def _who(runs: Runs, index: int) -> str:
-    return f"{'AB'[index]}: {runs[index].name}"
+    return f"{'AB'[index]}: {labels(runs)[index]}"
 
 
 def _thinned(runs: Runs) -> str:

@@ -52,10 +52,13 @@ def test_json_has_the_summarys_numbers_and_writes_nothing(report, run, capsys):
 
 
 def test_json_of_two_runs_has_ratios(report, run, made, interval, capsys):
-    slow = made([interval(s, rate=50.0) for s in (1, 2)], name="slow")
-    assert report(run, slow, "--json") == 0
+    usual, slow = (
+        made([interval(s, rate=rate, compute=(0.1,)) for s in (1, 200)], name=name)
+        for name, rate in (("usual", 100.0), ("slow", 50.0))
+    )
+    assert report(usual, slow, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["a"]["name"], found["b"]["name"]) == ("run", "slow")
+    assert (found["a"]["name"], found["b"]["name"]) == ("usual", "slow")
     assert found["b_over_a"]["samples/s"] == 0.5
 
 
@@ -77,14 +80,64 @@ def test_the_floor_is_what_the_measured_bytes_take_at_least(report, made, interv
     assert json.loads(capsys.readouterr().out)["allreduce_floor_s"] == pytest.approx(0.01)
 
 
+@pytest.fixture
+def three(made, epoch):
+    """Return three runs, and a file beside them."""
+    losses = {0.1: (0.9, 0.2, 0.4), 0.01: (0.9, 0.8, 0.7), 1.0: (0.9, None, None)}
+    folders = [
+        made(
+            [epoch(10 * (n + 1), n, val_loss=loss, val_f1=n) for n, loss in enumerate(values)],
+            name=f"at {lr}",
+            config={"optimizer_settings": {"lr": lr}, "arguments": {"lr": str(lr)}, "seed": 0},
+        )
+        for lr, values in losses.items()
+    ]
+    (folders[0].parent / "log.csv").write_text("")
+    return sorted(folders[0].parent.iterdir())
+
+
+def test_several_runs_are_a_table_by_a_metric_with_what_differs(report, three, capsys):
+    assert report(*three) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [
+        "3 runs by val_loss, the lowest first:",
+        "",
+        "| run | best | at step | last | steps | time | lr |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| at 0.1 | 0.2 | 20 | 0.4 | 30 | 20 s | 0.1 |",
+        "| at 0.01 | 0.7 | 30 | 0.7 | 30 | 20 s | 0.01 |",
+        "| at 1.0 | 0.9 | 10 | - | 30 | 20 s | 1.0 |",
+    ]
+    assert printed.err.endswith(f"because they hold no run's metrics: {three[-1]}\n")
+
+
+def test_more_of_another_metric_is_better_and_json_has_the_table(report, three, capsys):
+    assert report(*three, "--metric", "val_f1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["metric"], found["best"]) == ("val_f1", "highest")
+    assert found["runs"][0]["settings"].keys() == {"lr"}
+    assert [(run["best"], run["best_step"]) for run in found["runs"]] == [(2.0, 30)] * 3
+
+
+def test_a_page_of_two_runs_comes_with_their_table(report, three, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert report(*three[:2]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 runs by val_loss")
+    assert out.endswith("wrote report.html: open it in a browser\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["{run}x"], "there is no folder"),
         (["{run}/config.json"], "is a file"),
-        ([], "name a run, or two to compare. Type: hvdtrain report runs/NAME"),
+        ([], "name a run, or several to compare. Type: hvdtrain report runs/NAME"),
         (["{run}", "--out", "{run}/no/page.html"], "--out: there is no folder"),
-        (["{run}", "{run}", "{run}"], "one run or two can be shown. Received: 3. Type: hvdtrain report A B"),
+        (["{run}", "{run}", "{run}", "--out", "x"], "are for a page, which shows one run or two"),
+        (["{run}", "{run}", "{run}", "--metric", "x"], "no run has the metric x. There are: loss"),
+        (["{run}", "--metric", "loss"], "--metric is for a table of several runs"),
+        (["{run}", "{run}", "--metric", "loss", "--json"], "--metric with --json is for three runs or more"),
         (["{run}", "--link", "1Gb/s"], "--link needs --measured"),
         (["{run}", "{run}", "--measured", "{run}/config.json"], "--measured is for one run"),
         (["{run}", "--measured", "x"], "--measured must be a file. There is none at x"),

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from hvdtrain.tools.report.numbers import (
+    chosen,
     comparison,
     differences,
     flat,
+    labels,
+    ratios,
     relative_own_time,
     sentences,
     settled_intervals,
@@ -28,15 +31,16 @@ def three(made, interval, epoch):
         interval(1, data=(9.0,) * 3, compute=(9.0,) * 3, rate=1.0),
         interval(2, **usual, rate=300.0),
         interval(3, **usual, rate=500.0),
-        interval(4, **usual, rate=400.0),
-        epoch(4, loss=0.5, val_loss=0.75, accuracy=None, samples_per_s=350.0, seconds=3.0),
+        interval(60, **usual, rate=400.0),
+        epoch(60, loss=0.5, val_loss=0.75, accuracy=None, samples_per_s=350.0, seconds=3.0),
     ]
     return read_run(made(lines, environment={"hosts": ["a", "a", "b"]}))
 
 
 def test_a_summary_is_what_one_computes_by_hand(three):
     found = summarize(three)
-    assert (found.ranks, found.hosts, found.starts, found.epochs, found.global_step) == (3, 2, 1, 1, 4)
+    assert (found.ranks, found.hosts, found.starts, found.epochs, found.global_step) == (3, 2, 1, 1, 60)
+    assert found.measured_s == pytest.approx(59 * 0.20)
     assert found.metrics == {"loss": 0.5, "val_loss": 0.75}
     assert found.samples_per_s == 400.0
     assert found.step_s == pytest.approx(0.20)
@@ -50,7 +54,7 @@ def test_a_summary_is_what_one_computes_by_hand(three):
 
 def test_it_is_said_in_plain_words(three):
     assert sentences(summarize(three)) == [
-        "3 ranks on 2 hosts; 1 epoch ended, 4 steps in 3 s.",
+        "3 ranks on 2 hosts; 1 epoch ended, 60 steps in 59 s.",
         "At the end of the last epoch: loss 0.5, val_loss 0.75.",
         "Median throughput: 400 samples/s over all ranks.",
         (
@@ -89,13 +93,13 @@ def test_exchanges_of_weights_that_few_intervals_have_count_in_the_mean(made, in
 
 
 def test_a_rank_that_waits_for_data_is_told_from_one_that_computes(made, interval):
-    run = read_run(made([interval(s, data=(0.01, 0.31), compute=(0.1, 0.11)) for s in (1, 2)]))
+    run = read_run(made([interval(s, data=(0.01, 0.31), compute=(0.1, 0.11)) for s in (1, 100)]))
     assert summarize(run).slowest.cause == "data"
     assert sentences(summarize(run))[-1].endswith("It loses its time in waiting for data.")
 
 
 def test_a_rank_that_is_slow_between_steps_is_told_from_one_that_computes(made, interval):
-    lines = [interval(s, data=(0.01, 0.01), compute=(0.1, 0.11), other=(0.3, 0.0)) for s in (1, 2)]
+    lines = [interval(s, data=(0.01, 0.01), compute=(0.1, 0.11), other=(0.3, 0.0)) for s in (1, 100)]
     slowest = summarize(read_run(made(lines))).slowest
     assert (slowest.rank, slowest.cause, slowest.own_s) == (0, "other", pytest.approx(0.41))
     assert sentences(summarize(read_run(made(lines, name="again"))))[-1].endswith("in what it does between steps.")
@@ -112,7 +116,7 @@ def test_a_rank_that_was_slow_for_a_while_is_blamed_for_what_the_others_waited(m
 
 def test_two_runs_are_compared_in_a_sentence(made, interval):
     a, b, c = (
-        summarize(read_run(made([interval(s, data=data, compute=(0.1, 0.1)) for s in (1, 2)], name=name)))
+        summarize(read_run(made([interval(s, data=data, compute=(0.1, 0.1)) for s in (1, 201)], name=name)))
         for name, data in (("a", (0.0, 0.0)), ("b", (0.1, 0.1)), ("c", (0.001, 0.001)))
     )
     assert comparison(a, b) == (
@@ -124,8 +128,44 @@ def test_two_runs_are_compared_in_a_sentence(made, interval):
     assert comparison(a, replace(b, step_s=None)) == ""
 
 
+def test_runs_that_were_measured_for_a_moment_are_not_compared_and_no_rank_is_blamed(made, interval):
+    a, b = (
+        summarize(read_run(made([interval(s, data=data, compute=(0.1, 0.1)) for s in (1, 15)], name=name)))
+        for name, data in (("a", (0.0, 0.0)), ("b", (0.1, 0.0)))
+    )
+    assert comparison(a, b) == (
+        "Their speeds are not compared: without the first steps, 1.4 s of A and 2.8 s of B were measured, and below "
+        "10 s differences are chance."
+    )
+    assert [name for name, *_ in ratios(a, b)] == ["loss"]
+    assert not any("rank 0" in each for each in sentences(b))
+
+
+def test_what_differs_is_named_shortly_and_once(made, interval):
+    configs = [
+        {
+            "optimizer": name,
+            "optimizer_settings": {"lr": lr, **more},
+            "batch_size": 8,
+            "data": {"batch_size": 8, "first sample": name},
+            "arguments": {"lr": str(lr), "depth": "4"} if lr == 0.1 else {},
+        }
+        for name, lr, more in (("SGD", 0.1, {"momentum": 0.9}), ("Adam", 0.01, {"eps": 1e-8}))
+    ]
+    environments = [{"ranks": 2}, {"ranks": 4}]
+    runs = [
+        read_run(made([interval(1)], name, config=config, environment=environment))
+        for name, config, environment in zip("ab", configs, environments, strict=True)
+    ]
+    assert chosen(runs) == [
+        {"optimizer": "SGD", "lr": "0.1", "depth": "4", "ranks": "2"},
+        {"optimizer": "Adam", "lr": "0.01", "depth": "", "ranks": "4"},
+    ]
+    assert labels(runs) == ["a, optimizer SGD, lr 0.1, depth 4", "b, optimizer Adam, lr 0.01, depth none"]
+
+
 def test_even_ranks_are_not_blamed(made, interval):
-    run = read_run(made([interval(s, data=(0.01, 0.01), compute=(0.100, 0.101)) for s in (1, 2)]))
+    run = read_run(made([interval(s, data=(0.01, 0.01), compute=(0.100, 0.101)) for s in (1, 200)]))
     assert sentences(summarize(run))[-1].startswith("All ranks are about equally fast: the slowest, rank 1 on host b,")
 
 

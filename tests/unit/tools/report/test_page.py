@@ -161,22 +161,26 @@ def test_a_run_that_has_hardly_begun_can_be_shown(made, interval, epoch, kind):
 
 def test_two_runs_are_over_each_other_with_what_differs(made, interval, epoch):
     a = made(
-        [interval(s, rate=100.0) for s in (1, 2, 3)] + [epoch(3, loss=2.0)], name="a", config={"seed": 0, "same": 1}
+        [interval(s, rate=100.0, compute=(1.0,)) for s in (1, 2, 30)] + [epoch(30, loss=2.0)],
+        name="a",
+        config={"seed": 0, "same": 1},
     )
     b = made(
-        [interval(s, rate=150.0) for s in (1, 2, 3)] + [epoch(3, loss=1.0)], name="b", config={"seed": 7, "same": 1}
+        [interval(s, rate=125.0, compute=(1.0,)) for s in (1, 2, 30)] + [epoch(30, loss=1.0)],
+        name="b",
+        config={"seed": 7, "same": 1},
     )
     reader, plots = shown(a, b)
     text = [each.strip() for each in reader.text if each.strip()]
     at = text.index("samples/s")
-    assert text[at : at + 4] == ["samples/s", "100", "150", "1.500"]
+    assert text[at : at + 4] == ["samples/s", "100", "125", "1.250"]
     at = text.index("Configuration: what differs")
     assert text[at : at + 7] == ["Configuration: what differs", "A", "B", "seed", "0", "7", "Environment: what differs"]
     assert "same" not in text
     assert text[-1] == "Nothing."
     assert plots[0].legend[0][0] != plots[0].legend[2][0]
     assert [name for _, name in plots[0].legend if "circles" in name] == [
-        "train, epochs (circles) (A: a)", "train, epochs (circles) (B: b)"
+        "train, epochs (circles) (A: a, seed 0)", "train, epochs (circles) (B: b, seed 7)"
     ]  # fmt: skip
 
 
@@ -189,6 +193,13 @@ def test_a_first_step_that_compiles_does_not_flatten_the_plots_of_times(made, in
     ]
     for title in ("Step time by rank", "Where a step's time goes", "Stragglers"):
         assert timed[0][title] == timed[1][title]
+
+
+def test_the_axis_of_stragglers_begins_at_step_0(made, interval):
+    lines = [interval(s, data=(1, 1), compute=(1, 2)) for s in (1, 15, 95)]
+    svg = next(plot.svg for plot in shown(made(lines))[1] if plot.title == "Stragglers")
+    assert ">0</text>" in svg
+    assert not re.findall(r">-[\d,]+</text>", svg)
 
 
 def test_one_hiccup_does_not_pale_a_rank_that_is_twice_as_slow(made, interval):
