@@ -28,6 +28,10 @@ def with_defaults(
     given: Sequence[Any], run_folder: RunFolder | None, checkpoint_dir: str | None, progress: bool
 ) -> CallbackList:
     """Return the user's callbacks, without those that write files under `hvdtrain bench`, and those of every run."""
+    try:
+        iter(given)
+    except TypeError:
+        raise TypeError(f"callbacks must be a list of objects. Received: {given!r}. Type: callbacks=[...]") from None
     hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
     for kind in (*[Progress] * progress, Stragglers, SyncCheck):
         if not any(isinstance(hook, kind) for hook in hooks):
