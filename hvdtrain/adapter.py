@@ -6,7 +6,7 @@ adapter reduces over ranks in its optimizer. It reads the world size from World,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -177,6 +177,9 @@ class Adapter(Protocol):
 
     def request_sync(self) -> None:
         """Request that ranks hold equal weights soon: after the next step, or their next synchronization."""
+
+    def reseed(self, seeds: Mapping[str, int]) -> None:
+        """Seed those of the framework's generators that are in `seeds`, by their names in `rank_state`."""
 
     def start(self) -> None:
         """Broadcast the root's weights and optimizer state. Change nothing else."""

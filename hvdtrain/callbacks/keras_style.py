@@ -195,15 +195,9 @@ def as_callback(callback: Any) -> Callback:
             "rank would write the same files. Use fit(checkpoint_dir=...), which resumes a run as if it had never "
             "stopped. Received: BackupAndRestore in callbacks"
         )
-    is_kerass = hasattr(callback, "set_model") and hasattr(callback, "on_train_batch_end")
-    kind = callback if isinstance(callback, type) else type(callback)
-    if kind is callback and (is_kerass or issubclass(kind, Callback)):
-        raise TypeError(
-            f"A callback must be an object. Received: the class {kind.__name__}. Call it: "
-            f"callbacks=[{kind.__name__}(...)]"
-        )
-    if is_kerass:
+    if hasattr(callback, "set_model") and hasattr(callback, "on_train_batch_end"):
         return KerasStyle(callback)
+    kind = callback if isinstance(callback, type) else type(callback)
     is_scheduler = hasattr(callback, "step") and hasattr(callback, "get_last_lr")  # torch's
     advice = f". Give hvdtrain.callbacks.Schedule({kind.__name__}(...)), which steps it" if is_scheduler else ""
     raise TypeError(

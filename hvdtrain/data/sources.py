@@ -243,8 +243,12 @@ class IteratedSource:
     """Iterable batches; ranks may have different numbers of them.
 
     `filler` returns any batch of so many rows, for a rank without batches, for example in the rest of a resumed epoch.
-    It draws no random numbers; a model may draw some for each row. `replays`: see `Generators`.
+    It draws no random numbers; a model may draw some for each row. `replays`: see `Generators`. `reads_in_threads`: a
+    framework's threads read all of the data on each rank, and may draw from Python's and NumPy's generators at any
+    time: ranks keep these equal.
     """
+
+    reads_in_threads = False
 
     def __init__(
         self,
@@ -324,8 +328,6 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
             source: Source | None = frameworks.load(framework, "sources").as_source(data, **of_rank)
             if source is not None:
                 return source
-    if not isinstance(data, list):
-        check_lengths(data, rank=world.rank)
     several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
     if isinstance(data, Sharded):
         return IteratedSource(_own_share(data.data, **of_rank), world=world, replays=True)
@@ -345,9 +347,8 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
     if hasattr(data, "__iter__"):  # a generator, or another iterable without samples by index
         raise TypeError(
             "Data that can only be iterated must start again in each epoch: yield it in __iter__ of a "
-            "torch.utils.data.IterableDataset, or, for a Keras model, use a keras.utils.PyDataset or "
-            "tf.data.Dataset.from_generator. If each rank yields its own part, pass hvdtrain.Sharded(dataset). "
-            f"Received: {type(data).__name__} on rank {world.rank}"
+            "torch.utils.data.IterableDataset, or use tf.data.Dataset.from_generator. If each rank yields its own "
+            f"part, pass hvdtrain.Sharded(dataset). Received: {type(data).__name__} on rank {world.rank}"
         )
     raise TypeError(
         "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
@@ -360,10 +361,7 @@ def _fetch(data: Any, rows: NDArray[np.int64], *, rank: int) -> Any:
     samples = [data[int(row)] for row in rows]
     try:
         return collate(samples)
-    except (RuntimeError, TypeError, ValueError) as error:
-        check_lengths(samples, rank=rank)
-        if not isinstance(error, ValueError):
-            raise
+    except ValueError as error:
         shapes = [[np.shape(leaf) for leaf in leaves(sample)] for sample in samples]
         other = next((each for each in shapes if each != shapes[0]), None)
         if other is None:
@@ -372,25 +370,6 @@ def _fetch(data: Any, rows: NDArray[np.int64], *, rank: int) -> Any:
             f"The samples of a batch must have equal shapes. Received: {shapes[0]} and {other} on rank {rank}. Pad "
             "them to one length in the dataset, or pass a DataLoader whose collate_fn pads a batch."
         ) from error
-
-
-_TO_ARRAY = {
-    "nested tensor": "torch.nested.to_padded_tensor(x, 0.0)",  # torch's
-    "RaggedTensor": "x.to_tensor()",  # TensorFlow's
-    "SparseTensor": "tf.sparse.to_dense(x)",
-}
-
-
-def check_lengths(tree: Any, *, rank: int) -> None:
-    """Raise a TypeError if a leaf holds samples of unequal lengths, or is a sparse tensor of TensorFlow."""
-    for leaf in leaves(tree):
-        name = "nested tensor" if getattr(leaf, "is_nested", False) is True else type(leaf).__name__
-        if advice := _TO_ARRAY.get(name):
-            raise TypeError(
-                f"Samples must be rows of an array, of one length. Received: a {name} on rank {rank}. Pad them: "
-                f"{advice}. For batches that are each padded to their own length, pass a DataLoader with a collate_fn, "
-                "or a keras PyDataset."
-            )
 
 
 def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
@@ -560,8 +539,6 @@ def _shown(sample: NDArray[Any]) -> str:
 
 def is_array(leaf: Any) -> bool:
     """Return whether `leaf` is an array or a tensor with rows."""
-    if getattr(leaf, "is_nested", False) is True:  # torch raises an error for its shape
-        return False
     return bool(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and len(leaf.shape))
 
 

@@ -73,15 +73,19 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
 
 def scatter(saved: Arrays, *, world: World) -> Arrays:
     """Return this rank's part of what `gather` returned on the root; the number of ranks may change. A collective."""
-    packed = world.allgather_bytes(_pack(saved) if world.is_root else b"", name="rank_state")[0]
     ranks: dict[int, Arrays] = {}
-    for name, array in _unpack(packed).items():
+    for name, array in broadcast(saved, world=world).items():
         number, _, rest = name.partition("/")
         ranks.setdefault(int(number), {})[rest] = array
     if not ranks:
         return {}
     everywhere = {name: array for name, array in ranks[0].items() if name.startswith(_SHARED)}
     return combine([everywhere | ranks[number] for number in sorted(ranks)], rank=world.rank, size=world.size)
+
+
+def broadcast(arrays: Arrays, *, world: World) -> Arrays:
+    """Return the root's arrays on all ranks; a collective."""
+    return _unpack(world.allgather_bytes(_pack(arrays) if world.is_root else b"", name="rank_state")[0])
 
 
 def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -216,6 +216,10 @@ class KerasAdapter:
         if self._has_metrics and any(".metric." in name for name in held):
             self._fresh, self._training = False, True
             self._resume_metrics()
+
+    def reseed(self, seeds: Mapping[str, int]) -> None:
+        """Seed those generators of Keras and the backend that are in `seeds`, by their names in `rank_state`."""
+        training_state.reseed(seeds, self._model)
 
     def start(self) -> None:
         """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""

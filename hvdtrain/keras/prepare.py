@@ -11,11 +11,15 @@ import numpy as np
 
 import hvdtrain.keras as hvd
 from hvdtrain.data.sources import IndexedSource, as_source, num_rows, tree_map
+from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World
+from hvdtrain.keras import training_state
 from hvdtrain.keras.variables import broadcast_model
 
 
-def prepare(model: keras.Model, optimizer: Any, data: tuple[Any, ...], *, batch_size: int, world: World) -> Any:
+def prepare(
+    model: keras.Model, optimizer: Any, data: tuple[Any, ...], *, batch_size: int, rank_streams: bool, world: World
+) -> Any:
     """See `hvdtrain.prepare`; use the result in `model.compile` and `model.fit`, or in a custom loop."""
     if not model.built:
         raise ValueError(f"prepare needs a built model: give it a keras.Input, or call it once. Received: {model.name}")
@@ -25,6 +29,9 @@ def prepare(model: keras.Model, optimizer: Any, data: tuple[Any, ...], *, batch_
     if world.size > 1:
         distributed.build(model.trainable_variables)
         broadcast_model(model, distributed, root_rank=0)
+        if rank_streams:
+            states = training_state.random_states(model)
+            streams.separate(states, lambda seeds: training_state.reseed(seeds, model), world=world)
     prepared = [PreparedData(each, batch_size, world) for each in data]
     in_tensorflow = keras.backend.backend() == "tensorflow"
     return (model, distributed, *(map(_as_tf_dataset, prepared) if in_tensorflow else prepared))

@@ -53,8 +53,6 @@ def _tf_dataset(data: Any, world: World) -> Source:
     cardinality = int(data.cardinality())  # in batches; negative: infinite or unknown
     if cardinality == 0:
         raise NoSamples("an empty tf.data.Dataset")
-    if keras.backend.backend() != "tensorflow":
-        _check_spec(data, world)
     orders = itertools.count()  # counts what the data's shuffle has drawn
 
     def for_backend(item: Any) -> Any:
@@ -70,23 +68,11 @@ def _tf_dataset(data: Any, world: World) -> Source:
 
     steps = -(-cardinality // world.size) if cardinality > 0 else None
     source = IteratedSource(batches, world=world, steps=steps, filler=lambda rows: for_backend(_zeros(data, rows)))
+    source.reads_in_threads = True
     source.facts["seeds of shuffle (global, own)"] = seeds
     if cardinality == -1:
         source.facts["endless"] = True
     return source
-
-
-def _check_spec(data: Any, world: World) -> None:
-    """Raise a TypeError if batches are no arrays, which backends other than TensorFlow need."""
-    import tensorflow as tf
-
-    kinds = [type(spec).__name__.removesuffix("Spec") for spec in tf.nest.flatten(data.element_spec)]
-    advice = {"RaggedTensor": "x.to_tensor()", "SparseTensor": "tf.sparse.to_dense(x)"}
-    if kind := next((kind for kind in kinds if kind in advice), None):
-        raise TypeError(
-            f"Keras on {keras.backend.backend()} takes arrays. Received: a tf.data.Dataset with a {kind} on rank "
-            f"{world.rank}. Convert it: dataset.map(lambda x, y: ({advice[kind]}, y))"
-        )
 
 
 def _zeros(data: Any, rows: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -96,11 +96,33 @@ def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
     for name, value in held.items():
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:  # bfloat16
             held[name] = value.astype(np.float32)
-    if keras.backend.backend() == "torch":  # a Dropout without a seed draws from torch's generator
+    return held | _random_states_of_backend()
+
+
+def random_states(model: keras.Model) -> Arrays:
+    """Return the states of the model's generators, Keras's global one and the backend's, as `rank_state` names them."""
+    seeds = _seeds(model)
+    return dict(zip(seeds, copies(list(seeds.values())), strict=True)) | _random_states_of_backend()
+
+
+def _random_states_of_backend() -> Arrays:
+    if keras.backend.backend() != "torch":
+        return {}
+    from hvdtrain.torch import training_state  # a Dropout without a seed draws from torch's generator
+
+    return training_state.random_states()
+
+
+def reseed(seeds: Mapping[str, int], model: keras.Model) -> None:
+    """Seed those generators of the model, of Keras and of the backend that are in `seeds`, by their names."""
+    for name, state in _seeds(model).items():
+        if name in seeds:
+            _, *count = now = keras.ops.convert_to_numpy(state)  # a seed, and how often it was drawn from
+            state.assign(np.array([seeds[name] % 2**31, *count], now.dtype))
+    if keras.backend.backend() == "torch":
         from hvdtrain.torch import training_state
 
-        held |= training_state.random_states()
-    return held
+        training_state.reseed(seeds)
 
 
 def set_rank_state(held: Arrays, model: keras.Model) -> None:
@@ -142,10 +164,13 @@ def seed_states(model: keras.Model) -> list[Any]:
     return list({id(g.state): g.state for g in [*generators, *([shared] if shared is not None else [])]}.values())
 
 
+def _seeds(model: keras.Model) -> dict[str, Any]:
+    return {f"random.seed.{index}": state for index, state in enumerate(seed_states(model))}
+
+
 def _seeds_and_statistics(model: keras.Model) -> dict[str, Any]:
-    seeds = {f"random.seed.{index}": state for index, state in enumerate(seed_states(model))}
-    statistics = enumerate(model.non_trainable_weights)
-    return seeds | {f"{'mean' if 'float' in str(v.dtype) else 'max'}.weight.{index}": v for index, v in statistics}
+    kinds = [(v, "mean" if "float" in str(v.dtype) else "max") for v in model.non_trainable_weights]
+    return _seeds(model) | {f"{kind}.weight.{index}": v for index, (v, kind) in enumerate(kinds)}
 
 
 def _metrics(model: keras.Model) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,6 +95,10 @@ class WrappedAdapter:
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
         self._adapter.rank_state = held
+
+    def reseed(self, seeds: Mapping[str, int]) -> None:
+        """Seed the framework's generators."""
+        self._adapter.reseed(seeds)
 
     @property
     def between_exchanges(self) -> Callable[[], None]:

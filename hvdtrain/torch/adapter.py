@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -187,6 +187,10 @@ class TorchAdapter:
         for update in self._updates.values():
             update.rank_state = held
         self._training = self._totals.load(held) or self._training
+
+    def reseed(self, seeds: Mapping[str, int]) -> None:
+        """Seed those of torch's generators that are in `seeds`, by their names in `rank_state`."""
+        training_state.reseed(seeds)
 
     def start(self) -> None:
         """Broadcast weights, buffers, optimizer state and the precision scaler from the root.

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import hvdtrain.torch as hvd
 from hvdtrain.data.sources import as_source, tree_map
 from hvdtrain.data.workers import warn_of_stale_epochs
+from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import dtypes, names, training_state
 from hvdtrain.torch.arguments import check_parameters
@@ -26,7 +27,13 @@ log = logging.getLogger("hvdtrain")
 
 
 def prepare(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: tuple[Any, ...], *, batch_size: int, world: World
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: tuple[Any, ...],
+    *,
+    batch_size: int,
+    rank_streams: bool,
+    world: World,
 ) -> tuple[Any, ...]:
     """See `hvdtrain.prepare`."""
     check_parameters(model, optimizer)
@@ -48,6 +55,8 @@ def prepare(
     if world.size > 1:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(distributed, root_rank=0)
+        if rank_streams:
+            streams.separate(training_state.random_states(), training_state.reseed, world=world)
     return (model, distributed, *loaders)
 
 

@@ -29,6 +29,7 @@ from hvdtrain.data.sources import (
     skip,
     unpack,
 )
+from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World, current
 
 _NOT_OF_ORDER = (
@@ -281,14 +282,19 @@ def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: Wo
 def _every_size_th(loader: DataLoader[Any], world: World) -> Start:
     """Keep every size-th of the batches that each rank iterates: they must come in the same order on all of them."""
     repeated = repeated_samples(loader, world)
+    torchs = (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
 
     def start(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
         if hasattr(loader.dataset, "set_epoch"):
             loader.dataset.set_epoch(epoch)
-        items, first = repeated.watch(iter(loader)), after.batches + world.rank
-        read = max(0, first - world.size + 1) if after.batches else 0  # as many as this rank had read
-        skip(items, read)
-        return islice(items, first - read, None, world.size)
+
+        def rest() -> Iterator[Any]:
+            items, first = repeated.watch(iter(loader)), after.batches + world.rank
+            read = max(0, first - world.size + 1) if after.batches else 0  # as many as this rank had read
+            skip(items, read)
+            return islice(items, first - read, None, world.size)
+
+        return streams.draw_alike(rest, epoch=epoch, generators=[torchs])
 
     return start
 

@@ -57,12 +57,6 @@ class LossStep:
                 check_shapes(self._loss, outputs, targets, rank=self._rank)
             loss: torch.Tensor = self._loss(outputs, targets)
         except Exception as error:
-            if not self._checked and any(_is_without_shape(leaf) for leaf in leaves(batch.item)):
-                raise TypeError(
-                    "A nested tensor of layout torch.strided has no shape, which losses and metrics need. Received: "
-                    f"one in a batch on rank {self._rank}. Make it with layout=torch.jagged, or pad the batch in the "
-                    "DataLoader's collate_fn: torch.nested.to_padded_tensor(x, 0.0)"
-                ) from error
             is_pair = batch.targets is not None and hasattr(batch.inputs, "shape")
             if self._checked or is_pair or is_out_of_memory(error):
                 raise
@@ -285,11 +279,6 @@ def describe(value: Any, *, depth: int = 2) -> str:
         count = "" if isinstance(value, Mapping) else f"{len(value)}: "
         return f"a {kind} of {count}{', '.join(parts)}{more}"
     return f"a {kind}"
-
-
-def _is_without_shape(leaf: Any) -> bool:
-    """Return whether a tensor is nested and of torch's older layout, which raises an error for its shape."""
-    return isinstance(leaf, torch.Tensor) and leaf.is_nested and leaf.layout == torch.strided
 
 
 def _example(item: Any) -> str:

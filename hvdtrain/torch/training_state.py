@@ -216,6 +216,14 @@ def set_random_states(held: dict[str, NDArray[Any]]) -> None:
         torch.cuda.set_rng_state(torch.from_numpy(held["random.cuda"].copy()))
 
 
+def reseed(seeds: Mapping[str, int]) -> None:
+    """Seed those of torch's generators that are in `seeds`, by the names that `random_states` gives them."""
+    if "random.torch" in seeds:
+        torch.default_generator.manual_seed(seeds["random.torch"])
+    if "random.cuda" in seeds:
+        torch.cuda.manual_seed(seeds["random.cuda"])
+
+
 def rank_state(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
     """Return the random states, and the buffers, which ranks settle at an epoch's end."""
     return random_states() | {name: to_host(buffer) for name, buffer in _buffers(model).items()}

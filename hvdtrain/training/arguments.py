@@ -28,10 +28,6 @@ def with_defaults(
     given: Sequence[Any], run_folder: RunFolder | None, checkpoint_dir: str | None, progress: bool
 ) -> CallbackList:
     """Return the user's callbacks, without those that write files under `hvdtrain bench`, and those of every run."""
-    try:
-        iter(given)
-    except TypeError:
-        raise TypeError(f"callbacks must be a list of objects. Received: {given!r}. Type: callbacks=[...]") from None
     hooks = [as_callback(each) for each in given if not (scratch.is_on() and scratch.is_keras_writer(each))]
     for kind in (*[Progress] * progress, Stragglers, SyncCheck):
         if not any(isinstance(hook, kind) for hook in hooks):
@@ -58,6 +54,7 @@ def as_config(
     sync: Strategy | None,
     cutoff: float | Record | None,
     seed: int,
+    rank_streams: bool,
 ) -> dict[str, Any]:
     """Return the Trainer's options as JSON, which all ranks compare and checkpoints keep; ValueError for a bad one."""
     check_choice("precision", precision, ("fp32", "bf16", "fp16"))
@@ -78,10 +75,12 @@ def as_config(
         raise ValueError(f"warmup_epochs must be >= 0. Received: warmup_epochs={warmup_epochs}")
     if seed < 0:
         raise ValueError(f"seed must be >= 0. Received: seed={seed}")
+    if not isinstance(rank_streams, bool):
+        raise ValueError(f"rank_streams must be True or False. Received: rank_streams={rank_streams!r}")
     return {
         "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
         "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
-        "compression": compression, "nan_policy": nan_policy, "seed": int(seed),
+        "compression": compression, "nan_policy": nan_policy, "seed": int(seed), "rank_streams": rank_streams,
         "sync": sync and sync.config,
         "cutoff": cutoff if isinstance(cutoff, float) else None,  # a record is of this run alone
         "micro_batch": int(micro_batch) if isinstance(micro_batch, np.integer) else micro_batch,

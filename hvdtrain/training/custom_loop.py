@@ -9,7 +9,7 @@ from hvdtrain.distributed import frameworks
 from hvdtrain.distributed.world import init
 
 
-def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32) -> tuple[Any, ...]:
+def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32, rank_streams: bool = True) -> tuple[Any, ...]:
     """Return (model, optimizer, *data) for this rank, to be used in place of the user's own.
 
     The model is on this rank's device and holds rank 0's weights; the optimizer reduces gradients over ranks (see
@@ -23,6 +23,8 @@ def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32) -> tup
         data: torch: DataLoaders over map-style datasets. Keras: arrays `(x, y)` or `(x, y, sample_weight)`, or
             map-style datasets. Data that can only be iterated (IterableDataset, tf.data, PyDataset) needs the Trainer.
         batch_size: samples per rank and step, for Keras; a DataLoader has its own batch size.
+        rank_streams: as for the Trainer, from this call on. So split data at random before it, or with a generator of
+            its own.
 
     Raises:
         TypeError: a model or data of another kind.
@@ -31,6 +33,6 @@ def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32) -> tup
     framework = framework_of(model)
     world = init(framework)
     prepared: tuple[Any, ...] = frameworks.load(framework, "prepare").prepare(
-        model, optimizer, data, batch_size=batch_size, world=world
+        model, optimizer, data, batch_size=batch_size, rank_streams=rank_streams, world=world
     )
     return prepared

@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext, RunId
-from hvdtrain.distributed import rank_state, watchdog
+from hvdtrain.distributed import rank_state, streams, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import FolderInUseError
 from hvdtrain.sync.steps import Steps
@@ -44,7 +44,7 @@ class Loop:
     def __init__(
         self, context: RunContext, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]
     ) -> None:
-        self.state = RunState(adapter, config)
+        self.state = RunState(adapter, config, context.world)
         self.in_epoch = False  # whether an epoch's steps are running; other metrics must not be mixed with theirs
         self.stop_requested = self.stop_within_epoch = False  # whether a callback has ended the run on this rank
         self.budget = Budget()
@@ -166,6 +166,8 @@ class Loop:
         self.stop_requested = self.stop_within_epoch = self._validation_is_due = self._must_leave = False
         self._exchanged = None
         self._adapter.start()
+        read = [steps.source, *self.validation.sets.values()]
+        state.begin_streams(in_threads=any(getattr(each, "reads_in_threads", False) for each in read))
 
     def _resume_settings(self, saved: list[dict[str, Any]] | None) -> None:
         """Use the script's or the checkpoint's settings of the optimizer, and note what differs."""
@@ -220,7 +222,9 @@ class Loop:
                 hook.on_fit_end(context)
             for each in self._savers.values():  # also of callbacks' own checkpoints
                 each.finish()
+            state.end_streams()
         except BaseException:
+            streams.share(None)
             self._adapter.abandon()
             raise
         finally:

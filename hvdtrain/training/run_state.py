@@ -12,9 +12,11 @@ from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import RunId
 from hvdtrain.data.generators import Generators
 from hvdtrain.distributed import rank_state
+from hvdtrain.distributed.world import World
 from hvdtrain.training.checkpointing import Snapshot
 from hvdtrain.training.optimizer_settings import OptimizerSettings
 from hvdtrain.training.progress import History, RunProgress, check_data
+from hvdtrain.training.rank_streams import RankStreams
 from hvdtrain.training.validation import load_rank_state
 
 
@@ -31,7 +33,7 @@ class RunState:
         generators: the random generators that the data hold, by the data's name; "train" is the training data.
     """
 
-    def __init__(self, adapter: Adapter, config: dict[str, Any]) -> None:
+    def __init__(self, adapter: Adapter, config: dict[str, Any], world: World) -> None:
         self.run_id: RunId | None = None
         self.progress = RunProgress()
         self.history = History()
@@ -43,6 +45,8 @@ class RunState:
         self.generators: dict[str, Generators] = {}
         self._adapter = adapter
         self._config = config
+        self._world = world
+        self._streams = RankStreams(adapter, world)
         self._facts: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None  # meta data of the checkpoint to resume from
         self._held: rank_state.Arrays = {}  # that checkpoint's arrays of this rank, to be loaded when steps begin
@@ -75,7 +79,7 @@ class RunState:
             "callbacks": callbacks() if self._loaded is None else self._loaded["callbacks"],
         }
         begin = {f"begin.{name}": array for name, array in self._random_at_begin.items()}
-        now = rank_state.random_states() | self._adapter.rank_state | self._of_data()
+        now = rank_state.random_states() | self._adapter.rank_state | self._of_data() | self._streams.saved()
         now |= begin if self.progress.step else {}
         return Snapshot(now | self._held, meta)  # what is still to be loaded replaces the current values
 
@@ -134,6 +138,15 @@ class RunState:
             for name in sorted(unknown)
         ]
 
+    def begin_streams(self, *, in_threads: bool) -> None:
+        """Give this rank random streams of its own; see `RankStreams.begin`."""
+        own = self._config["rank_streams"]
+        self._held = self._streams.begin(self._held, self.progress, is_own=own, in_threads=in_threads)
+
+    def end_streams(self) -> None:
+        """Let ranks draw alike after the run; a checkpoint that is saved then still holds their own streams."""
+        self._held |= self._streams.end()
+
     def load_held(self) -> None:
         """Restore this rank's random states and the adapter's state of this rank, if that is still to be done."""
         self._load(self._held)
@@ -145,17 +158,16 @@ class RunState:
         A resumed epoch has the order that was drawn when it began.
         """
         held, self._held = self._held, {}
-        resumes = self.progress.step > 0
+        resumes, now = self.progress.step > 0, self._streams.states()
         if resumes:
-            begin = {name: array for name, array in held.items() if name.startswith("begin.")}
-            self._load({name.removeprefix("begin."): array for name, array in begin.items()})
-        now = rank_state.random_states() | self._adapter.rank_state | self._of_data()
-        self._random_at_begin = {name: array for name, array in now.items() if name.startswith("random.")}
+            begin = {name.removeprefix("begin."): held[name] for name in held if name.startswith("begin.")}
+            self._load(self._streams.at_begin(begin))
+        self._random_at_begin = self._streams.states() | self._of_data()
         yield held
         if resumes:
             train = self.generators.get("train")
             # What was read again has drawn again. On another number of ranks, a rank has read another part.
-            self._load(held, but="train" if train is not None and train.replays else None)
+            self._load(now | held, but="train" if train is not None and train.replays else None)
 
     def _of_data(self) -> rank_state.Arrays:
         found = {f"{name}.{path}": a for name, each in self.generators.items() for path, a in each.states().items()}

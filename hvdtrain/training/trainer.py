@@ -83,7 +83,11 @@ class Trainer:
             its first non-finite gradient, and the samples. None does not check. A check costs one pass over the
             gradients per step. With precision="fp16", steps that the loss scaling skips do not count.
         seed: order of the samples, equal on all ranks; the default is `hvdtrain.init`'s seed, or 0. Does not change any
-            framework's random state.
+            framework's random state; `rank_streams` does.
+        rank_streams: give ranks different random numbers for dropout, augmentation and noise, although the script seeds
+            all ranks alike. When `fit` begins, a generator that has the state of a lower rank's gets a new seed: the
+            global generators of torch, NumPy and Python, Keras's own, and those of the model's layers. After `fit` they
+            have rank 0's states. False leaves all generators as they are.
 
     Attributes:
         model: as given.
@@ -118,6 +122,7 @@ class Trainer:
         cutoff: float | Mapping[int, Sequence[int]] | None = None,
         nan_policy: str | None = None,
         seed: int | None = None,
+        rank_streams: bool = True,
     ) -> None:
         self.model = model
         self.world: World = init_if_missing(framework_of(model))
@@ -130,7 +135,7 @@ class Trainer:
         self._config = as_config(
             lr_scaling=lr_scaling, warmup_epochs=warmup_epochs, accumulate=accumulate, clip_norm=clip_norm,
             precision=precision, compression=compression, nan_policy=nan_policy, micro_batch=micro_batch, sync=strategy,
-            cutoff=self._cutoff, seed=(self.world.seed or 0) if seed is None else seed,
+            cutoff=self._cutoff, seed=(self.world.seed or 0) if seed is None else seed, rank_streams=rank_streams,
         )  # fmt: skip
         # In an elastic job a new rank makes its Trainer alone; its first collective call is in `fit`.
         self._elastic = launch_environment.is_elastic()

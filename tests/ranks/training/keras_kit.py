@@ -152,6 +152,10 @@ def own_loop(net, x, y, *, batch_size, epochs):
     net.fit(batches, epochs=epochs, verbose=0, shuffle=keras.backend.backend() != "tensorflow")
 
 
+def prepare_rows(net, x, y, **options):
+    return hvdtrain.prepare(net, optimizer_of(net), (x, y), batch_size=4, **options)
+
+
 def prepare_stream(net):
     return hvdtrain.prepare(net, optimizer_of(net), unequal_iterable(np.zeros((4, 6)), np.zeros(4), rank=0))
 

@@ -149,6 +149,11 @@ def own_loop(net, x, y, *, batch_size, epochs):
         assert sum(counts) == len(range(hvdtrain.init().rank, len(x), hvdtrain.init().size))
 
 
+def prepare_rows(net, x, y, **options):
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    return hvdtrain.prepare(net, optimizer_of(net), torch.utils.data.DataLoader(rows, batch_size=4), **options)
+
+
 def prepare_stream(net):
     return hvdtrain.prepare(net, optimizer_of(net), unequal_iterable([], [], rank=0))
 

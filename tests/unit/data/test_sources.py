@@ -122,15 +122,6 @@ def test_a_generator_is_refused_with_what_to_pass_instead(wrap):
         as_source(wrap(row for row in np.ones((4, 2))), batch_size=2, world=SoloWorld())
 
 
-@pytest.mark.parametrize(
-    ("kind", "advice"), [("RaggedTensor", r"x.to_tensor\(\)"), ("SparseTensor", "tf.sparse.to_den")]
-)
-def test_a_ragged_or_sparse_tensor_of_tensorflow_is_told_to_be_converted(kind, advice):
-    given = type(kind, (), {"shape": (3, None)})()
-    with pytest.raises(TypeError, match=f"Received: a {kind} on rank 0. Pad them: {advice}"):
-        as_source((given, np.zeros(3)), batch_size=2, world=SoloWorld())
-
-
 def test_a_tuple_of_samples_is_a_dataset():
     (batch,) = batches(((np.zeros(2), 1), (np.ones(2), 0), (np.ones(2), 3), (np.ones(2), 4)), shuffle=False)
     assert batch.targets.tolist() == [1, 0, 3, 4]

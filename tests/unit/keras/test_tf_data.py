@@ -40,15 +40,6 @@ def test_an_epoch_of_two_ranks_goes_on_on_one(tf):
     check_data(*reversed(facts))
 
 
-def test_ragged_batches_are_told_to_be_converted_unless_keras_is_on_tensorflow(tf, monkeypatch):
-    monkeypatch.setattr("keras.backend.backend", lambda: "torch")
-    rows = tf.data.Dataset.from_tensor_slices((tf.ragged.constant([[1.0], [2.0, 3.0]]), [0, 1])).batch(2)
-    with pytest.raises(
-        TypeError, match=r"with a RaggedTensor on rank 0.*dataset.map\(lambda x, y: \(x.to_tensor\(\), y\)\)"
-    ):
-        as_source(rows, batch_size=2, world=SoloWorld(), seed=0)
-
-
 def test_an_infinite_dataset_needs_steps_or_seconds(tf):
     source = as_source(tf.data.Dataset.range(4).batch(2).repeat(), batch_size=2, world=SoloWorld(), seed=0)
     with pytest.raises(ValueError, match=r"train never ends.*epochs=1\. Give steps or seconds"):

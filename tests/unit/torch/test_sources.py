@@ -92,32 +92,6 @@ def test_samples_of_unequal_shapes_are_told_to_be_padded(make, wrap):
         make(loss=torch.nn.MSELoss()).fit(wrap(ragged), batch_size=2, progress=False, run_dir=None)
 
 
-def nested(lengths, layout):
-    return torch.nested.nested_tensor([torch.ones(n, 4) for n in lengths], layout=layout)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.parametrize("as_samples", [True, False])
-def test_nested_tensors_are_told_to_be_padded(make, layout, as_samples):
-    given = nested((1, 2, 3), layout)
-    data = [(given, np.zeros(1))] * 4 if as_samples else (given, np.zeros((3, 1)))
-    with pytest.raises(
-        TypeError, match=r"Received: a nested tensor on rank 0. Pad them: torch.nested.to_padded_tensor"
-    ):
-        make().fit(data, batch_size=2, run_dir=None, progress=False)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_batch_that_is_a_nested_tensor_without_a_shape_is_told_another_layout(make):
-    def collate(items):
-        return nested((1, 2), torch.strided), torch.zeros(2, dtype=torch.int64)
-
-    loader = DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2, collate_fn=collate)
-    with pytest.raises(TypeError, match=r"one in a batch on rank 0. Make it with layout=torch.jagged, or pad"):
-        make().fit(loader, run_dir=None, progress=False)
-
-
 def test_a_list_of_samples_may_hold_arrays_alone(make):
     samples = [(torch.full((4,), float(row)), torch.zeros(3)) for row in range(8)]
     trainer = make(loss=torch.nn.MSELoss())

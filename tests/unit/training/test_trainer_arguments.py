@@ -159,26 +159,6 @@ def test_a_torch_scheduler_among_callbacks_is_told_to_be_a_schedule(make, net, a
         trainer.fit((X, Y), callbacks=[given])
 
 
-class AsKerass:
-    def set_model(self, model): ...
-
-    def on_train_batch_end(self, batch, logs=None): ...
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ([EarlyStopping], r"class EarlyStopping. Call it: callbacks=\[EarlyStopping\(...\)\]"),
-        ([AsKerass], r"class AsKerass. Call it: callbacks=\[AsKerass\(...\)\]"),
-        (EarlyStopping(), r"callbacks must be a list of objects.*Type: callbacks=\[...\]"),
-        (EarlyStopping, "callbacks must be a list of objects"),
-    ],
-)
-def test_a_class_among_callbacks_or_one_alone_is_told_what_to_type(make, given, said):
-    with pytest.raises(TypeError, match=said):
-        make().fit((X, Y), callbacks=given, run_dir=None, progress=False)
-
-
 @pytest.mark.parametrize(("sets", "name"), [([], "validation data holds"), ({"noisy": []}, "validation data 'noisy'")])
 def test_an_empty_validation_set_is_named(make, sets, name):
     with pytest.raises(ValueError, match=name):
