@@ -64,7 +64,9 @@ class Names:
         if is_unknown:
             raise ValueError(f"{self._wanted()} Received: {received}")
         raise DesyncError(
-            f"step must yield the same names in the same order on every rank, and for every batch. Received: {received}"
+            "step must yield the same names in the same order on every rank, and for every batch. If it chooses at "
+            "random, draw from a generator of your own, with one seed on all ranks, such as random.Random(0): the "
+            f"global ones differ between ranks. Received: {received}"
         )
 
 
