@@ -34,6 +34,14 @@ _SSH_FAILED = 255
 _LONGEST = 400  # bytes of one of these texts
 _END_BYTES = 2**19
 _WAITED = "has waited too long for others"
+# What a rank prints about its end: see `distributed.watchdog`.
+_SAID = re.compile(
+    r"rank (\d+) \(host ([^)]*)\)(?:(?P<error> failed after \d+ steps:)"
+    r"|(?P<followed>: ended because |: ended after the stall |: the same )|(?P<idle> has been in no collective for )"
+    r"|(?P<waits> has waited ))"
+)
+_MISSING = re.compile(r"  rank (\d+) is missing: ")  # of the same host, after what it waits for
+Said = dict[str, dict[int, str]]  # "error", "followed", "idle" or "waits" -> rank -> its host
 
 
 @dataclass(frozen=True)
@@ -155,18 +163,36 @@ def traceback_in(lines: Sequence[str]) -> str:
     return "\n".join(after[: len(inside) + 2]).rstrip()
 
 
-def root_cause(run_dir: Path, cause: Cause, *, host: str) -> Cause:
-    """Return the end of the rank that made the rank of `cause` end; `cause` if no rank of this host is known to have.
+def said_by_ranks(output: str) -> Said:
+    """Return what ranks have printed about their end, by `distributed.watchdog`, in the order in which it came."""
+    found: Said = {"error": {}, "followed": {}, "idle": {}, "waits": {}}
+    lines = OutputLines()
+    for number, line in [*lines.feed(output.encode()), *lines.end()]:
+        said, missing = _SAID.match(line), _MISSING.match(line)
+        if said is not None and said.lastgroup and int(said[1]) == number:
+            found[said.lastgroup].setdefault(number, said[2])
+        elif missing is not None and number in found["waits"]:
+            found["idle"].setdefault(int(missing[1]), found["waits"][number])
+    return found
+
+
+def root_cause(run_dir: Path, cause: Cause, *, host: str, said: Said | None = None, size: int = 0) -> Cause:
+    """Return the end of the rank that made the rank of `cause` end; `cause` if no rank is known to have.
 
     A launcher reports the rank that ended first. It may have ended because another one failed, left or hung before.
+    `run_dir` has what ranks of this host have written. Of ranks of other hosts there is only what they `said`; `size`
+    is the number of all ranks, 0 if it is not known.
     """
     errors, followed = shared_facts.read(run_dir, "error"), shared_facts.read(run_dir, "followed")
+    said = said or {"error": {}, "followed": {}, "idle": {}}
     stalled = cause.code == STALLED
-    if cause.killed or not (stalled or cause.rank in errors or cause.rank in followed):
+    if cause.killed or not (stalled or cause.rank in errors or cause.rank in {*followed, *said["followed"]}):
         return cause
     if errors:
         first = min(errors.values(), key=lambda found: float(found["time"]))
         return Cause(f"rank {first['rank']} on host {first['host']}", 1, int(first["rank"]))
+    for rank, where in said["error"].items():
+        return Cause(f"rank {rank} on host {where}", 1, rank)
     ended, idle = shared_facts.read(run_dir, "ended"), shared_facts.read(run_dir, "idle")
     waits = shared_facts.read(run_dir, "waits") | followed
     silent = [rank for rank in shared_facts.read(run_dir, "pid") if rank not in waits] if stalled else []
@@ -179,7 +205,15 @@ def root_cause(run_dir: Path, cause: Cause, *, host: str) -> Cause:
             place = idle.get(ranks[0], {}).get("place")
             how = how.format(at=f" (at {place})" if place else "")
             return Cause(f"{named(ranks)} on host {host}", cause.code, ranks[0], how)
-    return replace(cause, how=_WAITED) if stalled else cause
+    for rank, where in said["idle"].items():
+        return Cause(f"rank {rank} on host {where}", cause.code, rank, "hung")
+    if stalled:
+        return replace(cause, how=_WAITED)
+    others = {*range(size)} - {*followed, *said["followed"]}
+    if len(others) == 1:  # every other rank has said that it ended because of another one
+        rank = others.pop()
+        return Cause(f"rank {rank}", cause.code, rank, "ended first, without a message")
+    return replace(cause, how="ended because another rank had failed or ended first")
 
 
 def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:

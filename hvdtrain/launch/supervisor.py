@@ -109,7 +109,8 @@ def run(launch: Launch, run_dir: Path) -> int:
                 return cause.code or 1
             if cause.code == 0:
                 return 0
-            cause = exit_cause.root_cause(run_dir, cause, host=socket.gethostname())
+            said, size = exit_cause.said_by_ranks(job.listener.text()), len(launch.by_rank)
+            cause = exit_cause.root_cause(run_dir, cause, host=socket.gethostname(), said=said, size=size)
             requests = (*signals.requests,)  # a later one does not make this end a requested one
             error = exit_cause.first_error(run_dir, listener=job.listener, cause=cause)
             step = exit_cause.latest_step(run_dir, rank=cause.rank)

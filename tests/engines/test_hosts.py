@@ -224,6 +224,7 @@ def test_a_stopped_rank_is_named_on_whatever_host_it_is(start: Callable[..., Run
     assert re.search(r"rank 1 \(host hostb\) has waited .*\.$", run.output(), re.MULTILINE), run.output()
     assert re.search(r"rank 2 is missing: its process \(pid \d+\) is stopped", run.output()), run.output()
     assert run.output().count("Stack of the main thread") == 1
+    assert "rank 2 on host hostb hung" in run.output().splitlines()[-1]
 
 
 def test_a_host_whose_network_goes_is_named_and_the_job_goes_on_when_it_is_back(start: Callable[..., Run]) -> None:

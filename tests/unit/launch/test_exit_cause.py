@@ -230,3 +230,36 @@ def test_the_cause_is_the_rank_that_made_the_first_one_end(code, facts, text, tm
     cause = root_cause(posted(tmp_path / "job", **facts), Cause("rank 0 on host here", code, 0), host="here")
     assert str(cause).startswith(text)
     assert str(cause.rank) in text
+
+
+BEGAN = b"[0]<stdout>:rank 1 (host b) failed after 3 steps: says rank 0\n"
+ENDED_0 = b"[0]<stderr>:rank 0 (host here): ended because another rank failed or ended first; see there\n"
+FAILED_1 = b"[1]<stderr>:rank 1 (host b) failed after 15 steps:\n"
+MISSING_2 = (
+    b"[1]<stderr>:rank 1 (host b) has waited 9 s in allreduce of 'weight' (step 15).\n"
+    b"[1]<stderr>:  rank 2 is missing: its process (pid 9) is stopped (SIGSTOP, or a debugger)\n"
+)
+IDLE_1 = b"[1]<stderr>:rank 1 (host b) has been in no collective for 6 s (step 15), and other ranks wait for it.\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "text"),
+    [
+        (1, ENDED_0 + FAILED_1, "rank 1 on host b ended with status 1"),
+        (76, IDLE_1, "rank 1 on host b hung"),
+        (76, MISSING_2, "rank 2 on host b hung"),
+        (1, ENDED_0, "rank 1 ended first, without a message"),
+        (76, b"", "rank 0 on host here has waited too long for others"),
+        (3, BEGAN, "rank 0 on host here ended with status 3"),
+    ],
+)
+def test_the_cause_may_be_a_rank_of_another_host_by_what_it_printed(code, printed, text, tmp_path) -> None:
+    said = exit_cause.said_by_ranks((BEGAN + printed).decode())
+    cause = root_cause(tmp_path, Cause("rank 0 on host here", code, 0), host="here", said=said, size=2)
+    assert str(cause) == text
+
+
+def test_a_rank_that_only_followed_is_not_called_the_cause(tmp_path) -> None:
+    said = exit_cause.said_by_ranks(ENDED_0.decode())
+    cause = root_cause(tmp_path, Cause("rank 0 on host here", 1, 0), host="here", said=said, size=4)
+    assert str(cause) == "rank 0 on host here ended because another rank had failed or ended first"

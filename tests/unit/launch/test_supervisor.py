@@ -33,7 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: list[signal.S
         yield None, SimpleNamespace(requests=requests, wait=lambda seconds: bool(requests))
 
     steps = iter(range(100))
-    job = SimpleNamespace(end=lambda: True, listener=None)
+    job = SimpleNamespace(end=lambda: True, listener=exit_cause.Listener("h"))
     monkeypatch.setattr(supervisor, "_supervision", supervision)
     monkeypatch.setattr(supervisor, "Job", lambda *_: job)
     monkeypatch.setattr(supervisor, "_follow", lambda *_: (Cause("rank 1 on host h", 3, 1), 1.0))
