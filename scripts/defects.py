@@ -70,6 +70,20 @@ DEFECTS = (
         TRAINER,
     ),
     Defect(
+        "contents: samples that differ between ranks are accepted",
+        "hvdtrain/data/contents.py",
+        "if not differing or contents is None:",
+        "if differing or contents is None:",
+        ranks("torch", "test_trainer_contents.py"),
+    ),
+    Defect(
+        "contents: random augmentation is taken for a difference",
+        "hvdtrain/data/contents.py",
+        "if len(changed) == len(suspects):",
+        "changed.clear()\n        if len(changed) == len(suspects):",
+        ranks("torch", "test_trainer_contents.py"),
+    ),
+    Defect(
         "sources: an epoch ends with the first rank that has no more batches",
         "hvdtrain/data/sources.py",
         "if not going_on:",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice, pairwise
 from numbers import Number
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,7 +21,19 @@ from numpy.typing import NDArray
 
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
+from hvdtrain.data.contents import (
+    SAMPLES,
+    Contents,
+    Leaves,
+    compare,
+    exact_columns,
+    leaves_of,
+    read_here,
+    some_rows,
+    subsets,
+)
 from hvdtrain.data.generators import Generators, generators_of
+from hvdtrain.data.trees import as_array
 from hvdtrain.data.workers import RepeatedSamples
 from hvdtrain.distributed import agreement, frameworks
 from hvdtrain.distributed.launch_environment import count_ranks
@@ -65,10 +78,13 @@ class NoSamples(Exception):  # noqa: N818 - `as_source` makes it a ValueError, w
 
 
 _SAME_DATA = (
-    "Give every rank the same data and batch_size; set a seed before data is made at random. If each rank has its own "
-    "part of the data, pass it as hvdtrain.Sharded(data)."
+    "Give every rank the same data and batch_size. Set a seed before data is made or split at random, as in "
+    "random_split(data, lengths, generator=torch.Generator().manual_seed(0)); sort what has no order, such as a set of "
+    "labels or os.listdir: sorted(set(labels)). If each rank has its own part of the data, pass it as "
+    "hvdtrain.Sharded(data)."
 )
 _SHOWN_VALUES = 4
+_ROWS_OF_ARRAYS = 64  # that ranks compare
 
 # Indices -> these samples, as one item.
 Fetch = Callable[[NDArray[np.int64]], Any]
@@ -82,6 +98,7 @@ class Source(Protocol):
     steps: int | None  # per epoch; None if unknown before the epoch's end
     facts: dict[str, Any]  # JSON values that must be equal on all ranks; "endless" if an epoch is known never to end
     generators: Generators  # those that the data hold
+    contents: Contents | None  # what ranks compare when a source is made; None for data without samples by index
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return this rank's batches of one epoch, or of its rest, as many as on the other ranks.
@@ -147,6 +164,7 @@ class IndexedSource:
     """Samples that can be read by index."""
 
     shares: Sequence[int] | None = None
+    contents: Contents | None = None
 
     def __init__(self, num_samples: int, fetch: Fetch, *, batch_size: int, world: World, seed: int) -> None:
         if num_samples == 0:
@@ -238,6 +256,14 @@ class ArraySource(IndexedSource):
         crcs = [_crc32(leaf[ends]) for leaf in leaves(columns)]
         self.facts["first and last sample (crc32)"] = crcs
 
+        def read(rows: Sequence[int], _: Generators) -> Iterator[Leaves]:
+            return (leaves_of(tree_map(itemgetter(row), columns)) for row in rows)
+
+        def exact() -> dict[str, str]:
+            return exact_columns(tree_map(some_rows, columns))
+
+        self.contents = Contents(self, num_samples, read, exact, most=_ROWS_OF_ARRAYS)
+
 
 class IteratedSource:
     """Iterable batches; ranks may have different numbers of them.
@@ -249,6 +275,7 @@ class IteratedSource:
     """
 
     reads_in_threads = False
+    contents: Contents | None = None
 
     def __init__(
         self,
@@ -313,9 +340,11 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0, what: 
                 source.generators = generators_of(given, replays=source.generators.replays)
         except NoSamples as found:
             raise ValueError(f"{what} holds no samples. Received: {found} on rank {world.rank}") from None
-    # Data with its own batch size, or without one, names it in its facts.
-    facts = {"batch_size": batch_size, **source.facts}
+        contents = source.contents if world.size > 1 else None
+        # Data with its own batch size, or without one, names it in its facts.
+        facts = {"batch_size": batch_size, **source.facts, **(contents.exact() if contents else {})}
     agreement.require_equal(facts, world=world, what=f"the {what}", advice=_SAME_DATA)
+    compare(contents, source.generators, world=world, what=what, advice=_SAME_DATA)
     return source
 
 
@@ -343,7 +372,11 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
     if _is_arrays(data) and not is_samples:  # one array, or a dict of them
         return ArraySource(data, **of_rank)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
+        dataset = IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
+        read = partial(read_here, lambda row: leaves_of(data[row]))
+        most = _ROWS_OF_ARRAYS if isinstance(data, list | tuple) else SAMPLES
+        dataset.contents = Contents(data, len(data), read, partial(subsets, data), most=most)
+        return dataset
     if hasattr(data, "__iter__"):  # a generator, or another iterable without samples by index
         raise TypeError(
             "Data that can only be iterated must start again in each epoch: yield it in __iter__ of a "
@@ -461,13 +494,6 @@ def leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
     tree_map(found.append, tree)
     return found
-
-
-def as_array(leaf: Any) -> NDArray[Any]:
-    """Return `leaf` as a NumPy array. NumPy has no bfloat16, which becomes float32."""
-    if hasattr(leaf, "detach"):
-        leaf = (leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf).detach().cpu()
-    return np.asarray(leaf)
 
 
 def num_rows(tree: Any) -> int:

@@ -16,7 +16,8 @@ import keras
 
 import hvdtrain.keras as hvd
 from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
-from hvdtrain.data.sources import Batch, as_array, tree_map
+from hvdtrain.data.sources import Batch, tree_map
+from hvdtrain.data.trees import as_array
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import training_state

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 
 from hvdtrain.data import sharding
+from hvdtrain.data.contents import Contents, leaves_of, read_here, subsets
 from hvdtrain.data.sources import Consumed, IteratedSource, NoSamples, Source, tree_map
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
@@ -45,7 +47,10 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
         rank_state.set_random_states(before)
         return item
 
-    return IteratedSource(batches, world=world, steps=-(-len(data) // world.size), filler=filler)
+    source = IteratedSource(batches, world=world, steps=-(-len(data) // world.size), filler=filler)
+    read = partial(read_here, lambda index: leaves_of(data[index]))
+    source.contents = Contents(data, len(data), read, partial(subsets, data), most=2, unit="batch")
+    return source
 
 
 def _tf_dataset(data: Any, world: World) -> Source:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain import adapter
-from hvdtrain.data.sources import as_array
+from hvdtrain.data.trees import as_array
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch import engine

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
+from hvdtrain.data.contents import Contents, subsets
 from hvdtrain.data.generators import Generators
 from hvdtrain.data.sources import (
     NOTHING,
@@ -31,6 +39,8 @@ from hvdtrain.data.sources import (
 )
 from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World, current
+from hvdtrain.torch.contents import read
+from hvdtrain.torch.seeded_batches import SeededBatches
 
 _NOT_OF_ORDER = (
     "collate_fn", "generator", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory",
@@ -132,6 +142,7 @@ class LoaderSource:
     """A DataLoader over a map-style dataset: steps by index arithmetic, batches by the loader and its workers."""
 
     shares: Sequence[int] | None = None
+    contents: Contents | None = None
 
     def __init__(self, loader: DataLoader[Any], *, world: World, seed: int) -> None:
         self._world, self._given = world, loader
@@ -259,9 +270,14 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source 
         return IteratedSource(_every_size_th(data, world), world=world, replays=True)
     if not len(data.sampler):  # type: ignore[arg-type]
         raise NoSamples("a DataLoader of no samples")
+    source: LoaderSource | IteratedSource
     if data.batch_size is None:  # a batch_sampler of the user's own
-        return IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, world, seed), world=world)
-    return LoaderSource(data, world=world, seed=seed)
+        source = IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, world, seed), world=world)
+    else:
+        source = LoaderSource(data, world=world, seed=seed)
+    if isinstance(data.dataset, Sized):
+        source.contents = Contents(data, len(data.dataset), partial(read, data), partial(subsets, data.dataset))
+    return source
 
 
 def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: World, seed: int) -> Iterator[Any]:
@@ -359,79 +375,3 @@ class _OwnBatches(_UnevenBatches):
         where = {"rank": self._world.rank, "batch_size": self._batch_size}
         for first, indices in self._assignment.batches(self._sampler._order(), self._sampler.num_samples, **where):
             yield _Part(first, indices.tolist(), len(indices), len(indices))
-
-
-class BatchRequest(NamedTuple):
-    """The indices of a batch's samples, and numbers that no other batch has together, to seed a worker with."""
-
-    seeds: tuple[int, ...]
-    indices: Any
-
-
-class SeededBatches:
-    """A DataLoader's (batch) sampler that seeds each batch by its place: a resumed run draws the same numbers."""
-
-    def __init__(self, batches: Iterable[Any], loader: DataLoader[Any]) -> None:
-        self.dataset: Any = _SeededDataset(loader.dataset, loader.collate_fn)
-        self._batches = batches
-        self._seeds: tuple[int, ...] = ()
-        self._positions: Iterator[int] = iter(())
-
-    def begin(self, positions: Iterator[int], *seeds: int) -> None:
-        """Choose the seeds of the epoch, and the places of the next iteration's batches among those of all ranks."""
-        # Who seeds torch otherwise is to draw otherwise. A checkpoint holds this number.
-        self._seeds, self._positions = (torch.initial_seed(), *seeds), positions
-
-    def __iter__(self) -> Iterator[BatchRequest]:
-        seeds = self._seeds
-        return (BatchRequest((*seeds, at), batch) for at, batch in zip(self._positions, self._batches, strict=False))
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-
-class _SeededDataset:
-    """A user's dataset, which takes a `BatchRequest` too. In workers, `get_worker_info().dataset` is one."""
-
-    def __init__(self, dataset: Any, collate_fn: Any) -> None:
-        vars(self).update(_hvd_dataset=dataset, _hvd_collate_fn=collate_fn, _hvd_generators=None)
-
-    def __getitems__(self, place: BatchRequest) -> Any:
-        dataset = self._hvd_dataset
-        self._hvd_seed(place.seeds)
-        together = getattr(dataset, "__getitems__", None)
-        return together(place.indices) if together else [dataset[index] for index in place.indices]
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, BatchRequest):
-            self._hvd_seed(index.seeds)
-            index = index.indices
-        return self._hvd_dataset[index]
-
-    def __len__(self) -> int:
-        return len(self._hvd_dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_hvd_dataset"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._hvd_dataset, name, value)
-
-    def __reduce__(self) -> Any:
-        return _SeededDataset, (self._hvd_dataset, self._hvd_collate_fn)
-
-    def _hvd_seed(self, numbers: tuple[int, ...]) -> None:
-        """Seed what a worker seeds when it starts, and the generators of the data, of which each worker has a copy."""
-        _seed(numbers)
-        if self._hvd_generators is None:  # first in a worker, whose worker_init_fn may have given it others
-            roots = {"dataset": self._hvd_dataset, "collate_fn": self._hvd_collate_fn}
-            vars(self)["_hvd_generators"] = Generators(roots)
-        self._hvd_generators.seed(numbers)
-
-
-def _seed(numbers: tuple[int, ...]) -> None:
-    """Seed what a worker seeds when it starts: torch's, Python's and NumPy's global generators."""
-    first, second, third = np.random.SeedSequence(numbers).generate_state(3).tolist()
-    torch.default_generator.manual_seed(first << 32 | second)  # torch.manual_seed looks for devices: 0.2 ms
-    random.seed(first << 32 | second)
-    np.random.seed(third)  # noqa: NPY002 - what users and their libraries draw from

@@ -34,6 +34,8 @@ class Curriculum(keras.utils.PyDataset):
         return self.x[rows], self.x[rows]
 
     def on_epoch_begin(self):
+        if not self.calls:
+            self.seen.clear()  # what ranks compared
         self.calls.append("begin")
 
     def on_epoch_end(self):

@@ -86,6 +86,9 @@ class Watch(Callback):
     def __init__(self, rows):
         self._rows, self.shares, self.read = rows, [], []
 
+    def on_fit_begin(self, trainer):
+        self._rows.read.clear()  # what ranks compared
+
     def on_step_end(self, trainer, step):
         self.shares.append(trainer._loop.state.shares)
         self.read = list(self._rows.read)

@@ -138,7 +138,7 @@ def test_ranks_with_other_data_are_told_what_differs_and_what_to_do():
         as_source((x, np.array([1, 0])), batch_size=1, world=world)
     said = str(raised.value)
     assert "first sample is '[0., 1., 2., 3., ...]; [1]' on rank 0 but '[0.5, 1.]; [1]' on rank 1" in said
-    assert "set a seed" in said
+    assert "Set a seed" in said
     assert "hvdtrain.Sharded" in said
 
 
