@@ -11,6 +11,7 @@ import torch
 
 from hvdtrain.data.sources import leaves
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
 
 
 @dataclass
@@ -59,11 +60,15 @@ class ShortBatches:
         self._numbers[loader] = number
         self._has_passed = False
         self._has_skipped = self._has_skipped and is_short
+        if is_short:
+            self._weigh_statistics(weight)
         self._watch(is_short or is_before or bool(self._without))
 
     def end(self, loader: int, item: Any, *, is_left: bool) -> None:
         """End a batch, `item`: the next one was asked for, or the loop has ended; `is_left` if by break."""
         batch, model = self._active.pop(loader), self._model()
+        if batch.is_short:
+            self._weigh_statistics(1.0)
         trains = model is not None and model.training and torch.is_grad_enabled()
         held = next((leaf for leaf in leaves(item) if isinstance(leaf, torch.Tensor)), None)
         if batch.is_short and batch.has_gradient:
@@ -78,6 +83,13 @@ class ShortBatches:
     def restart(self, loader: int) -> None:
         """Forget a loader's batches, because it begins another pass."""
         self._without.pop(loader, None)
+
+    def _weigh_statistics(self, weight: float) -> None:
+        """Let layers that exchange statistics and gradients of their inputs know this rank's weight."""
+        model = self._model()
+        for layer in model.modules() if model is not None else ():
+            if isinstance(layer, SyncBatchNorm):
+                layer.batch_weight = weight
 
     def _watch(self, wanted: bool) -> None:
         """Have hooks on the parameters, or have none, which costs nothing."""

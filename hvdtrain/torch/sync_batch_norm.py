@@ -21,7 +21,13 @@ class SyncBatchNorm(_BatchNorm):
 
     Takes input of shape (local_batch, channels, ...) and BatchNorm's own arguments. Every rank must call it equally
     often. As with any layer, the gradients of weight and bias are this rank's share: DistributedOptimizer reduces them.
+
+    Attributes:
+        batch_weight: the loop multiplies this rank's gradients of the present batch with it after backward. A batch of
+            weight 0 does not count in the statistics.
     """
+
+    batch_weight = 1.0
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:
@@ -33,7 +39,7 @@ class SyncBatchNorm(_BatchNorm):
         by_batch = self.training or self.running_mean is None
         if not by_batch or (engine.native().size() == 1 and not launch_environment.reduces_alone()):
             return super().forward(input)
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.batch_weight)
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
         return output  # type: ignore[no-any-return]
@@ -101,13 +107,15 @@ class _Normalize(torch.autograd.Function):
     """One collective forward, one backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch_weight: float
+    ) -> Any:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         channels = x.shape[1]
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, channels] + [1] * (x.dim() - 2)
         xw = x.to(wide)
-        local_count = x.numel() // max(channels, 1)
+        local_count = x.numel() // max(channels, 1) if batch_weight else 0
         local_var, local_mean = torch.var_mean(xw, dim=dims, correction=0) if local_count else xw.new_zeros(2, channels)
         mine = torch.cat([local_mean, local_var, local_mean.new_tensor([float(local_count)])])
         # (size, 2 * channels + 1)
@@ -128,7 +136,7 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             output = output + bias.to(wide).view(shape)
         ctx.save_for_backward(x, weight, mean, invstd, count)
-        ctx.has_bias = bias is not None
+        ctx.has_bias, ctx.batch_weight = bias is not None, batch_weight
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
@@ -147,10 +155,13 @@ class _Normalize(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([sum_dy, sum_dy_normed])
+            if ctx.batch_weight != 1.0:  # write zeros instead of multiplying: a filler's gradient may not be finite
+                sums = sums * ctx.batch_weight if ctx.batch_weight else torch.zeros_like(sums)
             how = Reduction(Sum, process_set=engine.global_set())
             submit([sums], how, name=f"sync_batch_norm.{channels}.{mean.dtype}.grad", in_place=True).wait()
-            mean_dy, mean_dy_normed = (sums / count).split(channels)
+            # Ranks add up gradients of one scale; this rank's own gradient is multiplied by its weight later.
+            mean_dy, mean_dy_normed = (sums / (count * (ctx.batch_weight or 1.0))).split(channels)
             grad_x = dy - mean_dy.view(shape) - normed * mean_dy_normed.view(shape)
             scale = invstd if weight is None else invstd * weight.to(mean.dtype)
             grad_x = (grad_x * scale.view(shape)).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None

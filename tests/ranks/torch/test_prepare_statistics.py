@@ -49,3 +49,25 @@ def test_torchs_sync_batch_norm_synchronizes(hvd, assert_same_on_all_ranks):
     assert type(model[1]) is hvd.SyncBatchNorm
     for _ in train(model, optimizer, loader):
         assert_same_on_all_ranks(*model.buffers())
+
+
+@pytest.mark.parametrize("last", [2, 5], ids=["a rank without samples or with one", "short parts"])
+def test_sync_batch_norm_trains_like_one_process_on_short_batches(hvd, size, last):
+    def trained(batch_size, prepare):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+        given = hvd.convert_sync_batchnorm(model) if prepare else model
+        x = torch.randn(8 * size + last, 4, generator=torch.Generator().manual_seed(1))
+        loader = DataLoader(TensorDataset(x), batch_size=batch_size)
+        optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+        if prepare:
+            given, optimizer, loader = hvdtrain.prepare(given, optimizer, loader)
+        for _ in range(2):
+            for (batch,) in loader:
+                optimizer.zero_grad()
+                (given(batch) - 1).abs().mean().backward()
+                optimizer.step()
+        return list(model.state_dict().values())
+
+    for ours, theirs in zip(trained(4, prepare=True), trained(4 * size, prepare=False), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # two samples leave gradients near zero
