@@ -20,7 +20,7 @@ from hvdtrain.data.sources import Batch, tree_map
 from hvdtrain.data.trees import as_array
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
-from hvdtrain.keras import training_state
+from hvdtrain.keras import trained, training_state
 from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
 from hvdtrain.keras.masks import MaskedSteps
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
@@ -102,11 +102,18 @@ def _plain_optimizer(model: keras.Model, optimizer: Any, loss: Any, metrics: Any
     if distributed_part(plain) is not None:
         kind = f"distributed {type(plain).__name__}"
         raise ValueError(f"Give the Trainer the plain optimizer: it distributes it itself. Received: a {kind}")
-    own = {id(v) for v in model.trainable_variables}
+    own = {id(v) for v in model.weights}
     inner = getattr(plain, "inner_optimizer", plain)
     foreign = [v.path for v in inner._trainable_variables if id(v) not in own]  # none if it is not built yet
     if foreign and model.built:
         raise ValueError(f"optimizer must be over the model's own variables. Received: one built over {foreign[0]}")
+    if keras.backend.backend() == "jax" and inner.built and model.built:
+        trained_now = {id(v) for v in model.trainable_variables}
+        if frozen := [v.path for v in inner._trainable_variables if id(v) not in trained_now]:
+            raise ValueError(
+                "On JAX, Keras's optimizer must be built over exactly the weights that are trained. Received: one "
+                f"built over {frozen[0]}, which is frozen. Freeze layers before you build the optimizer."
+            )
     return plain
 
 
@@ -154,6 +161,7 @@ class KerasAdapter:
         self._started = False
         self._fresh = True  # until the first step after metrics were read
         self._training = False  # the metrics are those of an unfinished epoch
+        self._restored: training_state.Restored | None = None  # by the last `load_state`, until ranks share it
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
         self._own_logs = OwnLogs(model)
@@ -354,7 +362,10 @@ class KerasAdapter:
 
     def load_state(self, state: State) -> None:
         """Load a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
-        training_state.restore(state, self._model)
+        self._restored = training_state.restore(state, self._model)
+        if changed := self._restored.changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            self.notes.append(f"trainable is as in the checkpoint: changed for {changed[0]}{more}")
 
     def _begin(self, batch: Batch) -> None:
         """At the first batch of an epoch or evaluation, build the metrics that batches build, and reset all."""
@@ -436,10 +447,23 @@ class KerasAdapter:
     def _broadcast(self) -> None:
         build_optimizer(self._model)
         if self._world.size > 1:
+            self._share_trained()
             broadcast_model(self._model, self._model.optimizer, root_rank=0)
             others = all_optimizers(self._model)[:-1]
             broadcast_variables([variable for each in others for variable in each.variables])
         self._started = True
+
+    def _share_trained(self) -> None:
+        """Train the weights that the root trains, if it has loaded a state."""
+        mine, self._restored = self._restored, None
+        given = None if mine is None else (trained.flags_of(self._model), mine.is_built_again)
+        given = self._world.broadcast_object(given, name="trained")
+        if given is None or mine is not None:  # or each rank has loaded the state
+            return
+        flags, is_built_again = given
+        trained.set_flags(self._model, flags)
+        if is_built_again:
+            trained.build_again(self._model)
 
     def _pass(self, batch: Batch, weight: float, share: float = 0.0, samples: int = 0) -> None:
         """Run Keras's train step on a batch whose gradient weighs `weight`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Fault, Options, State
+from hvdtrain.keras import trained
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.model_optimizers import other_optimizers
 from hvdtrain.keras.optimizer import distributed_part
@@ -20,7 +22,17 @@ Arrays = dict[str, NDArray[Any]]
 
 # Optimizer variables carry their model variable's path with "_" for "/": "sgd/sequential_1_dense_2_kernel_momentum".
 _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
+_NUMBER = re.compile(r"\.\d{5}\.")  # of `_variables`
+_TRAINABLE = "trainable"  # in State.meta
 _METRIC = re.compile(r"(sum|mean)\.metric\.\d")
+
+
+@dataclass
+class Restored:
+    """What `restore` has changed besides values."""
+
+    changed: list[str]  # the layers and weights that are trainable now and were not, or the other way round
+    is_built_again: bool = False  # the optimizer, over the weights that are trained now
 
 
 def copies(variables: Sequence[Any]) -> list[NDArray[Any]]:
@@ -40,29 +52,82 @@ def capture(model: keras.Model) -> State:
     # changes them, and a difference between ranks must be found before `settle` averages it away.
     weights = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
     own = {id(v) for v in model.non_trainable_weights} - weights
-    trained = {id(v) for v in model.trainable_weights}
+    has_gradient = {id(v) for v in model.trainable_weights}
     variables = _variables(model)
     return State(
         {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in variables.items()},
+        {_TRAINABLE: trained.flags_of(model)},
         unsettled=frozenset(name for name, v in variables.items() if id(v) in own),
-        trained=frozenset(name for name, v in variables.items() if id(v) in trained),
-        frozen=frozenset(name for name, v in variables.items() if id(v) in weights - trained),
+        trained=frozenset(name for name, v in variables.items() if id(v) in has_gradient),
+        frozen=frozenset(name for name, v in variables.items() if id(v) in weights - has_gradient),
     )
 
 
-def restore(state: State, model: keras.Model) -> None:
-    """Load what `capture` returned; ValueError, and nothing changes, if a tensor is missing, left over or misshaped."""
+def restore(state: State, model: keras.Model) -> Restored:
+    """Load what `capture` returned; ValueError if a tensor is missing, left over or misshaped, and no weight changes.
+
+    Layers become trainable or frozen as they were. If that needs an optimizer over other weights, it is built again.
+    """
     if not model.built:
         raise ValueError(f"{model.name} is not built: call it on a batch, or give it an Input, before loading weights")
     build_optimizer(model)
-    current = _variables(model)
     saved = {name: array for name, array in state.arrays.items() if not name.startswith("sync.")}  # a strategy's own
+    before = trained.flags_of(model)
+    weights = {name: array for name, array in saved.items() if _is_weight(name)}
+    _check({name: v for name, v in _variables(model).items() if _is_weight(name)}, weights)
+    restored = Restored(trained.set_flags(model, state.meta.get(_TRAINABLE, before)))
+    try:
+        fits = _variables(model).keys() == saved.keys() and trained.optimizer_fits(model)
+        if not fits and _TRAINABLE in state.meta:
+            saved, restored.is_built_again = _build_again(model, saved, changed=bool(restored.changed))
+        _check(_variables(model), saved)
+    except ValueError:
+        trained.set_flags(model, before)
+        raise
+    _load(_variables(model), saved)
+    return restored
+
+
+def _build_again(
+    model: keras.Model, saved: dict[str, NDArray[Any]], *, changed: bool
+) -> tuple[dict[str, NDArray[Any]], bool]:
+    """Build the optimizer for a state whose optimizer a callback has built again; return the state by names of now.
+
+    Without `changed` trainable weights, nothing is done for the state of another optimizer.
+    """
+    known = _variables(model)
+    if not changed and {*map(_without_number, known)} != {*map(_without_number, saved)}:
+        return saved, False
+    before = {id(v) for v in model.optimizer.variables}
+    trained.build_again(model)
+    now = {name: v for name, v in _variables(model).items() if not _is_weight(name)}
+    built = {name for name, v in now.items() if id(v) not in before}
+    pairs = trained.latest(now, [name for name in saved if not _is_weight(name)], built, _without_number)
+    if pairs is None:
+        raise ValueError(
+            "the optimizer in the checkpoint has state of other weights, because a callback has frozen or unfrozen "
+            "layers. Freeze or unfreeze the same ones before fit, in the same order"
+        )
+    arrays = {name: array for name, array in saved.items() if _is_weight(name)}
+    unused = dict(zip(now, copies(list(now.values())), strict=True))
+    return arrays | unused | {mine: saved[theirs] for mine, theirs in pairs.items()}, True
+
+
+def _without_number(name: str) -> str:
+    return _NUMBER.sub(".", name, count=1)
+
+
+def _is_weight(name: str) -> bool:
+    return name.startswith("model.")
+
+
+def _check(current: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise ValueError unless both have the same names and shapes."""
     for name in [*current, *saved]:
         here = tuple(current[name].shape) if name in current else "missing"
         there = saved[name].shape if name in saved else "missing"
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
-    _load(current, saved)
 
 
 def build_optimizer(model: keras.Model, optimizer: Any = None) -> None:

@@ -54,7 +54,7 @@ def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
 
 
 def report_unless(finite: Tensor, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
-    """Call `function` with the values of `flags` on the host, unless `finite`."""
+    """Call `function` with the values of `flags_of` on the host, unless `finite`."""
     report = functools.partial(io_callback, function, None, ordered=True)
     jax.lax.cond(finite, lambda: None, lambda: report(*(each() for each in flags)))
 

@@ -79,7 +79,7 @@ def _is_finite(tensor: Tensor) -> Tensor:
 
 
 def report_unless(finite: Tensor, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
-    """Call `function` with the values of `flags` on the host, unless `finite`."""
+    """Call `function` with the values of `flags_of` on the host, unless `finite`."""
 
     def report() -> None:
         tf.numpy_function(function, [each() for each in flags], [])

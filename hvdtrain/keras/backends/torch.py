@@ -64,7 +64,7 @@ def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
 
 
 def report_unless(finite: Any, function: Callable[..., None], *flags: Callable[[], Tensor]) -> None:
-    """Call `function` with the values of `flags`, unless `finite`."""
+    """Call `function` with the values of `flags_of`, unless `finite`."""
     if not finite:
         function(*(each().numpy() for each in flags))
 

@@ -1,0 +1,51 @@
+"""Layers that a callback unfreezes train on in a run that is resumed, on all ranks."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras.ops import convert_to_numpy as to_numpy
+
+import hvdtrain
+from hvdtrain.callbacks import Callback, Checkpoint
+
+
+class Unfreeze(Callback):
+    def on_epoch_begin(self, trainer, epoch):
+        if epoch == 1:
+            model = trainer.model
+            model.get_layer("bottom").trainable = True
+            model.optimizer.built, model.train_function = False, None
+            model.optimizer.build(model.trainable_variables)
+
+
+class Stop(Callback):
+    def on_epoch_end(self, trainer, epoch, logs):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+def fit(*hooks):
+    random = np.random.default_rng(0)
+    initial = [keras.initializers.GlorotUniform(seed=seed) for seed in range(2)]
+    bottom = keras.layers.Dense(6, "tanh", kernel_initializer=initial[0], name="bottom", trainable=False)
+    head = keras.layers.Dense(3, kernel_initializer=initial[1], name="head")
+    model = keras.Sequential([keras.Input((4,)), bottom, head])
+    trainer = hvdtrain.Trainer(model, optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    data = [random.normal(size=(12, width)).astype(np.float32) for width in (4, 3)]
+    try:
+        trainer.fit(tuple(data), batch_size=3, epochs=4, callbacks=[Unfreeze(), *hooks], progress=False, run_dir=None)
+    except KeyboardInterrupt:
+        return None
+    return [to_numpy(each) for each in model.weights]
+
+
+@pytest.mark.every_backend
+@pytest.mark.world_size(2)
+def test_unfrozen_layers_train_on_after_a_resume(shared_tmp_path):
+    straight = fit()
+    assert fit(Checkpoint(shared_tmp_path), Stop()) is None
+    resumed = fit(Checkpoint(shared_tmp_path))
+    for one, two in zip(straight, resumed, strict=True):
+        np.testing.assert_array_equal(one, two)
