@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -248,3 +249,19 @@ def test_ctrl_c_lets_ranks_stop_in_order(plane: str, tmp_path: Path) -> None:
         said = job.communicate(timeout=60)[0]
     assert job.returncode == 75
     assert "Ctrl-C again ends them at once" in said
+
+
+def test_after_an_update_of_torch_horovod_says_to_run_hvdtrain_build() -> None:
+    script = "import torch; torch.__version__ = '9.9.0'; import horovod.torch"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert "but pytorch 9.9.0 is installed" in done.stderr
+    assert "Run `hvdtrain build` in this environment." in done.stderr
+
+
+def test_no_message_of_horovod_says_to_reinstall_it() -> None:
+    folder = installed.package_folder("horovod")
+    assert folder
+    advice = re.compile(r"--no-cache-dir|re-?install(?:ing)? Horovod|HOROVOD_(?:WITH|GPU)_\w+=", re.IGNORECASE)
+    found = {str(path): advice.findall(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")}
+    assert len(found) > 100
+    assert not {path: advised for path, advised in found.items() if advised}
