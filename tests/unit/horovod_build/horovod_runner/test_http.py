@@ -195,6 +195,25 @@ def test_scopes_are_dropped_when_all_their_ranks_are_through() -> None:
         http.client.HTTPConnection(*server.server_address, timeout=1).connect()
 
 
+def test_a_scope_is_dropped_whatever_other_scopes_are_through() -> None:
+    class Slot:
+        hostname, size, local_size, cross_size, local_rank = "here", 2, 2, 1, 0
+
+    meeting = http_server.RendezvousServer(0, KEY)
+    meeting.start(host=HERE)
+    meeting.init([Slot()])
+    server = meeting._httpd
+    for name in ("local_here", "cross_0"):
+        assert status(send(server, request("PUT", f"/{name}/0", b"address"))) == 200
+    # Rank 0 is through with both scopes before rank 1 is with the first; it repeats a request whose answer is lost.
+    for path in ("/local_here/0", "/local_here/0", "/cross_0/0", "/local_here/1"):
+        assert server.cache["local_here"]
+        assert status(send(server, request("DELETE", path))) == 200
+    assert not server.cache["cross_0"]
+    assert not server.cache["local_here"], "the next hvd.init would connect to an address of this one"
+    meeting.stop()
+
+
 def test_nonces_are_remembered_up_to_a_limit() -> None:
     nonces = proven_server.Nonces(3)
     assert [nonces.is_new(each) for each in (b"a", b"b", b"a", b"c", b"d")] == [True, True, False, True, True]

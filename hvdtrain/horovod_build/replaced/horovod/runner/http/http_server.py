@@ -180,11 +180,12 @@ class RendezvousHandler(KVStoreHandler):
         if scope in self.server.scope_size:
             # scope defined by host_alloc_plan at server initialization
             with self.server.finished_list_lock:
-                self.server.finished_list[scope].append(key)
+                self.server.finished_list[scope].add(key)
                 if self.server.scope_size[scope] == len(self.server.finished_list[scope]):
                     with self.server.cache_lock:
                         self.server.cache.get(scope, {}).clear()
-                        self.server.finished_list.clear()
+                        # This scope's alone: without another one's, its addresses would wait for the next hvd.init.
+                        del self.server.finished_list[scope]
                         if self.server.verbose:
                             logging.info(f"Cleared scope {scope}")
         else:
@@ -233,9 +234,9 @@ class RendezvousHTTPServer(ProvenHTTPServer):
     body_limit = _RENDEZVOUS_BYTES
 
     def __init__(self, address: tuple[str, int], handler: Any, verbose: Any, key: bytes | None = None) -> None:
-        # Lists for finished rendezvous workers
+        # The ranks that are through with each scope; a rank repeats a request whose answer is lost.
         self.finished_list_lock = threading.Lock()
-        self.finished_list: dict[str, list[str]] = collections.defaultdict(list)
+        self.finished_list: dict[str, set[str]] = collections.defaultdict(set)
         # Total size for scopes
         self.scope_size: dict[str, int] = {}
         super().__init__(address, handler, verbose, key)
