@@ -1,4 +1,4 @@
-"""Find the random generators that data hold, and save and restore their states.
+"""Find what data draw their order from, and save and restore it: random generators, and samplers that change.
 
 Python's, NumPy's and torch's global generators are left out: `rank_state` and adapters save these.
 """
@@ -9,7 +9,7 @@ import json
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.data.attributes import Attributes
 from hvdtrain.errors import CheckpointError
 
 # Of a DataLoader: what makes a batch, perhaps in its workers, and what draws the order.
@@ -34,15 +35,26 @@ class Generators:
     Args:
         roots: the objects, by name.
         replays: True if a resumed epoch reads again what was read before: that restores the generators, too.
+        changing: names of roots below which objects that can be iterated may change in each epoch, and are saved, too.
+        is_order_shared: True if another rank's order is used, so that changes below a sampler are not saved.
 
     Attributes:
         unsaved: what a checkpoint cannot hold, each as a noun.
     """
 
-    def __init__(self, roots: Mapping[str, Any], *, replays: bool = False) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        *,
+        replays: bool = False,
+        changing: Container[str] = (),
+        is_order_shared: bool = False,
+    ) -> None:
         self.replays = replays
         self.unsaved: list[str] = []
         self._found: dict[str, Any] = {}
+        self._changing: dict[str, Attributes] = {}
+        self._is_order_shared = is_order_shared
         for path, value in reached(roots):
             if isinstance(value, Iterator) and not path.startswith(_BATCH):
                 self.unsaved.append(f"the place of the iterator {path}")
@@ -52,6 +64,8 @@ class Generators:
                     self._found[path] = value
                 except NotImplementedError:
                     self.unsaved.append(f"{path}, since a {type(value).__name__} has no state")
+            elif path.partition(".")[0] in changing and _is_users_iterable(value):
+                self._changing[path] = Attributes(value, only_scalars=path.startswith(_BATCH))
 
     @property
     def paths(self) -> list[str]:
@@ -59,11 +73,18 @@ class Generators:
         return list(self._found)
 
     def states(self) -> dict[str, NDArray[np.uint8]]:
-        """Return the generators' states as bytes."""
-        return {path: _state(generator) for path, generator in self._found.items()}
+        """Return as bytes the generators' states, and what has changed in objects that change."""
+        saved = {
+            path: each for path, each in self._changing.items() if path.startswith(_BATCH) or not self._is_order_shared
+        }
+        changed = {path: state for path, each in saved.items() if (state := each.state())}
+        found = {path: _state(generator) for path, generator in self._found.items()}
+        return found | {path: _as_bytes(state) for path, state in changed.items()}
 
     def set_states(self, states: Mapping[str, NDArray[Any]]) -> None:
-        """Restore what `states` returned, as far as it is there."""
+        """Restore what `states` returned, as far as it is there; objects that it has no state of had not changed."""
+        for path, each in self._changing.items():
+            each.set_state(json.loads(states[path].tobytes()) if path in states else {})
         for path, generator in self._found.items():
             if path in states:
                 try:
@@ -87,11 +108,19 @@ class Generators:
             _seed(generator, np.random.SeedSequence(numbers, spawn_key=(place,)))
 
 
-def generators_of(data: Any, *, replays: bool) -> Generators:
-    """Return the generators of a DataLoader or of other data."""
-    if not (hasattr(data, "dataset") and hasattr(data, "sampler")):
-        return Generators({"dataset": data}, replays=replays)
-    found = Generators({name: getattr(data, name, None) for name in (*_BATCH, *_ORDER)}, replays=replays)
+def generators_of(data: Any, *, replays: bool, is_root: bool) -> Generators:
+    """Return the generators of a DataLoader or of other data, and its samplers and streams that may change."""
+    is_loader = hasattr(data, "dataset") and hasattr(data, "sampler")
+    dataset = data.dataset if is_loader else data
+    changing = {*_ORDER}
+    if any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__) and not getattr(
+        data, "num_workers", 0
+    ):
+        changing.add("dataset")  # workers change copies
+    how: dict[str, Any] = {"replays": replays, "changing": changing, "is_order_shared": not (is_root or replays)}
+    if not is_loader:
+        return Generators({"dataset": data}, **how)
+    found = Generators({name: getattr(data, name, None) for name in (*_BATCH, *_ORDER)}, **how)
     of_workers = [path for path in found.paths if path.startswith(_BATCH)]
     if replays and of_workers and getattr(data, "persistent_workers", False):  # others begin each epoch as copies
         found.unsaved.append(f"what persistent_workers have drawn from {', '.join(of_workers)}")
@@ -178,6 +207,11 @@ def _is_generator(value: Any) -> bool:
     return not any(value is each for each in (torch.default_generator, *torch.cuda.default_generators))
 
 
+def _is_users_iterable(value: Any) -> bool:
+    is_users = type(value).__module__.partition(".")[0] not in _OF_LIBRARIES and hasattr(value, "__dict__")
+    return is_users and hasattr(type(value), "__iter__")
+
+
 def _bits(value: Any) -> Any:
     """Return what holds the state of a generator of NumPy's."""
     return getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
@@ -192,7 +226,11 @@ def _state(generator: Any) -> NDArray[np.uint8]:
         state = generator.get_state(legacy=False)
     else:
         state = _bits(generator).state
-    # PCG64's integers have 128 bits, which JSON has and no array.
+    return _as_bytes(state)
+
+
+def _as_bytes(state: Any) -> NDArray[np.uint8]:
+    """Return JSON: PCG64's integers have 128 bits, which no array has."""
     return np.frombuffer(json.dumps(state, default=lambda array: array.tolist()).encode(), np.uint8)
 
 

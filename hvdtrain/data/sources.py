@@ -337,7 +337,8 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0, what: 
             source = _read(data, batch_size=batch_size, world=world, seed=seed)
             if not isinstance(source, ArraySource):  # arrays hold none
                 given = data.data if isinstance(data, Sharded) else data
-                source.generators = generators_of(given, replays=source.generators.replays)
+                replays = source.generators.replays
+                source.generators = generators_of(given, replays=replays, is_root=world.is_root)
         except NoSamples as found:
             raise ValueError(f"{what} holds no samples. Received: {found} on rank {world.rank}") from None
         contents = source.contents if world.size > 1 else None

@@ -104,7 +104,7 @@ def combine(before: Sequence[Arrays], *, rank: int, size: int) -> Arrays:
         if rule is not None:
             mine[name] = np.asarray(rule([each[name] for each in before]))  # NumPy makes scalars of 0-d arrays
         elif rank < len(before):
-            mine[name] = before[rank][name]
+            mine |= {name: before[rank][name]} if name in before[rank] else {}  # some are the root's alone
         elif OF_DATA in name and len({each[name].tobytes() for each in before if name in each}) == 1:
             mine[name] = before[0][name]
     return mine

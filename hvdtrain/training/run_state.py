@@ -175,7 +175,7 @@ class RunState:
 
     def _load(self, arrays: rank_state.Arrays, *, but: str | None = None) -> None:
         load_rank_state(self._adapter, arrays)
-        for name, generators in self.generators.items():
+        for name, generators in self.generators.items() if arrays else ():  # without arrays nothing is restored
             prefix = f"{rank_state.OF_DATA}{name}."
             if name != but:
                 generators.set_states({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})

@@ -130,7 +130,7 @@ class FakeLoader:
 
 @pytest.mark.parametrize(("persistent", "replays"), [(False, True), (True, False), (True, True)])
 def test_what_cannot_be_saved_is_named(persistent, replays):
-    found = generators_of(FakeLoader(persistent_workers=persistent), replays=replays)
+    found = generators_of(FakeLoader(persistent_workers=persistent), replays=replays, is_root=True)
     assert found.paths == ["dataset.rng"]
     expected = ["sampler.rng, since a SystemRandom has no state", "the place of the iterator sampler.order"]
     if persistent and replays:

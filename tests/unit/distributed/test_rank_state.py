@@ -51,6 +51,12 @@ def test_a_new_rank_gets_the_datas_generators_if_they_were_equal_on_all_ranks(be
     assert rank_state.combine(before, rank=2, size=3) == {equal: np.array([3])}
 
 
+def test_what_the_root_alone_holds_stays_with_it():
+    before = [{"random.data.train.sampler": np.array([3]), "random.x": np.array([0])}, {"random.x": np.array([1])}]
+    assert rank_state.combine(before, rank=0, size=3) == before[0]
+    assert rank_state.combine(before, rank=1, size=3) == before[1]
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("dtype", [np.int64, np.float32])
 @pytest.mark.parametrize("rule", ["sum", "mean", "max"])

@@ -79,6 +79,69 @@ class Stream(IterableDataset):
         return (torch.tensor([float(index), 0.0]) for index in order)
 
 
+class CountedStream(Stream):
+    """Counts epochs by itself."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        self.rng = np.random.default_rng(self.epoch)
+        return super().__iter__()
+
+
+class Counted(Drawn):
+    """Seeds each epoch by a count of its own."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.epoch = 0
+
+    def __iter__(self):
+        self.rng = random.Random(self.epoch)
+        self.epoch += 1
+        return super().__iter__()
+
+
+class ShuffledInPlace(Drawn):
+    """Shuffles batches of equal length: the order of an epoch depends on the one before."""
+
+    def __init__(self, kind):
+        super().__init__(random)
+        self.batches = [kind(range(first, first + BATCH)) for first in range(0, SAMPLES, BATCH)]
+
+    def __len__(self):
+        return SAMPLES // BATCH
+
+    def __iter__(self):
+        self.rng.shuffle(self.batches)
+        return iter(list(self.batches))
+
+
+class ShuffledArray(Drawn):
+    def __init__(self):
+        super().__init__(np.random.default_rng(3))
+        self.order = np.arange(SAMPLES)
+
+    def __iter__(self):
+        self.rng.shuffle(self.order)
+        return iter(self.order.copy())
+
+
+class ShuffledTensor(Drawn):
+    """Replaces its tensor in each epoch, and holds how many are done in another one."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.order, self.done = torch.arange(SAMPLES), torch.zeros(())
+
+    def __iter__(self):
+        self.done += 1
+        self.order = self.order[(torch.arange(SAMPLES) * 7 + int(self.done)) % SAMPLES]
+        return iter(self.order.tolist())
+
+
 def generator():
     return torch.Generator().manual_seed(3)
 
@@ -115,6 +178,13 @@ KINDS = {
     "no loader": lambda: Rows(np.random.RandomState(3)),
     "stream": lambda: DataLoader(Stream(np.random.default_rng(3)), BATCH),
     "stream, global": lambda: DataLoader(Stream(), BATCH),
+    "counted": lambda: DataLoader(Rows(), BATCH, sampler=Counted()),
+    "counted stream": lambda: DataLoader(CountedStream(), BATCH),
+    "counted bare stream": CountedStream,
+    "lists": lambda: DataLoader(Rows(), batch_sampler=ShuffledInPlace(list)),
+    "tuples": lambda: DataLoader(Rows(), batch_sampler=ShuffledInPlace(tuple)),
+    "tensor": lambda: DataLoader(Rows(), BATCH, sampler=ShuffledTensor()),
+    "array": lambda: DataLoader(Rows(), BATCH, sampler=ShuffledArray()),
     "sharded": lambda: hvdtrain.Sharded(DataLoader(Rows(), BATCH, shuffle=True, generator=generator())),
     "sharded, global": lambda: hvdtrain.Sharded(DataLoader(Rows(), BATCH, shuffle=True)),
 }
@@ -123,6 +193,7 @@ KINDS = {
 def train(data, *, seed=0, callbacks=(), **options):
     """Train on `data`; return the samples of each epoch, in order."""
     torch.manual_seed(seed)
+    random.seed(seed)
     seen = {}
 
     def step(model, batch):
