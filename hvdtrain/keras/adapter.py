@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
+from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 
 import hvdtrain.keras as hvd
 from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
@@ -145,7 +146,7 @@ class KerasAdapter:
         self._model, self._options, self._world = model, options, world
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = are_sums(model, split=self._weighted)  # as declared; the first batch shows more
-        self._losses_checked = not self._weighted
+        self._losses_checked = set() if self._weighted else {True, False}  # in training, in evaluation
         self._masked = MaskedSteps(model, world)
         self._alone = False  # whether this rank's steps are not reduced
         self.fault: Fault | None = None
@@ -250,7 +251,7 @@ class KerasAdapter:
         self._resume_metrics()
         if not self._started:
             self._broadcast()
-        self._check_losses(batches[0])
+        self._check_losses(batches[0], training=True)
         if self._snapshot is not None:
             self._snapshot.save()
             undo = self._own_logs.snapshot()
@@ -296,7 +297,7 @@ class KerasAdapter:
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""
         self._begin(batch)
-        self._check_losses(batch)
+        self._check_losses(batch, training=False)
         [share] = self._shares([batch])
         if not batch.local_count and not self._own_logs.is_used:
             return
@@ -387,13 +388,19 @@ class KerasAdapter:
         self._own_logs.clear()
         self._fresh, self._logs = False, {}
 
-    def _check_losses(self, batch: Batch) -> None:
+    def _check_losses(self, batch: Batch, *, training: bool) -> None:
         """At the first batch, let the losses show whether they are means or sums over samples."""
+        if training in self._losses_checked:
+            return
+        x, y, weights = _data(batch, self._world)
+        if training and weights is None and self.class_weight is not None and hasattr(y, "shape"):
+            weights = class_weight_to_sample_weights(y, self.class_weight)
+        self._sums = check_losses(
+            self._model, (x, y, weights), batch.local_count, self._world, sums=self._sums, training=training
+        )
         if not self._losses_checked:
-            data = _data(batch, self._world)
-            self._sums = check_losses(self._model, data, batch.local_count, self._world, sums=self._sums)
-            self._masked.find(data[0])
-            self._losses_checked = True
+            self._masked.find(x)
+        self._losses_checked |= {training, False}  # training has all losses that evaluation has
 
     def _warn_of_uneven_norms(self, batches: Sequence[Batch]) -> None:
         """Log once that a SyncBatchNormalization's gradient is not exact where ranks have different batches."""

@@ -7,8 +7,9 @@ batch shows it, on parts of a few of its samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -24,6 +25,7 @@ from hvdtrain.keras.training_state import assign, copies, metric_variables, seed
 log = logging.getLogger("hvdtrain")
 
 _SAMPLES = 4  # of few samples, what is neither a mean nor a sum differs most
+_DRAWS, _ERRORS = 16, 10.0  # of a loss that draws random numbers; standard errors by which its mean may differ
 _TOLERANCE, _TOLERANCE_OF_HALF = 1e-4, 2e-2  # of what layers compute in float16 or bfloat16
 
 _REFUSAL = (
@@ -69,11 +71,13 @@ def are_sums(model: keras.Model, *, split: bool) -> bool:
     return any(sums)
 
 
-def check_losses(model: keras.Model, data: Any, count: int, world: World, *, sums: bool) -> bool:
+def check_losses(
+    model: keras.Model, data: Any, count: int, world: World, *, sums: bool, training: bool = False
+) -> bool:
     """Return whether the losses are sums over samples (True) or means (False); a collective.
 
-    A few samples of the batch are computed whole and in parts, without training. Random states, statistics and metrics
-    stay as they were.
+    A few samples of the batch are computed whole and in parts. Random states, statistics and metrics stay as they were.
+    Of a loss that draws random numbers, or that only training adds, means of several draws are compared.
 
     Args:
         model: a compiled model that is built.
@@ -81,6 +85,7 @@ def check_losses(model: keras.Model, data: Any, count: int, world: World, *, sum
         count: its samples; 0 if it is a filler.
         world: the ranks.
         sums: what the losses declare; it decides where the batch cannot tell.
+        training: True to look also for losses that layers add in training alone.
 
     Raises:
         ValueError: a loss is neither, or some are means and others sums; on every rank.
@@ -89,7 +94,7 @@ def check_losses(model: keras.Model, data: Any, count: int, world: World, *, sum
     problem = ""
     try:
         with _unchanged(model):
-            found = _kinds(model, data, count) if count else {}
+            found = _kinds(model, data, count, training=training) if count else {}
     except Exception as error:  # noqa: BLE001 - a step of the user's own may call the model in another way
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
     everyone = world.allgather_object([found, problem], name="loss_kinds")
@@ -153,7 +158,7 @@ def _unchanged(model: keras.Model) -> Iterator[None]:
         rank_state.set_random_states(states)
 
 
-def _kinds(model: keras.Model, data: Any, count: int) -> dict[str, list[str]]:
+def _kinds(model: keras.Model, data: Any, count: int, *, training: bool) -> dict[str, list[str]]:
     """Return for each loss what it may be, of "mean" and "sum", and then its values in words."""
     rows = np.linspace(0, count - 1, min(count, _SAMPLES)).astype(np.int32) if count > 1 else np.zeros(2, np.int32)
     x, y, sample_weight = tree_map(lambda leaf: _take(leaf, rows, count), data)
@@ -164,36 +169,75 @@ def _kinds(model: keras.Model, data: Any, count: int) -> dict[str, list[str]]:
     if count == 1:  # twice the same sample would not show what couples samples
         y_pred = tree_map(_scaled, y_pred)
 
-    def terms(part: NDArray[np.int32]) -> Terms:
+    def terms(part: NDArray[np.int32], *, training: bool = False) -> Terms:
         chosen = tree_map(lambda leaf: _take(leaf, part, number), (x, y, y_pred, sample_weight))
-        return compute(model, *chosen)
+        return compute(model, *chosen, training=training)
 
     everything = np.arange(number, dtype=np.int32)
     whole, again = terms(everything), terms(everything)
-    found = {name: {"mean", "sum"} for name in whole}
-    words = dict.fromkeys(whole, "")
-    for first in sorted({1, number // 2}):
-        one, rest = terms(everything[:first]), terms(everything[first:])
-        for name, total in whole.items():
-            values = total, one[name], rest[name]
-            if not np.isclose(total, again[name], rtol=1e-6) or not np.all(np.isfinite(values)):
-                continue  # it draws random numbers, or cannot tell
+    changing = {name for name in whole if not np.isclose(whole[name], again[name], rtol=1e-6, equal_nan=True)}
+    found = _compared(model, terms, number, whole.keys() - changing, draws=1)
+    found |= _compared(model, terms, number, changing, draws=_DRAWS)
+    if training:
+        with _by_running_statistics(model):
+            in_training = partial(terms, training=True)
+            found |= _compared(model, in_training, number, in_training(everything).keys() - whole.keys(), draws=_DRAWS)
+    return found
+
+
+def _compared(
+    model: keras.Model, terms: Callable[[NDArray[np.int32]], Terms], number: int, names: Set[str], *, draws: int
+) -> dict[str, list[str]]:
+    """Return for each of the losses `names` what it may be, and its values; `number` samples, and parts of them."""
+    found, words = {name: {"mean", "sum"} for name in names}, dict.fromkeys(names, "")
+    everything = np.arange(number, dtype=np.int32)
+
+    def drawn(part: NDArray[np.int32]) -> dict[str, list[float]]:
+        each = [terms(part) for _ in range(draws)]
+        return {name: [values[name] for values in each] for name in names}
+
+    whole = drawn(everything) if names else {}
+    for first in sorted({1, number // 2}) if names else ():
+        one, rest = drawn(everything[:first]), drawn(everything[first:])
+        for name in names:
+            values = whole[name], one[name], rest[name]
+            if not np.all(np.isfinite(values)):
+                continue  # it cannot tell
             fitting = _fitting(values, first, number - first, _tolerance(model, name))
             if found[name] - fitting:
+                of_all, of_one, of_rest = map(np.mean, values)
                 words[name] = (
-                    f"{total:.6g} for {number} samples, and {one[name]:.6g} and {rest[name]:.6g} for {first} and "
+                    f"{of_all:.6g} for {number} samples, and {of_one:.6g} and {of_rest:.6g} for {first} and "
                     f"{number - first} of them"
                 )
             found[name] &= fitting
     return {name: [*sorted(kinds), words[name]] for name, kinds in found.items()}
 
 
-def _fitting(values: tuple[float, float, float], first: int, rest: int, tolerance: float) -> set[str]:
-    whole, one, other = values
-    allowed = tolerance * max(map(abs, values)) + 1e-12
-    is_mean = abs(whole - (first * one + rest * other) / (first + rest)) <= allowed
-    is_sum = abs(whole - (one + other)) <= allowed
+def _fitting(draws: Sequence[list[float]], first: int, rest: int, tolerance: float) -> set[str]:
+    """Return which of "mean" and "sum" the means of draws fit, of all samples and of two parts."""
+    values = whole, one, other = [float(np.mean(each)) for each in draws]
+    errors = [_ERRORS * float(np.std(each, ddof=1)) / len(each) ** 0.5 if len(each) > 1 else 0.0 for each in draws]
+    allowed, share = tolerance * max(map(abs, values)) + 1e-12, first / (first + rest)
+    of_mean = allowed + float(np.hypot(errors[0], np.hypot(share * errors[1], (1 - share) * errors[2])))
+    of_sum = allowed + float(np.linalg.norm(errors))
+    is_mean = abs(whole - share * one - (1 - share) * other) <= of_mean
+    is_sum = abs(whole - (one + other)) <= of_sum
     return {kind for kind, fits in (("mean", is_mean), ("sum", is_sum)) if fits}
+
+
+@contextmanager
+def _by_running_statistics(model: keras.Model) -> Iterator[None]:
+    """Let each BatchNormalization normalize as in evaluation: in training its outputs depend on the part."""
+    norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
+    before = [norm._trainable for norm in norms]
+    for norm in norms:
+        norm._trainable = False  # not `trainable`, which would change the weights
+    try:
+        yield
+    finally:
+        for norm, trainable in zip(norms, before, strict=True):
+            norm._trainable = trainable
 
 
 def _tolerance(model: keras.Model, name: str) -> float:
@@ -201,7 +245,7 @@ def _tolerance(model: keras.Model, name: str) -> float:
     return _TOLERANCE_OF_HALF if in_half and not name.startswith("loss ") else _TOLERANCE
 
 
-def _losses(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Terms:
+def _losses(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> Terms:
     """Return the losses that Keras adds up: those of outputs, of layers and of weights."""
     found: Terms = {}
     compiled = model._compile_loss
@@ -215,8 +259,8 @@ def _losses(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any)
             compiled(y, y_pred, sample_weight)
         finally:
             compiled._flat_losses = original
-    if has_losses_of_layers(model):
-        model(x, training=False)
+    if training or has_losses_of_layers(model):
+        model(x, training=training)
     for layer in model._flatten_layers():
         for index, value in enumerate(layer._get_own_losses()):
             found[f"add_loss {index} or the activity_regularizer of layer {layer.name}"] = _value(value)
@@ -231,10 +275,10 @@ def has_losses_of_layers(model: keras.Model) -> bool:
     return any(layer._get_own_losses() for layer in model._flatten_layers())
 
 
-def _own_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Terms:
+def _own_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> Terms:
     """Return what a compute_loss of the user's own returns."""
-    y_pred = model(x, training=False)
-    value = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
+    y_pred = model(x, training=training)
+    value = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
     return {f"compute_loss of {type(model).__name__}": _value(value)}
 
 

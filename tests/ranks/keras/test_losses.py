@@ -121,6 +121,54 @@ def test_what_a_layer_adds_to_a_loss_equals_one_process_or_is_refused():
             train(model(**options), loss, samples)
 
 
+class AddsInTraining(Adds):
+    """Adds a loss in training alone, of outputs with noise of this size."""
+
+    def __init__(self, loss, noise=0.0):
+        super().__init__(loss)
+        self.noise, self.seeds = noise, keras.random.SeedGenerator(0)
+
+    def call(self, x, training=False):
+        if training:
+            self.add_loss(self.loss(x + self.noise * keras.random.normal(ops.shape(x), seed=self.seeds)))
+        return x
+
+
+def with_layer(layer):
+    net = model()
+    return keras.Sequential([keras.Input((5,)), net.layers[0], layer, net.layers[1]])
+
+
+def test_what_a_layer_adds_in_training_alone_equals_one_process_or_is_refused():
+    samples = data(classes=False)
+    check(lambda: with_layer(AddsInTraining(lambda x: ops.mean(x**2))), "mse", samples)
+    train(with_layer(AddsInTraining(lambda x: ops.mean(x**2), noise=0.1)), "mse", samples)
+    train(
+        keras.Sequential([*model().layers, keras.layers.BatchNormalization(), AddsInTraining(ops.mean)]), "mse", samples
+    )
+    for add, noise, named in [
+        (ops.std, 0.0, "which is neither"),
+        (ops.std, 1e-3, "which is neither"),
+        (ops.sum, 0.0, "means, or the same for any samples: loss 0"),
+    ]:
+        with pytest.raises(ValueError, match=f"{NEITHER}.*layer adds.*{named}"):
+            train(with_layer(AddsInTraining(lambda x, add=add: add(x**2), noise)), "mse", samples)
+
+
+def test_a_loss_that_divides_by_class_weights_is_refused():
+    class Divides(keras.losses.Loss):
+        def __call__(self, y_true, y_pred, sample_weight=None):
+            each = mse(ops.convert_to_tensor(y_true), y_pred)
+            weights = ops.ones_like(each) if sample_weight is None else ops.cast(sample_weight, each.dtype)
+            return ops.sum(each * weights) / ops.sum(weights)
+
+    samples = data(classes=False)
+    check(model, Divides(), samples)
+    trainer = hvdtrain.Trainer(compiled(model(), Divides()))
+    with pytest.raises(ValueError, match=rf"{NEITHER}.*loss 0 .*neither"):
+        trainer.fit(samples, epochs=1, batch_size=4, class_weight={0: 1.0, 1: 5.0, 2: 0.2}, progress=False)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_loss_that_couples_samples_is_refused(batch):
     samples = data(classes=False)
