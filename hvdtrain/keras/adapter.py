@@ -157,7 +157,7 @@ class KerasAdapter:
         self.class_weight: dict[int, float] | None = None
         self.couples_samples = _couples_samples(model)
         norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
-        self._synchronizes = world.size > 1 and any(type(each).__module__.startswith("hvdtrain.") for each in norms)
+        self._sync_norms: list[Any] = [each for each in norms if type(each).__module__.startswith("hvdtrain.")]
         self._snapshot = None if options.nan_policy is None else StepSnapshot(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read
@@ -173,6 +173,8 @@ class KerasAdapter:
         weigh_losses_by_samples(model)
         if self._weighted:
             self._set_batch_weight(1.0)  # before anything is compiled
+            for norm in self._sync_norms:
+                norm.batch_weight = self._parts[-1].batch_weight
 
     def _set_batch_weight(self, weight: float) -> None:
         for part in self._parts:
@@ -255,7 +257,6 @@ class KerasAdapter:
         if self._snapshot is not None:
             self._snapshot.save()
             undo = self._own_logs.snapshot()
-        self._warn_of_uneven_norms(batches)
         if self._scales:  # a copy on the device, because JAX's steps reuse the variable's memory
             self._updates_before = keras.ops.copy(self._model.optimizer.iterations)
         samples = sum(batch.global_count for batch in batches)
@@ -348,6 +349,8 @@ class KerasAdapter:
 
     def finish(self) -> None:
         """Replace the weights by their moving averages if the optimizer keeps any (use_ema), as Keras's fit does."""
+        if self._weighted:
+            self._set_batch_weight(1.0)  # for a loop of the user's own that follows
         if self._model.optimizer.built:
             self._model.optimizer.finalize_variable_values(self._model.trainable_weights)
 
@@ -401,20 +404,6 @@ class KerasAdapter:
         if not self._losses_checked:
             self._masked.find(x)
         self._losses_checked |= {training, False}  # training has all losses that evaluation has
-
-    def _warn_of_uneven_norms(self, batches: Sequence[Batch]) -> None:
-        """Log once that a SyncBatchNormalization's gradient is not exact where ranks have different batches."""
-        if not self._synchronizes or not self._world.is_root:
-            return
-        size = self._world.size
-        if any((batch.largest or -(-batch.global_count // size)) * size != batch.global_count for batch in batches):
-            self._synchronizes = False
-            log.warning(
-                "%s has a SyncBatchNormalization, whose gradient counts each rank alike, and ranks have different "
-                "numbers of samples in a step: it is not quite that of one process. Let the samples of each step "
-                "divide by the number of ranks.",
-                self._model.name,
-            )
 
     def _shares(self, batches: Sequence[Batch]) -> list[float]:
         """Return what each of this rank's batches is of a step: of its samples, or of the time steps that count."""
@@ -481,6 +470,9 @@ class KerasAdapter:
             self._set_batch_weight(weight)
         counts = samples and batch.local_count
         restored = [] if counts else [*metric_variables(self._model), *self._model.non_trainable_variables]
+        if samples:  # ranks share these statistics
+            shared = {id(v) for norm in self._sync_norms for v in norm.non_trainable_variables}
+            restored = [v for v in restored if id(v) not in shared]
         before = copies(restored)
         if self.class_weight is not None and not hasattr(batch.targets, "shape"):
             raise ValueError(

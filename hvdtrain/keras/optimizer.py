@@ -57,6 +57,11 @@ class DistributedMixin(keras.optimizers.Optimizer):
         changes, state.alone = state.alone != alone, alone
         return changes and keras.backend.backend() != "torch"
 
+    @property
+    def batch_weight(self) -> Any:
+        """The `BatchWeight` that `set_batch_weight` sets; None before it is called."""
+        return self._hvd_state.weight
+
     def set_batch_weight(self, value: float) -> None:
         """From the next step on, multiply local gradients by `value`, before accumulation and reduction.
 
