@@ -10,7 +10,7 @@ import hvdtrain
 import hvdtrain.tensorflow as hvd
 from hvdtrain.data import sharding
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.in_graphs]
 BATCH = 12  # of all ranks
 
 
