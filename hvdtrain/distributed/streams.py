@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,14 @@ _key: int | None = None  # of the fit that runs; as global as the generators are
 _unseeded: int | None = None
 
 
+def generators_in(states: Arrays) -> list[str]:
+    """Return the names of the generators to which these states belong."""
+    return sorted({name.removesuffix(_GAUSS) for name in states if name.startswith("random.")})
+
+
 def digests(states: Arrays, *, world: World) -> list[Digests]:
     """Return each rank's digests of the generators in `states`, which `rank_state` has named; a collective."""
-    generators = sorted({name.removesuffix(_GAUSS) for name in states if name.startswith("random.")})
+    generators = generators_in(states)
 
     def digest(name: str) -> int:
         parts = [states[each] for each in (name, name + _GAUSS) if each in states]
@@ -63,6 +68,11 @@ def alike(found: Sequence[Digests]) -> set[str]:
 def states_of(generators: set[str], states: Arrays) -> Arrays:
     """Return those of `states` that belong to these generators."""
     return {name: array for name, array in states.items() if name.removesuffix(_GAUSS) in generators}
+
+
+def common_seeds(generators: Iterable[str], key: int, *parts: str | int) -> dict[str, int]:
+    """Return seeds for these generators that the key and `parts` determine: equal on all ranks."""
+    return {name: _hash(name, key, *parts) for name in generators}
 
 
 def key_of(found: Sequence[Digests]) -> int:

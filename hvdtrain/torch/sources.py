@@ -301,10 +301,9 @@ def _every_size_th(loader: DataLoader[Any], world: World) -> Start:
     torchs = (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
 
     def start(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
-        if hasattr(loader.dataset, "set_epoch"):
-            loader.dataset.set_epoch(epoch)
-
         def rest() -> Iterator[Any]:
+            if hasattr(loader.dataset, "set_epoch"):
+                loader.dataset.set_epoch(epoch)
             items, first = repeated.watch(iter(loader)), after.batches + world.rank
             read = max(0, first - world.size + 1) if after.batches else 0  # as many as this rank had read
             skip(items, read)

@@ -196,8 +196,9 @@ class Loop:
         """Run the epochs that are left."""
         hooks, context, state = self._hooks, self._context, self.state
         try:
-            for hook in hooks:
-                hook.on_fit_begin(context)
+            with state.drawing_alike("on_fit_begin"):
+                for hook in hooks:
+                    hook.on_fit_begin(context)
             hooks.load_states(self._callback_states)
             self._commit()
             self._ending = self.agree_to_stop(after_epoch=False) or self._is_spent()
@@ -247,8 +248,9 @@ class Loop:
         self._nan_policy.epoch_taken(logs, epoch=epoch)
         if state.ended is None:
             self.progress.end_epoch()
-        for hook in self._hooks:
-            hook.on_epoch_end(self._context, epoch, logs)
+        with state.drawing_alike("on_epoch_end"):
+            for hook in self._hooks:
+                hook.on_epoch_end(self._context, epoch, logs)
         for each in self._checkpoints:
             each.is_late |= each.options.is_due_after(epoch, logs) and state.ended is None
         self._save_late()
@@ -362,8 +364,9 @@ class Loop:
         if not self.progress.step:
             self.state.load_held()
             self._ahead = 0
-        for hook in self._hooks:
-            hook.on_epoch_begin(self._context, self.progress.epoch)
+        with self.state.drawing_alike("on_epoch_begin"):  # a callback may choose the epoch's samples
+            for hook in self._hooks:
+                hook.on_epoch_begin(self._context, self.progress.epoch)
         self._pace.begin_epoch(seconds=self.progress.seconds)
         self.in_epoch = True
 

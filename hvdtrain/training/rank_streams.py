@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from hvdtrain.adapter import Adapter
@@ -22,6 +25,7 @@ class RankStreams:
     def __init__(self, adapter: Adapter, world: World) -> None:
         self._adapter, self._world = adapter, world
         self._key: int | None = None
+        self._own: Arrays = {}  # states of this rank while `alike` has changed them
         self._alike: set[str] = set()  # generators that were alike on all ranks when fit began
         self._unseeded: int | None = None  # the epoch that resumes, if it was drawn before ranks shared a stream
 
@@ -78,14 +82,30 @@ class RankStreams:
         load_rank_state(self._adapter, rank_state.broadcast(streams.states_of(self._alike, own), world=self._world))
         return own
 
+    @contextmanager
+    def alike(self, *place: str | int) -> Iterator[None]:
+        """Let the block draw equal numbers on all ranks, which `place` determines: it may choose or order samples."""
+        if self._key is None:
+            yield
+            return
+        self._own = self.states()
+        seeds = streams.common_seeds(streams.generators_in(self._own), self._key, *place)
+        streams.reseed(seeds)
+        self._adapter.reseed(seeds)
+        try:
+            yield
+        finally:
+            own, self._own = self._own, {}
+            load_rank_state(self._adapter, own)
+
     def states(self) -> Arrays:
         """Return the states of all generators of this rank."""
         return _random(rank_state.random_states() | self._adapter.rank_state)
 
     def saved(self) -> Arrays:
-        """Return what a checkpoint holds besides the states."""
+        """Return what a checkpoint holds besides the states, or instead of those that `alike` has changed for now."""
         unseeded = -1 if self._unseeded is None else self._unseeded
-        return {} if self._key is None else {_KEY: np.array([self._key, unseeded], np.int64)}
+        return {} if self._key is None else {_KEY: np.array([self._key, unseeded], np.int64)} | self._own
 
 
 def _random(arrays: Arrays) -> Arrays:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
@@ -146,6 +146,10 @@ class RunState:
     def end_streams(self) -> None:
         """Let ranks draw alike after the run; a checkpoint that is saved then still holds their own streams."""
         self._held |= self._streams.end()
+
+    def drawing_alike(self, place: str) -> AbstractContextManager[None]:
+        """Let the block draw the same numbers on all ranks, at this place of the present epoch."""
+        return self._streams.alike(place, self.progress.epoch)
 
     def load_held(self) -> None:
         """Restore this rank's random states and the adapter's state of this rank, if that is still to be done."""

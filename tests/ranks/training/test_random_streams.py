@@ -138,6 +138,30 @@ def test_a_stream_that_shuffles_itself_has_one_order_on_all_ranks(kit, world, ge
     assert seen[: len(seen) // 2] != seen[len(seen) // 2 :]  # each epoch has an order of its own
 
 
+@pytest.mark.world_size(2, 3)
+def test_a_callback_that_chooses_the_samples_of_an_epoch_chooses_the_same_on_all_ranks(kit, world):
+    import torch
+
+    seed(kit)
+    chosen, own = [], []
+
+    class Choose(Callback):
+        def on_epoch_begin(self, trainer, epoch):
+            chosen.append([np.random.permutation(24).tolist(), random.random(), torch.rand(1).item()])  # noqa: NPY002
+
+        def on_epoch_end(self, trainer, epoch, logs):
+            chosen.append(random.random())
+
+        def on_step_begin(self, trainer, step):
+            own.append(torch.rand(1).item())
+
+    kit.trainer(kit.random_model()).fit(data(), batch_size=4, epochs=2, callbacks=[Choose()], progress=False)
+    assert all(each == chosen for each in world.allgather_object(chosen))
+    assert chosen[:2] != chosen[2:]  # each epoch has its own
+    everyones_own = [value for each in world.allgather_object(own) for value in each]
+    assert len(set(everyones_own)) == len(everyones_own)
+
+
 @pytest.mark.world_size(2)
 def test_a_stream_that_shuffles_itself_resumes_in_the_same_order(kit, world, shared_tmp_path):
     seen, straight = [], train_shuffled(kit, "numpy", [])
