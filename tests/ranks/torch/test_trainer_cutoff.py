@@ -31,14 +31,23 @@ class Rows(torch.utils.data.Dataset):
     def __init__(self, world, stalls):
         self.x, self.y = data(SAMPLES)
         self.world, self.stalls, self.trainer = world, dict(stalls), None
+        self.is_read_by_steps = False  # ranks read some samples before, to compare them
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, index):
-        if self.world.rank == 1 and self.trainer is not None:
+        if self.world.rank == 1 and self.is_read_by_steps:
             wait_for_others(self.trainer, self.stalls.pop(self.trainer.global_step, 0))
         return self.x[index], self.y[index]
+
+
+class StepsBegin(Callback):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def on_epoch_begin(self, trainer, epoch):
+        self.rows.is_read_by_steps = True
 
 
 def wait_for_others(trainer, steps):
@@ -66,6 +75,7 @@ def fit(net, world, *, stalls=STALLS, hooks=(), epochs=2, cutoff=0.5, rows=None,
         taken.append([int(index) for batch in step.batches for index in batch.indices])
 
     trainer._adapter.open_step = open_step
+    hooks = [StepsBegin(rows), *hooks]
     return kit.run(trainer, rows if loader is None else loader(rows), hooks=hooks, epochs=epochs)
 
 
