@@ -412,7 +412,7 @@ class KerasAdapter:
             steps, of_all = self._masked.weigh([_data(batch, self._world)[0] for batch in batches], counts)
             if of_all:
                 return [each / of_all for each in steps]
-        total = sum(batch.global_count for batch in batches)
+        total = sum(batch.global_count for batch in batches) or 1  # a step without samples gives metrics their names
         return [count / total for count in counts]
 
     def _reported(self, batch: Batch, share: float, samples: int) -> AbstractContextManager[None]:

@@ -99,6 +99,7 @@ class StopBeforeTheEpochsEndIsKept(Callback):
             raise StoppedError
 
 
+@pytest.mark.on_keras
 @pytest.mark.world_size(2)
 def test_a_run_that_was_stopped_between_an_epochs_last_step_and_its_end_ends_likewise(kit, world, shared_tmp_path):
     straight = train(kit, world, seed=7)
