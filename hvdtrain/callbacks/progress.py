@@ -22,7 +22,6 @@ log = logging.getLogger("hvdtrain")
 VARIABLE = "HVDTRAIN_PROGRESS"
 STYLES = ("auto", "live", "lines", "epochs", "off")
 
-
 # Entries of History besides metrics, with their formats.
 _UNITS = {"samples_per_s": "{:,.0f} samples/s", "seconds": "{:.1f} s", "learning_rate": "lr {:.3g}"}
 
@@ -61,9 +60,8 @@ class Progress(Callback):
         """Open the display, and show the decisions about the batch and the learning rate."""
         self._began = self._printed = time.monotonic()
         self._intervals, self._said, self._lines = 0, 0, False
-        self._last_step: int | None = trainer.config.get(
-            "steps"
-        )  # read once: the optimizer's settings are in there too
+        # Read once: each access to `config` reads the optimizer's settings, too.
+        self._last_step: int | None = trainer.config.get("steps")
         if sys.stdout is None:  # the parent process has closed it
             self._style = "off"
         if not trainer.world.is_root or self._style in ("off", "epochs"):

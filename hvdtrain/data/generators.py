@@ -113,9 +113,7 @@ def generators_of(data: Any, *, replays: bool, is_root: bool) -> Generators:
     is_loader = hasattr(data, "dataset") and hasattr(data, "sampler")
     dataset = data.dataset if is_loader else data
     changing = {*_ORDER}
-    if any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__) and not getattr(
-        data, "num_workers", 0
-    ):
+    if is_stream(dataset) and not getattr(data, "num_workers", 0):
         changing.add("dataset")  # workers change copies
     how: dict[str, Any] = {"replays": replays, "changing": changing, "is_order_shared": not (is_root or replays)}
     if not is_loader:
@@ -125,6 +123,11 @@ def generators_of(data: Any, *, replays: bool, is_root: bool) -> Generators:
     if replays and of_workers and getattr(data, "persistent_workers", False):  # others begin each epoch as copies
         found.unsaved.append(f"what persistent_workers have drawn from {', '.join(of_workers)}")
     return found
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset is torch's IterableDataset."""
+    return any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
 
 
 def reached(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

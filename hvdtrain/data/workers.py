@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvdtrain.data.generators import reached
+from hvdtrain.data.generators import is_stream, reached
 
 log = logging.getLogger("hvdtrain")
 
@@ -51,8 +51,7 @@ class RepeatedSamples:
         self, loader: Any, *, is_root: bool, digests: Callable[[Any], list[int]], count: Callable[[Any], int]
     ) -> None:
         self._loader, self._digests, self._count = loader, digests, count
-        is_iterable = any(base.__name__ == "IterableDataset" for base in type(loader.dataset).__mro__)
-        self._is_due = is_root and is_iterable and loader.num_workers > 1
+        self._is_due = is_root and is_stream(loader.dataset) and loader.num_workers > 1
 
     def watch(self, items: Iterator[Any]) -> Iterator[Any]:
         """Return what the loader yields; the first epoch is compared on the way."""

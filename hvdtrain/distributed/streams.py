@@ -88,17 +88,31 @@ def reseed(seeds: Seeds) -> None:
         _seed_numpy(seeds["random.numpy"])
 
 
-def separate(states: Arrays, reseed_framework: Callable[[Seeds], None], *, world: World) -> None:
-    """Give this rank random streams of its own; a collective.
+def separate(
+    states: Arrays,
+    reseed_framework: Callable[[Seeds], None],
+    *,
+    world: World,
+    step: int = 0,
+    every: bool = False,
+    in_threads: bool = False,
+) -> list[Digests]:
+    """Give this rank random streams of its own; return what the ranks' generators were before; a collective.
 
     Args:
         states: of the framework's generators, which `reseed_framework` seeds.
         reseed_framework: gets seeds by the generators' names in `states`.
         world: the ranks.
+        step: see `own_seeds`.
+        every: see `own_seeds`.
+        in_threads: leave Python's and NumPy's generators as they are.
     """
-    seeds = own_seeds(digests(random_states() | states, world=world), rank=world.rank)
-    reseed(seeds)
+    found = digests(random_states() | states, world=world)
+    seeds = own_seeds(found, rank=world.rank, step=step, every=every)
+    if not in_threads:
+        reseed(seeds)
     reseed_framework(seeds)
+    return found
 
 
 def share(key: int | None, *, unseeded: int | None = None) -> None:

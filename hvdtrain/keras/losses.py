@@ -189,6 +189,8 @@ def _compared(
     model: keras.Model, terms: Callable[[NDArray[np.int32]], Terms], number: int, names: Set[str], *, draws: int
 ) -> dict[str, list[str]]:
     """Return for each of the losses `names` what it may be, and its values; `number` samples, and parts of them."""
+    if not names:
+        return {}
     found, words = {name: {"mean", "sum"} for name in names}, dict.fromkeys(names, "")
     everything = np.arange(number, dtype=np.int32)
 
@@ -196,8 +198,8 @@ def _compared(
         each = [terms(part) for _ in range(draws)]
         return {name: [values[name] for values in each] for name in names}
 
-    whole = drawn(everything) if names else {}
-    for first in sorted({1, number // 2}) if names else ():
+    whole = drawn(everything)
+    for first in sorted({1, number // 2}):
         one, rest = drawn(everything[:first]), drawn(everything[first:])
         for name in names:
             values = whole[name], one[name], rest[name]

@@ -47,20 +47,15 @@ class RankStreams:
             if known is None and held:  # continue from the states of the checkpoint, which may be alike
                 load_rank_state(self._adapter, _random(held))
                 held = {name: array for name, array in held.items() if name not in _random(held)}
-            self._separate(progress.global_step, in_threads=in_threads, has_joined=has_joined)
+            # A rank that has joined is where the script has seeded it: there, rank 0 was when the run began.
+            how = {"every": has_joined, "in_threads": in_threads}
+            found = streams.separate(
+                self.states(), self._adapter.reseed, world=self._world, step=progress.global_step, **how
+            )
+            self._key = streams.key_of(found) if known is None else self._key
+            self._alike = streams.alike(found)
         streams.share(self._key, unseeded=self._unseeded)
         return held
-
-    def _separate(self, step: int, *, in_threads: bool, has_joined: bool) -> None:
-        found = streams.digests(self.states(), world=self._world)
-        if self._key is None:
-            self._key = streams.key_of(found)
-        self._alike = streams.alike(found)
-        # A rank that has joined is where the script has seeded it: there, rank 0 was when the run began.
-        seeds = streams.own_seeds(found, rank=self._world.rank, step=step, every=has_joined)
-        if not in_threads:
-            streams.reseed(seeds)
-        self._adapter.reseed(seeds)
 
     def at_begin(self, mine: Arrays) -> Arrays:
         """Return the states from which all ranks draw the order of the epoch that resumes.
