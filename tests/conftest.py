@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+sys.path.append(str(Path(__file__).parent))  # for stopping.py beside this file
+
 GPU_SWITCH = "HVDTRAIN_TEST_GPU"
 # Set to 1, they make a skip a failure: a run that skips its tests proves nothing, so it must not look green.
 SWITCHES = {"gpu": GPU_SWITCH, "hosts": "HVDTRAIN_TEST_HOSTS", "nccl": "HVDTRAIN_TEST_NCCL"}

@@ -5,25 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from stopping import StopAt, StoppedError
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
 import hvdtrain
-from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.callbacks import Checkpoint
 
 SAMPLES, BATCH, EPOCHS, STEPS = 22, 3, 3, 4  # steps of an epoch on two ranks
-
-
-class StoppedError(Exception):
-    """Stands for a kill."""
-
-
-class StopAt(Callback):
-    def __init__(self, global_step):
-        self._global_step = global_step
-
-    def on_step_begin(self, trainer, step):
-        if trainer.global_step == self._global_step:
-            raise StoppedError
 
 
 class Rows(Dataset):

@@ -9,26 +9,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from stopping import StopAt, StoppedError
 
 import hvdtrain
-from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.callbacks import Checkpoint
 
 pytestmark = [pytest.mark.usefixtures("hvd"), pytest.mark.world_size(3)]
 CLASSES, BATCH = 3, 4
 NAMES = ("MulticlassAUROC", "f1")
-
-
-class StoppedError(Exception):
-    """Stands for a kill."""
-
-
-class StopAt(Callback):
-    def __init__(self, global_step):
-        self._global_step = global_step
-
-    def on_step_begin(self, trainer, step):
-        if trainer.global_step == self._global_step:
-            raise StoppedError
 
 
 def data(num_samples, seed=0):

@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+from stopping import StopAt, StoppedError
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint
@@ -102,10 +103,6 @@ def shuffled(generator, num_samples=50):
     return torch.utils.data.DataLoader(Rows(), batch_size=4)
 
 
-class StoppedError(Exception):
-    """Stands for a kill."""
-
-
 def train_shuffled(kit, generator, seen, *, stop=None, callbacks=()):
     import torch
 
@@ -118,13 +115,8 @@ def train_shuffled(kit, generator, seen, *, stop=None, callbacks=()):
         random.random(), np.random.rand()  # noqa: NPY002 - a rank draws in between, more on some ranks
         return hvdtrain.Loss(torch.nn.functional.cross_entropy(model(x), y), count=len(y))
 
-    class Stop(Callback):
-        def on_step_begin(self, trainer, step):
-            if trainer.global_step == stop:
-                raise StoppedError
-
     run = hvdtrain.Trainer(net, optimizer=kit.optimizer_of(net), step=step)
-    run.fit(shuffled(generator), epochs=2, progress=False, callbacks=[Stop(), *callbacks])
+    run.fit(shuffled(generator), epochs=2, progress=False, callbacks=[StopAt(stop), *callbacks])
     return kit.everything(net)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from stopping import StopAt, StoppedError
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping
@@ -11,19 +12,6 @@ from hvdtrain.errors import HvdTrainError
 
 BATCH = 4
 TIMES = {"samples_per_s", "seconds"}
-
-
-class StoppedError(Exception):
-    """Stands for a kill: nothing of this run happens after it."""
-
-
-class StopAt(Callback):
-    def __init__(self, global_step):
-        self._global_step = global_step
-
-    def on_step_begin(self, trainer, step):
-        if trainer.global_step == self._global_step:
-            raise StoppedError
 
 
 def data(num_samples=50):

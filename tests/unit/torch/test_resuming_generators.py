@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from stopping import StopAt, StoppedError
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,25 +22,12 @@ from torch.utils.data import (
 )
 
 import hvdtrain
-from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.callbacks import Checkpoint
 
 SAMPLES, BATCH, EPOCHS = 20, 5, 3
 
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-class StoppedError(Exception):
-    """Stands for a kill."""
-
-
-class StopAt(Callback):
-    def __init__(self, global_step):
-        self._global_step = global_step
-
-    def on_step_begin(self, trainer, step):
-        if trainer.global_step == self._global_step:
-            raise StoppedError
 
 
 class Rows(Dataset):

@@ -177,13 +177,20 @@ def test_too_long_a_body_is_not_read(server: Any) -> None:
     assert status(send(server, request("PUT", "/scope/key", b"long"))) == http_server.BAD_REQUEST
 
 
-def test_scopes_are_dropped_when_all_their_ranks_are_through() -> None:
+def started_rendezvous() -> Any:
+    """Return a rendezvous server for two ranks on one host, which listens."""
+
     class Slot:
         hostname, size, local_size, cross_size, local_rank = "here", 2, 2, 1, 0
 
     meeting = http_server.RendezvousServer(0, KEY)
     meeting.start(host=HERE)
     meeting.init([Slot()])
+    return meeting
+
+
+def test_scopes_are_dropped_when_all_their_ranks_are_through() -> None:
+    meeting = started_rendezvous()
     server = meeting._httpd
     assert status(send(server, request("PUT", "/global/0", b"address"))) == 200
     for rank in ("0", "1"):
@@ -196,12 +203,7 @@ def test_scopes_are_dropped_when_all_their_ranks_are_through() -> None:
 
 
 def test_a_scope_is_dropped_whatever_other_scopes_are_through() -> None:
-    class Slot:
-        hostname, size, local_size, cross_size, local_rank = "here", 2, 2, 1, 0
-
-    meeting = http_server.RendezvousServer(0, KEY)
-    meeting.start(host=HERE)
-    meeting.init([Slot()])
+    meeting = started_rendezvous()
     server = meeting._httpd
     for name in ("local_here", "cross_0"):
         assert status(send(server, request("PUT", f"/{name}/0", b"address"))) == 200
