@@ -210,10 +210,10 @@ def root_cause(run_dir: Path, cause: Cause, *, host: str, said: Said | None = No
     if stalled:
         return replace(cause, how=_WAITED)
     others = {*range(size)} - {*followed, *said["followed"]}
-    if len(others) == 1:  # every other rank has said that it ended because of another one
+    if len(others) == 1 and not cause.how:  # every other rank has said that it ended because of another one
         rank = others.pop()
         return Cause(f"rank {rank}", cause.code, rank, "ended first, without a message")
-    return replace(cause, how="ended because another rank had failed or ended first")
+    return replace(cause, how=cause.how or "ended because another rank had failed or ended first")
 
 
 def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:

@@ -259,6 +259,13 @@ def test_the_cause_may_be_a_rank_of_another_host_by_what_it_printed(code, printe
     assert str(cause) == text
 
 
+def test_a_rank_that_followed_keeps_what_the_launcher_said_of_its_end(tmp_path) -> None:
+    said = exit_cause.said_by_ranks(ENDED_0.decode())
+    silence = Cause("rank 0 on host here", 1, 0, how="heard nothing from another one for 3 s")
+    assert root_cause(tmp_path, silence, host="here", said=said, size=2) == silence
+    assert root_cause(tmp_path, silence, host="here", said=said, size=4) == silence
+
+
 def test_a_rank_that_only_followed_is_not_called_the_cause(tmp_path) -> None:
     said = exit_cause.said_by_ranks(ENDED_0.decode())
     cause = root_cause(tmp_path, Cause("rank 0 on host here", 1, 0), host="here", said=said, size=4)
