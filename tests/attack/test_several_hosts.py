@@ -93,7 +93,7 @@ class Run(attacked.Command):
 
 def stranger(network: hosts.Hosts, host: str, code: str, *arguments: str) -> subprocess.Popen[str]:
     """Start Python as another user of a host."""
-    line = network._line(host, [*attacked.AS_STRANGER, code, *arguments], Path("/"))
+    line = network.command(host, [*attacked.AS_STRANGER, code, *arguments], cwd=Path("/"))
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)
 
 

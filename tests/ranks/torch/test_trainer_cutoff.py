@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from trainer_kit import BATCH, assert_close, data, model
 
 import hvdtrain
+import hvdtrain.torch as hvd
 from hvdtrain import callbacks
 from hvdtrain.callbacks import Callback, Checkpoint
 from hvdtrain.errors import CheckpointError, HvdTrainError
@@ -357,5 +358,8 @@ def test_what_only_fit_knows_is_refused_there(world):
 
     with pytest.raises(TypeError, match="cutoff gives samples that were cut off to other ranks"):
         kit.run(trainer, Stream())
-    with pytest.raises(HvdTrainError, match=r"cutoff averages dense.*sparse gradient of 0\.weight on rank \d"):
+    # The rank that raises first ends the steps of the other one, perhaps before its own gradient is there.
+    with pytest.raises((HvdTrainError, hvd.HorovodInternalError)) as raised:
         kit.fit(kit.sparse_model(), "sgd", kit.sparse_data(16), cutoff=0.5)
+    said = "".join(world.allgather_object(str(raised.value), name="said"))
+    assert re.search(r"cutoff averages dense.*sparse gradient of 0\.weight on rank \d", said)
