@@ -1,4 +1,4 @@
-"""What callbacks are and what they receive: the base class, a list of them, and the run as they see it."""
+"""The base class of callbacks, a list of callbacks, and the run as they see it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunId:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointOptions:
-    """Where a run's checkpoints go and when one is due; `hvdtrain.callbacks.Checkpoint` explains each option."""
+    """The folder of a run's checkpoints, and when one is due; `hvdtrain.callbacks.Checkpoint` explains each option."""
 
     store: Store
     every_epochs: int
@@ -98,7 +98,7 @@ class RunContext(Protocol):
 
     @property
     def in_epoch(self) -> bool:
-        """Whether steps of the current epoch are left: a validation comes within epochs and at their ends."""
+        """True if steps of the current epoch are left: a validation comes within epochs and at their ends."""
 
     @property
     def step_taken(self) -> bool:
@@ -110,7 +110,7 @@ class RunContext(Protocol):
 
     @property
     def in_sync(self) -> bool:
-        """Whether ranks hold equal weights: always, but between two synchronizations of a strategy (`sync`)."""
+        """True if ranks hold equal weights: always, except between two synchronizations of a strategy (`sync`)."""
 
     @property
     def learning_rate(self) -> float:

@@ -101,7 +101,7 @@ class KerasStyle(Callback):
 
     @property
     def _options(self) -> tuple[str, ...]:
-        """What is the user's though the callback changes it: Keras negates min_delta when it learns the direction."""
+        """Options of the user that the callback itself changes: Keras negates min_delta once it knows the direction."""
         return ("min_delta",) if hasattr(self._callback, "monitor_op") else ()
 
     def _values(self) -> dict[str, Any]:

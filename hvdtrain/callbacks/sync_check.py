@@ -94,7 +94,7 @@ class SyncCheck(Callback):
             self._next = 1
 
     def on_epoch_begin(self, trainer: RunContext, epoch: int) -> None:
-        """What happened between epochs is no step."""
+        """Begin the first step here: the time between epochs is part of no step."""
         self._epoch = epoch
         self._since = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""What the commands share: kinds of values, options, and errors of one line."""
+"""The common part of all commands: kinds of values, options, and errors of one line."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""What users call data (`sources`), which rank sees which sample (`sharding`), and Parquet files."""
+"""Users' data as steps (`sources`), the samples of each rank (`sharding`), and Parquet files."""
 
 from hvdtrain.data.sources import Sharded as Sharded

@@ -1,4 +1,4 @@
-"""Which samples of an epoch each rank has left, where ranks have taken different numbers of theirs."""
+"""Find the samples of an epoch that each rank has left, where ranks have taken different numbers of theirs."""
 
 from __future__ import annotations
 

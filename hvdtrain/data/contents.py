@@ -66,7 +66,7 @@ Read = Callable[[Sequence[int], Generators], Iterator[Leaves | Exception]]
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What ranks compare of data that is read by index.
+    """The parts of data, read by index, that ranks compare.
 
     Attributes:
         data: whose samples are read once, and not again for as long as it is there.

@@ -69,7 +69,7 @@ class Generators:
 
     @property
     def paths(self) -> list[str]:
-        """Where they were found. What several reach has the path of the first."""
+        """The paths of the generators. One that several objects reach has the path of the first."""
         return list(self._found)
 
     def states(self) -> dict[str, NDArray[np.uint8]]:

@@ -1,4 +1,4 @@
-"""Which device each rank computes on: ranks compare theirs after init, and those that share a GPU are named."""
+"""Compare the devices that ranks compute on, after init, and name the ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re
 
 
 class RankDevice(NamedTuple):
-    """What one rank computes on."""
+    """The device that one rank computes on."""
 
     kind: str  # "cuda", "cpu", or "" where the script chooses by itself
     host_id: str  # see `host_id`

@@ -1,4 +1,4 @@
-"""What the environment says of how this process was launched, and which engine its framework needs."""
+"""Read from the environment how this process was launched, and which engine its framework needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `init` decides so that users need not tune: how ranks communicate and wait, their threads, freed memory.
+"""Tune for users, in `init`: how ranks communicate and wait, their threads, freed memory.
 
 Horovod and Open MPI read their settings from the environment when they start. The user's settings stay; the others are
 set here. benchmarks/README.md has measurements of each choice.
@@ -76,7 +76,7 @@ _said = False
 
 @dataclass
 class Tuning:
-    """What was decided before Horovod started."""
+    """The decisions made before Horovod starts."""
 
     one_host: bool
     nccl: bool = False
@@ -87,7 +87,7 @@ class Tuning:
 
 
 class Host(Protocol):
-    """What a framework does with host arrays and with its share of the host: `collectives` of each framework."""
+    """A framework's work with host arrays and with its share of the host: `collectives` of each framework."""
 
     def run(self, horovod: ModuleType, kind: str, array: Array, *args: Any, **options: Any) -> Array:
         """Return what Horovod's collective `kind`, such as "allreduce", makes of a host array."""

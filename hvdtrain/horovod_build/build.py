@@ -23,7 +23,7 @@ _PROOF_TIMEOUT_S = 180
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What a user may choose; the defaults build for whatever is installed."""
+    """The user's options; the defaults build for whatever is installed."""
 
     without: frozenset[str] = frozenset()  # parts to leave out: "torch", "tensorflow", "mpi", "nccl"
     rebuild: bool = False  # compile even where the cache has the wheel

@@ -1,4 +1,4 @@
-"""What can go wrong while Horovod is built; each error names the thing and what to do next."""
+"""Errors of Horovod's build; each names the thing that failed and what to do next."""
 
 from __future__ import annotations
 

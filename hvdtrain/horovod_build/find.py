@@ -86,7 +86,7 @@ class Found:
 
     @property
     def gpu(self) -> bool:
-        """Whether the build has GPU operations."""
+        """True if the build has GPU operations."""
         return self.cuda is not None and self.nccl is not None
 
     @property

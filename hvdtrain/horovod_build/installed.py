@@ -1,4 +1,4 @@
-"""Which Horovod is installed, and for which framework versions it was built; read from files, nothing is imported."""
+"""Find the installed Horovod, and the framework versions it was built for, from files; nothing is imported."""
 
 from __future__ import annotations
 

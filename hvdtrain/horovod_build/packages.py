@@ -1,4 +1,4 @@
-"""What pip fetches and installs: Horovod's published source, checked by hash, the build's tools, Horovod's wheel."""
+"""Fetch and install with pip: Horovod's published source, checked by hash, the build's tools, Horovod's wheel."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _STEP_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Probe:
-    """What came back from the ranks."""
+    """The result of a trial launch: the ranks' answers."""
 
     framework: str  # "torch" or "tensorflow"
     plane: Plane  # the requested data plane

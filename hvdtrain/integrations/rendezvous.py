@@ -1,4 +1,4 @@
-"""What ranks on Ray and on Spark share: how they find each other over Gloo, and the environment of a new run."""
+"""The common part of ranks on Ray and on Spark: they find each other over Gloo; the environment of a new run."""
 
 from __future__ import annotations
 

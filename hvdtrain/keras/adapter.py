@@ -1,4 +1,4 @@
-"""How the Trainer's steps are taken in Keras 3, on any backend.
+"""Take the Trainer's steps in Keras 3, on any backend.
 
 The compiled step (and the user's own train_step in it), metrics, losses and callbacks stay Keras's. Gradients are
 reduced over ranks in `hvdtrain.keras.DistributedOptimizer`.
@@ -430,7 +430,7 @@ class KerasAdapter:
 
     @property
     def _has_metrics(self) -> bool:
-        """Whether the model, its loss and its metrics have all their variables."""
+        """True if the model, its loss and its metrics have all their variables."""
         parts = (self._model, self._model._compile_loss, self._model._compile_metrics)
         return all(part is None or part.built for part in parts)
 

@@ -1,4 +1,4 @@
-"""Which Horovod serves Keras's backend, which rank this process is, and which sets of ranks there are."""
+"""The Horovod that serves Keras's backend, this process's rank, and sets of ranks."""
 
 from __future__ import annotations
 

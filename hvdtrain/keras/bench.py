@@ -1,4 +1,4 @@
-"""What `hvdtrain bench` measures with Keras: one allreduce on its backend, and the steps of a standard model."""
+"""The measurements of `hvdtrain bench` with Keras: an allreduce on its backend, and a standard model's steps."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether gradients of a step, or of a traced step, have come here; the step may have been skipped."""
+        """True if gradients of a step, or of a traced step, have come here; the step may have been skipped."""
         return self._hvd_state.has_gradients
 
     @_backend.untraced

@@ -1,4 +1,4 @@
-"""Which of Keras's methods a model's class replaces by its own."""
+"""Find the methods of Keras that a model's class overrides."""
 
 from __future__ import annotations
 

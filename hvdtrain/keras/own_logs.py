@@ -1,4 +1,4 @@
-"""What a train_step or test_step of the user's own returns that is no metric's result: means over all samples."""
+"""Average over all samples what a user's train_step or test_step returns besides the results of metrics."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OwnLogs:
 
     @property
     def numbers(self) -> NDArray[np.float64]:
-        """What is to be added up over ranks, which have the same names."""
+        """The numbers to add up over ranks, which have the same names."""
         return np.concatenate([np.zeros(0), *(self._cells[name] for name in sorted(self._cells))])
 
     def results(self, of_metrics: Mapping[str, float], numbers: NDArray[np.float64]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How gradients are reduced, on every backend: what travels in their place, and the options of a DistributedOptimizer.
+"""The reduction of gradients, on every backend: compression, and the options of a DistributedOptimizer.
 
 Each backend does the casts in its own graph; the compressors say which, and stand in for Horovod's of the same name.
 """
@@ -17,7 +17,7 @@ from hvdtrain.keras import basics
 
 
 class Compressor:
-    """How gradients travel; `wire` is the dtype's name on the way, None for their own."""
+    """The form in which gradients are sent; `wire` is the name of the sent dtype, None for their own."""
 
     wire: str | None = None
 
@@ -72,7 +72,7 @@ def resolve(compression: Any) -> type[Compressor]:
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """How gradients are reduced over ranks, equal on all of them; see `DistributedOptimizer`."""
+    """The options of a reduction of gradients over ranks, equal on all of them; see `DistributedOptimizer`."""
 
     op: int = basics.Average
     compression: type[Compressor] = NoneCompressor
@@ -98,7 +98,7 @@ class GradientReduction:
 
     @property
     def sum_factor(self) -> float:
-        """What turns a sum over ranks into the result."""
+        """The factor that turns a sum over ranks into the result."""
         return self.factor / (self.size() if self.op == basics.Average else 1)
 
     @property

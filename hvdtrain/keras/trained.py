@@ -1,4 +1,4 @@
-"""Which weights of a Keras model are trained: callbacks change it, and a run that resumes continues with it."""
+"""Save and restore which weights of a Keras model are trained: callbacks freeze and unfreeze layers."""
 
 from __future__ import annotations
 

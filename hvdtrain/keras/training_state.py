@@ -29,7 +29,7 @@ _METRIC = re.compile(r"(sum|mean)\.metric\.\d")
 
 @dataclass
 class Restored:
-    """What `restore` has changed besides values."""
+    """The changes of `restore` besides values."""
 
     changed: list[str]  # the layers and weights that are trainable now and were not, or the other way round
     is_built_again: bool = False  # the optimizer, over the weights that are trained now
@@ -258,7 +258,7 @@ def _load(variables: dict[str, Any], arrays: Arrays) -> None:
 
 
 class StepSnapshot:
-    """What a step changes before its gradient is known: running statistics, seeds, metrics, the loss scale.
+    """Variables that a step changes before its gradient is known: running statistics, seeds, metrics, the loss scale.
 
     The model's optimizer skips updates that are not finite. Such a step leaves nothing behind, unless the policy is
     "raise": then only its loss is reported.

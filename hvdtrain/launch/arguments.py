@@ -133,7 +133,7 @@ def value(options: Sequence[str], *names: str) -> str | None:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What is launched, where, and by which launcher."""
+    """A launch: the program, the hosts, and the launcher."""
 
     launcher: str = HOROVODRUN  # or "mpirun"; the program's name where a single rank needs no launcher
     ranks: int = 1
@@ -144,22 +144,22 @@ class LaunchSpec:
 
     @property
     def is_mpirun(self) -> bool:
-        """Whether mpirun starts the ranks itself, not for horovodrun."""
+        """True if mpirun starts the ranks itself, not for horovodrun."""
         return self.launcher == MPIRUN
 
     @property
     def over_gloo(self) -> bool:
-        """Whether no mpirun takes part."""
+        """True if no mpirun takes part."""
         return self.elastic or (not self.is_mpirun and "--gloo" in self.options)
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether all hosts that were named are this one."""
+        """True if all hosts that were named are this one."""
         return network.is_here(self.hosts)
 
     @cached_property
     def is_elsewhere(self) -> bool:
-        """Whether no rank is on this host."""
+        """True if no rank is on this host."""
         return bool(self.hosts) and not any(network.is_here([host]) for host in self.hosts)
 
     def option(self, *names: str) -> str | None:

@@ -46,7 +46,7 @@ _KEYS: dict[str, tuple[type, str, Callable[[str], bool] | None]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is: from a file, from the command line, or from both. None where nothing was given."""
+    """The settings of a run: from a file, the command line, or both. None where nothing was given."""
 
     ranks: str | None = None
     max_restarts: str | None = None

@@ -1,4 +1,4 @@
-"""What a caller and a function's ranks send each other, and how each proves its identity.
+"""The messages between a caller and a function's ranks, and the proofs of their identity.
 
 Both sides unpickle what they receive, which runs code: each first answers a challenge with a key, which is new for each
 call, and only in the environment, which other users cannot read. The proofs use HMAC-SHA256; multiprocessing before

@@ -55,7 +55,7 @@ class Cause:
 
     @property
     def killed(self) -> bool:
-        """Whether it was a signal."""
+        """True if a signal ended it."""
         return 128 < self.code < 128 + signal.NSIG
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ def until_ended(follow: Callable[[], None], interrupt: Callable[[], None]) -> No
 
 @dataclass
 class Outcome:
-    """How a function's run ended."""
+    """The end of a function's run."""
 
     size: int  # number of ranks
     answers: dict[int, Message] = field(default_factory=dict)  # facts["kind"] is "result", "error" or "exit"

@@ -1,4 +1,4 @@
-"""Where a job may be started, and the environment of its launcher and ranks, on this host and on others."""
+"""Check that a job may be started here, and make the environment of its launcher and ranks, on all hosts."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _OTHER_ROUTES = {"plm", "plm_rsh_agent", "plm_ssh_agent", "launch-agent"}
 
 @dataclass(frozen=True)
 class SshRoute:
-    """How other hosts are reached: by the launcher's own ssh command line, without the host."""
+    """The way to other hosts: the launcher's own ssh command line, without the host."""
 
     hosts: tuple[str, ...]
     ssh: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Which addresses are this host's, and which of its networks lead to no other host.
+"""Find the addresses of this host, and its networks that lead to no other host.
 
 Those are bridges such as Docker's, which every host has with the same address. Open MPI takes them for a way to the
 other hosts, and ranks then wait for each other for ever. Each rank leaves its own host's out before MPI starts,

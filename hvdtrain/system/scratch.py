@@ -1,4 +1,4 @@
-"""Where a script's checkpoints go while `hvdtrain bench` runs it: a temporary folder; its own stay as they are."""
+"""Write a script's checkpoints to a temporary folder while `hvdtrain bench` runs it; its own stay as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it takes to start ranks: the beginning of the command, and their environment."""
+"""Prepare the start of ranks: the beginning of the command, and their environment."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where a step's time goes."""
+"""Measure the parts of a step's time."""

@@ -1,4 +1,4 @@
-"""What all ranks know of the latest steps: how fast they were, where time went, on which rank, who wants to stop."""
+"""Exchange facts about the latest steps: speed, parts of the time, the slowest rank, requests to stop."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def lower_median(values: NDArray[np.float64]) -> float:
 
 @dataclass(frozen=True)
 class HeartbeatReport:
-    """What all ranks reported, equal on all of them."""
+    """The reports of all ranks together, equal on all of them."""
 
     stop: bool  # whether a stop was requested on any rank
     spent_s: float  # `beat`'s, the largest of any rank
@@ -122,7 +122,7 @@ class Heartbeat:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next `beat` exchanges unless it is postponed; equal on all ranks, and False on one rank."""
+        """True if the next `beat` exchanges unless it is postponed; equal on all ranks, and False on one rank."""
         return self._left <= 1 and self._world.size > 1
 
     def beat(

@@ -127,7 +127,7 @@ class StepTimes:
 
 @dataclass
 class RankReport:
-    """What one rank reports at its end."""
+    """A rank's report, made when it ends."""
 
     rank: int
     size: int

@@ -16,7 +16,7 @@ from hvdtrain.keras.wrapping import weights_of
 
 
 class DistributedTape(tf.GradientTape):
-    """What `DistributedGradientTape` puts before the class of the user's tape."""
+    """The base class that `DistributedGradientTape` puts before the class of the user's tape."""
 
     __slots__ = ("_hvd_how",)  # not among the attributes, which are those of the user's tape
     _hvd_how: GradientReduction

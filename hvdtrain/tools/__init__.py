@@ -1,1 +1,1 @@
-"""What `hvdtrain doctor`, `bench`, `plan` and `report` do."""
+"""The work of `hvdtrain doctor`, `bench`, `plan` and `report`."""

@@ -1,4 +1,4 @@
-"""What loggers log, when, and on which rank: the same for all of them."""
+"""The common part of all loggers: records, when they are made, and the rank that writes them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Package:
-    """What a sink needs that hvdtrain does not bring."""
+    """A package that a sink needs and hvdtrain does not install."""
 
     name: str  # that pip knows it by
     module: str  # that is imported on rank 0 when fit begins
@@ -106,7 +106,7 @@ class Package:
 
 
 class Sink(Protocol):
-    """Where a logger writes, in one thread, on rank 0 only. An exception ends the logging."""
+    """The target of a logger, used in one thread, on rank 0 only. An exception ends the logging."""
 
     def open(self, run: Run) -> None:
         """Begin a log, or continue the log of an earlier attempt."""

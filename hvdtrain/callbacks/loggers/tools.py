@@ -1,4 +1,4 @@
-"""Where loggers log: a CSV file, TensorBoard, MLflow and Weights & Biases. Each logger has its sink beside it."""
+"""Loggers to a CSV file, TensorBoard, MLflow and Weights & Biases. Each logger has its sink beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank ends: its own exception whole and first, an exception that another rank caused in one line, never a hang.
+"""End a rank: its own exception whole and first, an exception that another rank caused in one line, never a hang.
 
 A rank that failed leaves without Horovod's shutdown, which would wait for others and give them an error of their own
 while this rank still prints: the launcher ends them, or they find the connection closed.
@@ -44,7 +44,7 @@ _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Terminat
 
 @dataclass
 class RankExit:
-    """What is done when this process ends."""
+    """The work to do when this process ends."""
 
     facts: SharedFacts  # where ranks report that they failed
     rank: int

@@ -1,4 +1,4 @@
-"""What this process waits for, read from its threads' Python stacks so that no step pays for it; how many steps it did.
+"""Find what this process waits for, from its threads' Python stacks, so that no step pays for it; count its steps.
 
 A thread that waits for other ranks is in one of a few functions of Horovod, each of which makes one native call.
 TensorFlow's graphs hide this: there two counters show it, one before a step's reductions and one after. Under
@@ -54,7 +54,7 @@ class Wait(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What is waited for, in words: "allreduce of 'layer3.weight'"."""
+        """The operation that the thread waits for, in words: "allreduce of 'layer3.weight'"."""
         if self.kind in ("start", "end"):
             return f"hvd.{'init' if self.kind == 'start' else 'shutdown'}, for the other ranks"
         if self.kind == "graph":

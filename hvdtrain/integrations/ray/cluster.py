@@ -71,7 +71,7 @@ def signal_processes(pids: Sequence[int], number: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What a job requests from the cluster, `cpus` and `gpus` for each rank."""
+    """A job's request to the cluster, `cpus` and `gpus` for each rank."""
 
     task: Message
     ranks: int  # to begin with
@@ -82,7 +82,7 @@ class Request:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What one rank takes, in Ray's names."""
+        """The resources of one rank, in Ray's names."""
         return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
 
@@ -100,7 +100,7 @@ class Worker:
 
 
 class RayOutcome(Outcome):
-    """How a job ended, noted rank by rank; Ray has shown what ranks printed."""
+    """The end of a job, noted rank by rank; Ray has shown what ranks printed."""
 
     def take(self, rank: int, answer: Message | Cause, worker: Worker) -> None:
         """Note how a rank ended."""
@@ -114,12 +114,12 @@ class RayOutcome(Outcome):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has ended in a way that the others cannot continue."""
+        """True if a rank has ended in a way that the others cannot continue."""
         return (self.cause is not None and self.cause.killed) or any(map(_is_failure, self.answers.values()))
 
     @property
     def is_explained(self) -> bool:
-        """Whether the cause of the failure is known."""
+        """True if the cause of the failure is known."""
         return self.cause is not None or any(
             _is_failure(a) and not a.facts.get("others") for a in self.answers.values()
         )

@@ -39,7 +39,7 @@ class Session:
 
     @property
     def logs(self) -> str:
-        """Where Ray's own logs are, on this host."""
+        """The folder of Ray's own logs, on this host."""
         return str((_base() / "ray" if self._folder is None else self._folder / "r") / "session_latest" / "logs")
 
     def connect(self) -> None:

@@ -31,7 +31,7 @@ _SPARKS = ("PYTHON_WORKER_FACTORY_",)  # address and secret of a worker's execut
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What every task is given. The job's key in it is as safe as Spark's own traffic is (spark.authenticate)."""
+    """The input of every task. The job's key in it is as safe as Spark's own traffic is (spark.authenticate)."""
 
     address: wire.Address  # the caller's
     task: Message  # the function, for `hvdtrain.launch.rank`
@@ -41,7 +41,7 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended, and the last lines that it printed."""
+    """The end of one rank, and the last lines that it printed."""
 
     rank: int
     answer: Message | None  # None: it was killed
@@ -50,7 +50,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a task runs, which each task sends to the others."""
+    """The place of a task, which each task sends to the others."""
 
     host: str
     address: str

@@ -31,7 +31,7 @@ _LOST_S = 30  # a host that does not answer for so long is lost
 
 @dataclass(frozen=True)
 class Address:
-    """Where the caller listens, and the key with which tasks prove themselves."""
+    """The address at which the caller listens, and the key with which tasks prove themselves."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""How gradients are reduced on each of Keras's backends.
+"""The reduction of gradients on each of Keras's backends.
 
 Every module here has the same functions, on lists of that backend's tensors:
 
@@ -34,7 +34,7 @@ def backend_module() -> Any:
 
 
 class HostWeight:
-    """What a rank's gradients are multiplied by; a compiled step reads it each time it runs."""
+    """The factor of a rank's gradients; a compiled step reads it each time it runs."""
 
     value = 1.0
 

@@ -1,4 +1,4 @@
-"""What the measured facts mean, in plain words."""
+"""Explain the measured facts in plain words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GLOO = {
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What was measured, of the slowest rank; zero or empty where it was not. Shares are of a step."""
+    """The measured facts, of the slowest rank; zero or empty where not measured. Shares are of a step."""
 
     ranks: int = 1
     hosts: int = 1

@@ -42,7 +42,7 @@ def parse_hosts(text: str | None, *, ranks: int, cores: int) -> LaunchSpec:
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """How a launch ended."""
+    """The end of a launch."""
 
     status: int | None  # horovodrun's exit status; None where it had to be ended
     lines: list[Line]  # what each rank printed, and the launcher, whose rank is None

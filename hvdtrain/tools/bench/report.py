@@ -1,4 +1,4 @@
-"""What `hvdtrain bench` found: the step times of all ranks, put together; all of it as JSON and as tables."""
+"""The results of `hvdtrain bench`: the step times of all ranks, put together, as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QUARTILES_TO_SIGMA = 1.349  # between the quartiles of a normal distribution, i
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What is known of one rank's steps."""
+    """The facts about one rank's steps."""
 
     rank: int
     summary: StepSummary
@@ -30,7 +30,7 @@ class RankSteps:
 
     @property
     def own_s(self) -> float:
-        """What a step takes this rank by itself: all but the wait for the others."""
+        """The time of a step on this rank by itself: all but the wait for the others."""
         return self.summary.compute_s + self.summary.data_s
 
 

@@ -46,7 +46,7 @@ _NOTES = {
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the command line says; see `hvdtrain bench --help`."""
+    """The command line's options; see `hvdtrain bench --help`."""
 
     ranks: int = 2
     hosts: str | None = None

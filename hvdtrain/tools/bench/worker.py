@@ -20,7 +20,7 @@ MARK = "HVDTRAIN_BENCH:"
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What to measure."""
+    """The measurement to make."""
 
     framework: str  # "torch" or "keras"
     max_bytes: int = 64 << 20  # the sweep's largest message

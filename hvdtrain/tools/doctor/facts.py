@@ -1,4 +1,4 @@
-"""What this machine has that distributed training depends on, and what prevents or slows it; imports no framework."""
+"""Find what distributed training needs of this machine, and what prevents or slows it; imports no framework."""
 
 from __future__ import annotations
 

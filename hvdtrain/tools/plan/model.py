@@ -42,7 +42,7 @@ Bounds = Literal["above 0 and finite", "0 or above, and finite", "above 0 and at
 
 
 class Algorithm(str, Enum):
-    """How an allreduce travels; auto takes the faster of ring and tree, bucket by bucket, as NCCL does."""
+    """The route of an allreduce; auto takes the faster of ring and tree, bucket by bucket, as NCCL does."""
 
     auto = "auto"
     ring = "ring"

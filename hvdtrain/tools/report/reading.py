@@ -54,7 +54,7 @@ class Intervals(Series):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run's folder holds."""
+    """The contents of a run's folder."""
 
     folder: Path
     config: dict[str, Any]
