@@ -7,12 +7,10 @@ needs one small allreduce per step.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice, pairwise
-from numbers import Number
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,7 +31,19 @@ from hvdtrain.data.contents import (
     subsets,
 )
 from hvdtrain.data.generators import Generators, generators_of
-from hvdtrain.data.trees import as_array
+from hvdtrain.data.trees import (
+    are_arrays,
+    as_array,
+    check_objects,
+    collate,
+    crc32,
+    first_values,
+    leaves,
+    num_rows,
+    take,
+    tree_map,
+    unpack,
+)
 from hvdtrain.data.workers import RepeatedSamples
 from hvdtrain.distributed import agreement, frameworks
 from hvdtrain.distributed.launch_environment import count_ranks
@@ -83,7 +93,6 @@ _SAME_DATA = (
     "labels or os.listdir: sorted(set(labels)). If each rank has its own part of the data, pass it as "
     "hvdtrain.Sharded(data)."
 )
-_SHOWN_VALUES = 4
 _ROWS_OF_ARRAYS = 64  # that ranks compare
 
 # Indices -> these samples, as one item.
@@ -247,13 +256,13 @@ class ArraySource(IndexedSource):
             raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {rank}")
         # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
         columns = tree_map(as_array, item)
-        for part in filter(_is_object, leaves(columns)):
-            _check_objects(part, options["world"].rank)
+        for leaf in leaves(columns):
+            check_objects(leaf, options["world"].rank)
         super().__init__(num_samples, lambda rows: take(columns, rows), **options)
         # They differ if each rank passes its own part of the data, which would be sharded again.
         ends = [0, num_samples - 1]
-        self.facts["first sample"] = "; ".join(_shown(leaf[0]) for leaf in leaves(columns))
-        crcs = [_crc32(leaf[ends]) for leaf in leaves(columns)]
+        self.facts["first sample"] = "; ".join(first_values(leaf[0]) for leaf in leaves(columns))
+        crcs = [crc32(leaf[ends]) for leaf in leaves(columns)]
         self.facts["first and last sample (crc32)"] = crcs
 
         def read(rows: Sequence[int], _: Generators) -> Iterator[Leaves]:
@@ -361,16 +370,16 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
     several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
     if isinstance(data, Sharded):
         return IteratedSource(_own_share(data.data, **of_rank), world=world, replays=True)
-    if several and all(part is None or _is_arrays(part) for part in data):
+    if several and all(part is None or are_arrays(part) for part in data):
         return ArraySource(list(data), **of_rank)
-    if several and isinstance(data, tuple) and any(isinstance(part, list) or _is_arrays(part) for part in data):
+    if several and isinstance(data, tuple) and any(isinstance(part, list) or are_arrays(part) for part in data):
         kinds = ", ".join(type(part).__name__ for part in data)
         raise TypeError(
             f"A tuple must hold arrays or tensors: (inputs, targets). Received: ({kinds}) on rank {world.rank}. "
             "Pass arrays, (np.asarray(x), np.asarray(y)), or a list of samples, [*zip(x, y)]"
         )
     is_samples = isinstance(data, list) and all(isinstance(item, tuple | dict) for item in data)
-    if _is_arrays(data) and not is_samples:  # one array, or a dict of them
+    if are_arrays(data) and not is_samples:  # one array, or a dict of them
         return ArraySource(data, **of_rank)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         dataset = IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
@@ -409,7 +418,7 @@ def _fetch(data: Any, rows: NDArray[np.int64], *, rank: int) -> Any:
 def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
     """Return a function that iterates sharded data: a loader as it is, other data as on one process."""
     if hasattr(data, "dataset") and hasattr(data, "sampler"):  # a DataLoader, whose sampler knows its rank
-        repeated = repeated_samples(data, world)
+        repeated = RepeatedSamples(data, is_root=world.is_root)
 
         def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
             for part in (data.sampler, data.batch_sampler, data.dataset):
@@ -437,32 +446,9 @@ def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
     return iterate
 
 
-def repeated_samples(loader: Any, world: World) -> RepeatedSamples:
-    """Return what watches a DataLoader's first epoch for workers that yield the same samples."""
-
-    def digests(item: Any) -> list[int]:
-        try:
-            columns = [np.atleast_1d(as_array(leaf)) for leaf in leaves(item)]
-        except (RuntimeError, TypeError, ValueError):  # a sparse tensor
-            return []
-        rows = zip(*columns, strict=False)
-        return [zlib.crc32(repr([_crc32(np.asarray(value)) for value in row]).encode()) for row in rows]
-
-    return RepeatedSamples(
-        loader, is_root=world.is_root, digests=digests, count=lambda item: as_batch(item).local_count
-    )
-
-
 def skip(items: Iterator[Any], count: int) -> None:
     """Read `count` items at once: what is random in their order is drawn now, and not when the next one is read."""
     next(islice(items, count, count), None)
-
-
-def unpack(item: Any) -> tuple[Any, Any, Any]:
-    """Split what a dataset yields into (inputs, targets, sample_weight), as Keras and torch users write it."""
-    if isinstance(item, tuple | list) and 1 <= len(item) <= 3:
-        return tuple(item) + (None,) * (3 - len(item))
-    return item, None, None
 
 
 def as_batch(item: Any, count: int | None = None) -> Batch:
@@ -472,103 +458,3 @@ def as_batch(item: Any, count: int | None = None) -> Batch:
     inputs, targets, weight = unpack(item)
     count = num_rows(inputs) if count is None else count
     return Batch(inputs, targets, weight, count, count, item=item)
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to every leaf of nested dicts, tuples and lists; None stays None."""
-    if tree is None:
-        return None
-    if isinstance(tree, Mapping):  # a transformers.BatchEncoding is no dict
-        return {key: tree_map(function, value) for key, value in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return rebuild(tree, [tree_map(function, value) for value in tree])
-    return function(tree)
-
-
-def rebuild(like: Any, values: list[Any]) -> Any:
-    """Return `values` as a tuple, namedtuple or list of the type of `like`."""
-    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested dicts, tuples and lists, without None."""
-    found: list[Any] = []
-    tree_map(found.append, tree)
-    return found
-
-
-def num_rows(tree: Any) -> int:
-    """Return the length of axis 0 of a tree of arrays or tensors; of another object its length."""
-    first = next((leaf for leaf in leaves(tree) if getattr(leaf, "shape", None) or hasattr(leaf, "__len__")), None)
-    if first is None:
-        raise TypeError(f"A batch must tell how many samples it holds: give it a __len__. Received: {tree!r}")
-    return int(first.shape[0]) if getattr(first, "shape", None) else len(first)
-
-
-def take(tree: Any, rows: NDArray[np.int64]) -> Any:
-    """Return the given rows of every array in the tree."""
-    return tree_map(lambda array: array[rows], tree)  # np.take would first copy all of an array with strides
-
-
-def part_of(value: Any, rows: slice, count: int) -> Any:
-    """Return the given rows of an array or tensor with `count` of them; anything else as it is."""
-    shape: Any = getattr(value, "shape", ())
-    return value[rows] if len(shape) and shape[0] == count else value
-
-
-def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples of one structure into a batch of that structure: leaves of shape (len(samples), ...)."""
-    first = samples[0]
-    if isinstance(first, dict):
-        return {key: collate([sample[key] for sample in samples]) for key in first}
-    if isinstance(first, tuple | list):
-        columns = [collate(column) for column in zip(*samples, strict=True)]
-        return rebuild(first, columns) if hasattr(first, "_fields") else tuple(columns)
-    return np.stack([as_array(sample) for sample in samples])
-
-
-_PAD = "Pad them in the dataset, or pass a torch DataLoader whose collate_fn pads"
-
-
-def _is_object(array: NDArray[Any]) -> bool:
-    """Return whether an array holds Python objects."""
-    return array.dtype == object
-
-
-def _check_objects(array: NDArray[Any], rank: int) -> None:
-    """Raise TypeError unless an array of objects holds texts, of which a model may take some."""
-    values = np.ravel(array)
-    first = values[0] if len(values) else ""
-    if isinstance(first, str | bytes):
-        return
-    kind = type(first).__name__
-    if isinstance(first, Number):
-        advice = 'Convert it: array.astype("float32")'
-    else:
-        shapes = ", ".join(dict.fromkeys(str(np.shape(value)) for value in values[:_SHOWN_VALUES] if is_array(value)))
-        kind += f" of shapes {shapes}" if shapes else ""
-        advice = f"Samples of one shape make an array: np.stack(list(array)). Others do not. {_PAD}"
-    raise TypeError(f"An array must hold numbers. Received: dtype object, of {kind}, on rank {rank}. {advice}")
-
-
-def _crc32(array: NDArray[Any]) -> int:
-    # The bytes of an array of texts would be addresses, which differ between ranks.
-    content = repr(array.tolist()).encode() if _is_object(array) else np.asarray(array, order="C").tobytes()
-    return zlib.crc32(content)
-
-
-def _shown(sample: NDArray[Any]) -> str:
-    """Return a sample's first values."""
-    values = np.ravel(sample)
-    text = np.array2string(values[:_SHOWN_VALUES], precision=4, separator=", ")
-    return text if len(values) <= _SHOWN_VALUES else f"{text[:-1]}, ...]"
-
-
-def is_array(leaf: Any) -> bool:
-    """Return whether `leaf` is an array or a tensor with rows."""
-    return bool(hasattr(leaf, "shape") and hasattr(leaf, "__array__") and len(leaf.shape))
-
-
-def _is_arrays(tree: Any) -> bool:
-    found = leaves(tree)
-    return bool(found) and all(map(is_array, found))

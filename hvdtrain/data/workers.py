@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from hvdtrain.data.generators import is_stream, reached
+from hvdtrain.data.trees import as_array, crc32, leaves, num_rows, unpack
 
 log = logging.getLogger("hvdtrain")
 
@@ -43,14 +47,10 @@ class RepeatedSamples:
     Args:
         loader: the DataLoader.
         is_root: True on the rank that logs.
-        digests: returns a number for each sample of what the loader yields, equal for equal samples; [] if that fails.
-        count: returns the number of samples in what the loader yields.
     """
 
-    def __init__(
-        self, loader: Any, *, is_root: bool, digests: Callable[[Any], list[int]], count: Callable[[Any], int]
-    ) -> None:
-        self._loader, self._digests, self._count = loader, digests, count
+    def __init__(self, loader: Any, *, is_root: bool) -> None:
+        self._loader = loader
         self._is_due = is_root and is_stream(loader.dataset) and loader.num_workers > 1
 
     def watch(self, items: Iterator[Any]) -> Iterator[Any]:
@@ -66,7 +66,7 @@ class RepeatedSamples:
         is_same = getattr(self._loader, "in_order", True)  # then workers take turns
         taken = samples = 0
         for item in items:
-            own = self._digests(item) if is_same else []
+            own = _digests(item) if is_same else []
             if not taken:
                 first, is_same = own, bool(own)
             elif taken < workers:
@@ -75,7 +75,7 @@ class RepeatedSamples:
                 is_same = False
                 if own != first:
                     self._warn(f"its {workers} workers yielded the same first batch")
-            taken, samples = taken + 1, samples + (self._count(item) if length else 0)
+            taken, samples = taken + 1, samples + (num_rows(unpack(item)[0]) if length else 0)
             yield item
         if is_same and taken == workers and len(set(first)) > 1:  # the epoch has no other batch to compare
             self._warn(f"its {workers} workers yielded the same batch")
@@ -90,6 +90,16 @@ class RepeatedSamples:
             f"copy of one generator, so that an epoch has each sample {self._loader.num_workers} times. Let __iter__ "
             "yield another part in each worker (torch.utils.data.get_worker_info), or use num_workers=1",
         )
+
+
+def _digests(item: Any) -> list[int]:
+    """Return a number for each sample of what a loader yields, equal for equal samples; [] if that fails."""
+    try:
+        columns = [np.atleast_1d(as_array(leaf)) for leaf in leaves(item)]
+    except (RuntimeError, TypeError, ValueError):  # a sparse tensor
+        return []
+    rows = zip(*columns, strict=False)
+    return [zlib.crc32(repr([crc32(np.asarray(value)) for value in row]).encode()) for row in rows]
 
 
 def _length(dataset: Any) -> int:

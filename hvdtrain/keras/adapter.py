@@ -17,8 +17,8 @@ from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_
 
 import hvdtrain.keras as hvd
 from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
-from hvdtrain.data.sources import Batch, tree_map
-from hvdtrain.data.trees import as_array
+from hvdtrain.data.sources import Batch
+from hvdtrain.data.trees import as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import trained, training_state

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.sources import tree_map
+from hvdtrain.data.trees import tree_map
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
 from hvdtrain.keras.overrides import overrides

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from hvdtrain.adapter import Reduce
-from hvdtrain.data.sources import part_of, tree_map
+from hvdtrain.data.trees import part_of, tree_map
 from hvdtrain.distributed.world import World
 
 log = logging.getLogger("hvdtrain")

@@ -12,7 +12,8 @@ import numpy as np
 
 from hvdtrain.data import sharding
 from hvdtrain.data.contents import Contents, leaves_of, read_here, subsets
-from hvdtrain.data.sources import Consumed, IteratedSource, NoSamples, Source, tree_map
+from hvdtrain.data.sources import Consumed, IteratedSource, NoSamples, Source
+from hvdtrain.data.trees import tree_map
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
 from hvdtrain.keras.epoch_hooks import EpochHooks

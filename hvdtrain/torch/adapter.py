@@ -16,7 +16,8 @@ from torch import nn
 
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
-from hvdtrain.data.sources import Batch, tree_map
+from hvdtrain.data.sources import Batch
+from hvdtrain.data.trees import tree_map
 from hvdtrain.distributed import agreement, launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.data.sources import num_rows, tree_map
+from hvdtrain.data.trees import num_rows, tree_map
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.losses import divisor, elementwise, needs_exchange
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Reduce
-from hvdtrain.data.sources import leaves, num_rows, tree_map
+from hvdtrain.data.trees import leaves, num_rows, tree_map
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.losses import Counted
 from hvdtrain.torch.stateful_metrics import StatefulMetrics, is_stateful

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hvdtrain.adapter import Fault
-from hvdtrain.data.sources import Batch, unpack
+from hvdtrain.data.sources import Batch
+from hvdtrain.data.trees import unpack
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.data.sources import leaves
+from hvdtrain.data.trees import leaves
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
 

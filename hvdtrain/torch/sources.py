@@ -33,10 +33,10 @@ from hvdtrain.data.sources import (
     Source,
     Start,
     as_batch,
-    repeated_samples,
     skip,
-    unpack,
 )
+from hvdtrain.data.trees import unpack
+from hvdtrain.data.workers import RepeatedSamples
 from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World, current
 from hvdtrain.torch.contents import read
@@ -297,7 +297,7 @@ def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: Wo
 
 def _every_size_th(loader: DataLoader[Any], world: World) -> Start:
     """Keep every size-th of the batches that each rank iterates: they must come in the same order on all of them."""
-    repeated = repeated_samples(loader, world)
+    repeated = RepeatedSamples(loader, is_root=world.is_root)
     torchs = (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
 
     def start(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load, save
 
-from hvdtrain.data.sources import num_rows, part_of, tree_map
+from hvdtrain.data.trees import num_rows, part_of, tree_map
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.training_state import on_device

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hvdtrain.adapter import Loss
-from hvdtrain.data.sources import Batch, leaves, rebuild
+from hvdtrain.data.sources import Batch
+from hvdtrain.data.trees import leaves, rebuild
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.loss_check import LossCheck
 from hvdtrain.torch.losses import check_shapes

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from hvdtrain.adapter import State
-from hvdtrain.data.sources import tree_map
+from hvdtrain.data.trees import tree_map
 from hvdtrain.torch import dtypes, lazy, names
 
 Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by name; a single one has the name ""

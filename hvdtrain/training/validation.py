@@ -10,7 +10,8 @@ from typing import Any
 from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import Callback, CallbackList, RunContext
 from hvdtrain.data.generators import Generators
-from hvdtrain.data.sources import Source, is_array
+from hvdtrain.data.sources import Source
+from hvdtrain.data.trees import is_array
 from hvdtrain.distributed import rank_state
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import hvdtrain
-from hvdtrain.data.sources import Batch, num_rows
+from hvdtrain.data.sources import Batch
+from hvdtrain.data.trees import num_rows
 from hvdtrain.torch.steps import describe, move
 
 X = torch.arange(40, dtype=torch.float32).reshape(10, 4) / 40
