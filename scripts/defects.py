@@ -93,28 +93,28 @@ DEFECTS = (
     # What a loss weighs
     Defect(
         "losses: targets that are ignored count",
-        "hvdtrain/torch/losses.py",
+        "hvdtrain/torch/steps/losses.py",
         "kept = targets != loss.ignore_index",
         "kept = targets == targets",
         unit("torch/test_losses.py"),
     ),
     Defect(
         "losses: gradients are not multiplied by the number of ranks",
-        "hvdtrain/torch/losses.py",
+        "hvdtrain/torch/steps/losses.py",
         "(self._share if self.alone else size) / self.expected",
         "(self._share if self.alone else 1) / self.expected",
         TRAINER,
     ),
     Defect(
         "metrics: each rank reports the mean of its own samples",
-        "hvdtrain/torch/metrics.py",
+        "hvdtrain/torch/steps/metrics.py",
         "totals = reduce(np.concatenate([mine, self.stateful.numbers]))",
         "totals = np.concatenate([mine, self.stateful.numbers])",
         TRAINER,
     ),
     Defect(
         "metrics: states that are not sums are this rank's own",
-        "hvdtrain/torch/stateful_metrics.py",
+        "hvdtrain/torch/steps/stateful_metrics.py",
         'for data in self._world.allgather_bytes(mine, name="metrics") for',
         "for data in [mine] for",
         unit("torch/test_metrics.py"),
@@ -135,7 +135,7 @@ DEFECTS = (
     ),
     Defect(
         "LBFGS: each rank searches by its own loss",
-        "hvdtrain/torch/update.py",
+        "hvdtrain/torch/steps/update.py",
         'loss = self._world.allreduce(loss, "mean", name="closure.loss")',
         'self._world.allreduce(loss, "mean", name="closure.loss")',
         ranks("torch", "lbfgs_equals"),
@@ -156,7 +156,7 @@ DEFECTS = (
     ),
     Defect(
         "micro-batches: a repeated step counts what the failed attempt has counted",
-        "hvdtrain/torch/micro_batches.py",
+        "hvdtrain/torch/steps/micro_batches.py",
         "before.restore()",
         "pass",
         unit("torch/test_micro_batches.py"),
@@ -164,49 +164,49 @@ DEFECTS = (
     # How gradients are reduced on PyTorch
     Defect(
         "reducer: ranks that have joined count in the mean",
-        "hvdtrain/torch/reducer.py",
+        "hvdtrain/torch/reduction/reducer.py",
         "correction = size / active",
         "correction = 1.0",
         TORCH,
     ),
     Defect(
         "reducer: what was divided before the sum is not multiplied after it",
-        "hvdtrain/torch/reduction_unit.py",
+        "hvdtrain/torch/reduction/reduction_unit.py",
         "return Reduction(options.op, 1.0 / predivide, scale * predivide, options.process_set)",
         "return Reduction(options.op, 1.0 / predivide, scale, options.process_set)",
         TORCH,
     ),
     Defect(
         "bucket: the last gradient of each bucket is that of an earlier step",
-        "hvdtrain/torch/bucket.py",
+        "hvdtrain/torch/reduction/bucket.py",
         "torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])",
         "torch._foreach_copy_(self._views[:-1], [dense_gradient(p) for p in self.params[:-1]])",
         TRAINER,
     ),
     Defect(
         "bucket: a parameter of a new shape is sent in the old one's place",
-        "hvdtrain/torch/bucket.py",
+        "hvdtrain/torch/reduction/bucket.py",
         "        self._check_shapes()\n",
         "",
         TORCH,
     ),
     Defect(
         "gradient flags: a gradient that a rank lacks counts as if it had it",
-        "hvdtrain/torch/reducer.py",
+        "hvdtrain/torch/reduction/reducer.py",
         "one = factor / size if how.op == Average else factor",
         "one = factor",
         TORCH,
     ),
     Defect(
         "bf16: the first rank's part is left out of the sum",
-        "hvdtrain/torch/reduce_ops.py",
+        "hvdtrain/torch/ops/reduce_ops.py",
         ".float().sum(0)",
         ".float()[1:].sum(0)",
         TORCH,
     ),
     Defect(
         "sync batch norm: each rank's mean weighs the same",
-        "hvdtrain/torch/sync_batch_norm.py",
+        "hvdtrain/torch/ops/sync_batch_norm.py",
         "mean = (means * counts).sum(0) / count",
         "mean = means.mean(0)",
         ranks("torch", "batch_norm and uneven"),
@@ -221,7 +221,7 @@ DEFECTS = (
     ),
     Defect(
         "optimizer state: the root's moments do not arrive",
-        "hvdtrain/torch/functions.py",
+        "hvdtrain/torch/ops/functions.py",
         "optimizer.state.update(new_state)",
         "pass",
         ranks("torch", "resume or optimizer_state"),
@@ -242,7 +242,7 @@ DEFECTS = (
     ),
     Defect(
         "settle: running statistics are the largest over ranks, not the mean",
-        "hvdtrain/torch/settle.py",
+        "hvdtrain/torch/ops/settle.py",
         'world.allreduce(flat.numpy(), "mean", name="settle")',
         'world.allreduce(flat.numpy(), "max", name="settle")',
         unit("torch/test_dtypes.py"),
@@ -250,7 +250,7 @@ DEFECTS = (
     # Where a run resumes
     Defect(
         "training state: a resumed run has no moments",
-        "hvdtrain/torch/training_state.py",
+        "hvdtrain/torch/steps/training_state.py",
         'optimizer.load_state_dict({"state": entries,',
         'optimizer.load_state_dict({"state": {},',
         TRAINER,
@@ -380,21 +380,21 @@ DEFECTS = (
     # Steps that close early
     Defect(
         "cutoff: a mean is divided by what was planned, not by what came",
-        "hvdtrain/torch/open_steps.py",
+        "hvdtrain/torch/steps/open_steps.py",
         "(1.0 if expected is None else expected / weight)",
         "1.0",
         ranks("torch", "cutoff and the_mean_of_a_step"),
     ),
     Defect(
         "cutoff: a batch that comes too late counts in metrics",
-        "hvdtrain/torch/open_steps.py",
+        "hvdtrain/torch/steps/open_steps.py",
         "        self._before.restore()\n",
         "",
         ranks("torch", "cutoff and counted_once"),
     ),
     Defect(
         "cutoff: a batch that comes too late draws random numbers",
-        "hvdtrain/torch/open_steps.py",
+        "hvdtrain/torch/steps/open_steps.py",
         "        training_state.set_random_states(random)\n",
         "",
         ranks("torch", "cutoff and record_of_a_run"),
@@ -409,14 +409,14 @@ DEFECTS = (
     # Ranks that step alone
     Defect(
         "sync: a rank that steps alone does not weigh its share of a tail",
-        "hvdtrain/torch/losses.py",
+        "hvdtrain/torch/steps/losses.py",
         "(self._share if self.alone else size)",
         "(1.0 if self.alone else size)",
         ALONE,
     ),
     Defect(
         "sync: a rank without samples takes no step",
-        "hvdtrain/torch/update.py",
+        "hvdtrain/torch/steps/update.py",
         "                self._fill_gradients()\n",
         "",
         ranks("trainer-torch", "one_step_is_synchronous", np=3),
@@ -458,7 +458,7 @@ DEFECTS = (
     ),
     Defect(
         "sync: gradients go to ranks of other hosts",
-        "hvdtrain/torch/host_mean.py",
+        "hvdtrain/torch/reduction/host_mean.py",
         "if host == hosts[self._world.rank]]",
         "]",
         ranks("torch", "and_hosts_alone", np=3),
@@ -472,7 +472,7 @@ DEFECTS = (
     ),
     Defect(
         "sync: a delayed gradient is unscaled by the loss scale of another step",
-        "hvdtrain/torch/update.py",
+        "hvdtrain/torch/steps/update.py",
         "factor = self._scale() / origin.scale",
         "factor = 1.0",
         unit("sync/test_delayed.py"),

@@ -43,7 +43,7 @@ _WAITS = {"compute": "reduction", "backward": "reduction", "outside": "outside"}
 
 
 class Clock:
-    """The host's clock, whose marks are seconds; `hvdtrain.torch.gpu_clock` has one that runs behind the host."""
+    """The host's clock, whose marks are seconds; `hvdtrain.torch.ops.gpu_clock` has one that runs behind the host."""
 
     runs_behind = False  # True if a mark lies in the future when it is made
 

@@ -24,7 +24,7 @@ def attach(times: StepTimes) -> Callable[[], None]:
     """Let every step of this process be recorded; return what detaches it from models compiled later."""
     backend = keras.backend.backend()
     if backend == "torch":
-        from hvdtrain.torch import gpu_clock
+        from hvdtrain.torch.ops import gpu_clock
 
         times.recorder.use(gpu_clock.of_bench())
     marks = (_TensorFlowMarks if backend == "tensorflow" else _KerasMarks)(times)

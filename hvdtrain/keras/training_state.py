@@ -173,7 +173,7 @@ def random_states(model: keras.Model) -> Arrays:
 def _random_states_of_backend() -> Arrays:
     if keras.backend.backend() != "torch":
         return {}
-    from hvdtrain.torch import training_state  # a Dropout without a seed draws from torch's generator
+    from hvdtrain.torch.steps import training_state  # a Dropout without a seed draws from torch's generator
 
     return training_state.random_states()
 
@@ -185,7 +185,7 @@ def reseed(seeds: Mapping[str, int], model: keras.Model) -> None:
             _, *count = now = keras.ops.convert_to_numpy(state)  # a seed, and how often it was drawn from
             state.assign(np.array([seeds[name] % 2**31, *count], now.dtype))
     if keras.backend.backend() == "torch":
-        from hvdtrain.torch import training_state
+        from hvdtrain.torch.steps import training_state
 
         training_state.reseed(seeds)
 
@@ -194,7 +194,7 @@ def set_rank_state(held: Arrays, model: keras.Model) -> None:
     """Load the entries that `rank_state` returned, except for metrics. Missing entries are ignored."""
     _load(_seeds_and_statistics(model), held)
     if keras.backend.backend() == "torch":
-        from hvdtrain.torch import training_state
+        from hvdtrain.torch.steps import training_state
 
         training_state.set_random_states(held)
 

@@ -22,7 +22,12 @@ MOVED = {
     "hvdtrain.parquet": "hvdtrain.data.parquet",
     "hvdtrain.preemption": "hvdtrain.training.preemption",
     "hvdtrain.sampling": "hvdtrain.data.sharding",
-    "hvdtrain.torch.handles": "hvdtrain.torch.engine",
+    "hvdtrain.torch.handles": "hvdtrain.torch.ops.engine",
+    "hvdtrain.torch.optimizer": "hvdtrain.torch.reduction.optimizer",
+    **{
+        f"hvdtrain.torch.{name}": f"hvdtrain.torch.ops.{name}"
+        for name in ("compression", "engine", "functions", "gather_ops", "reduce_ops", "sync_batch_norm")
+    },
     "hvdtrain.trainer": "hvdtrain.training.trainer",
     "hvdtrain.world": "hvdtrain.distributed.world",
 }

@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-from hvdtrain.torch.compression import Compression
-from hvdtrain.torch.engine import (
+from hvdtrain.torch.ops.compression import Compression
+from hvdtrain.torch.ops.engine import (
     Adasum,
     Average,
     Max,
@@ -22,8 +22,13 @@ from hvdtrain.torch.engine import (
     shutdown,
     synchronize,
 )
-from hvdtrain.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from hvdtrain.torch.gather_ops import (
+from hvdtrain.torch.ops.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from hvdtrain.torch.ops.gather_ops import (
     allgather,
     allgather_async,
     alltoall,
@@ -39,8 +44,7 @@ from hvdtrain.torch.gather_ops import (
     reducescatter,
     reducescatter_async,
 )
-from hvdtrain.torch.optimizer import DistributedOptimizer
-from hvdtrain.torch.reduce_ops import (
+from hvdtrain.torch.ops.reduce_ops import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -53,7 +57,8 @@ from hvdtrain.torch.reduce_ops import (
     join,
     sparse_allreduce_async,
 )
-from hvdtrain.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from hvdtrain.torch.reduction.optimizer import DistributedOptimizer
 
 # What the engine itself answers, when first used: this module can be imported where there is no Horovod.
 _ENGINE_NAMES = (

@@ -22,22 +22,31 @@ from hvdtrain.distributed import agreement, launch_environment, tuning
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import engine, lazy, names, training_state
-from hvdtrain.torch.arguments import check, check_collectives
-from hvdtrain.torch.gpu_clock import GpuClock
-from hvdtrain.torch.loss_check import LossCheck, as_module
-from hvdtrain.torch.losses import Counted, as_tensor
-from hvdtrain.torch.metrics import Totals, named_metrics
-from hvdtrain.torch.micro_batches import MicroBatches
-from hvdtrain.torch.modes import Modes
-from hvdtrain.torch.named_steps import END, Chosen, Names
-from hvdtrain.torch.open_steps import OpenSteps
-from hvdtrain.torch.replica import Replica
-from hvdtrain.torch.settle import settle
-from hvdtrain.torch.steps import LossStep, OwnStep, Yielded, YieldingStep, move, sum_of_nothing, without_gradient
-from hvdtrain.torch.sync_batch_norm import convert_torchs
-from hvdtrain.torch.together import Together, graph_of_a_later_yield
-from hvdtrain.torch.update import BufferSnapshot, Update, first_non_finite
+from hvdtrain.torch.ops import engine, lazy, names
+from hvdtrain.torch.ops.gpu_clock import GpuClock
+from hvdtrain.torch.ops.settle import settle
+from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
+from hvdtrain.torch.reduction.replica import Optimizers, Replica
+from hvdtrain.torch.steps import training_state
+from hvdtrain.torch.steps.arguments import check, check_collectives
+from hvdtrain.torch.steps.compute import (
+    LossStep,
+    OwnStep,
+    Yielded,
+    YieldingStep,
+    move,
+    sum_of_nothing,
+    without_gradient,
+)
+from hvdtrain.torch.steps.loss_check import LossCheck, as_module
+from hvdtrain.torch.steps.losses import Counted, as_tensor
+from hvdtrain.torch.steps.metrics import Totals, named_metrics
+from hvdtrain.torch.steps.micro_batches import MicroBatches
+from hvdtrain.torch.steps.modes import Modes
+from hvdtrain.torch.steps.named_steps import END, Chosen, Names
+from hvdtrain.torch.steps.open_steps import OpenSteps
+from hvdtrain.torch.steps.together import Together, graph_of_a_later_yield
+from hvdtrain.torch.steps.update import BufferSnapshot, Update, first_non_finite
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()
@@ -441,7 +450,7 @@ class TorchAdapter:
         if self._reduced:
             settle(list(names.buffers(self._model)), self._world)
 
-    def _optimizers(self) -> training_state.Optimizers:
+    def _optimizers(self) -> Optimizers:
         return {name: (update.optimizer, update.scaler) for name, update in self._updates.items()}
 
     def state(self) -> State:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.torch import lazy, names
-from hvdtrain.torch.training_state import to_host
+from hvdtrain.torch.ops import lazy, names
+from hvdtrain.torch.steps.training_state import to_host
 
 # These have too few digits for the small change of an average, which is held in the wider type.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}

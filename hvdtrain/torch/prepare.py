@@ -15,14 +15,15 @@ from hvdtrain.data.trees import tree_map
 from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World
-from hvdtrain.torch import dtypes, names, training_state
-from hvdtrain.torch.arguments import check_parameters
-from hvdtrain.torch.losses import as_tensor
-from hvdtrain.torch.settle import settle
-from hvdtrain.torch.short_batches import ShortBatches
+from hvdtrain.torch.data.short_batches import ShortBatches
+from hvdtrain.torch.ops import dtypes, names
+from hvdtrain.torch.ops.settle import settle
+from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.sources import LoaderSource
-from hvdtrain.torch.sync_batch_norm import convert_torchs
-from hvdtrain.torch.update import needs_closure
+from hvdtrain.torch.steps import training_state
+from hvdtrain.torch.steps.arguments import check_parameters
+from hvdtrain.torch.steps.losses import as_tensor
+from hvdtrain.torch.steps.update import needs_closure
 
 log = logging.getLogger("hvdtrain")
 

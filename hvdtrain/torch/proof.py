@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.distributed.world import World
-from hvdtrain.torch.optimizer import DistributedOptimizer
+from hvdtrain.torch.reduction.optimizer import DistributedOptimizer
 
 
 def step_difference(world: World) -> float:

@@ -39,8 +39,8 @@ from hvdtrain.data.trees import unpack
 from hvdtrain.data.workers import RepeatedSamples
 from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World, current
-from hvdtrain.torch.contents import read
-from hvdtrain.torch.seeded_batches import SeededBatches
+from hvdtrain.torch.data.contents import read
+from hvdtrain.torch.data.seeded_batches import SeededBatches
 
 _NOT_OF_ORDER = (
     "collate_fn", "generator", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory",

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdtrain.telemetry.step_times import StepTimes
-from hvdtrain.torch import gpu_clock
+from hvdtrain.torch.ops import gpu_clock
 
 
 def attach(times: StepTimes) -> Callable[[], None]:

@@ -13,8 +13,10 @@ import hvdtrain.torch as hvd
 from hvdtrain.distributed import devices, tuning
 from hvdtrain.distributed.recorder import Recorder
 from hvdtrain.telemetry.step_times import StepTimes
-from hvdtrain.torch import collectives, engine, step_marks, training_state
-from hvdtrain.torch.gpu_clock import GpuClock
+from hvdtrain.torch import collectives, step_marks
+from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops.gpu_clock import GpuClock
+from hvdtrain.torch.steps import training_state
 
 pytestmark = pytest.mark.cuda_only
 

@@ -38,7 +38,7 @@ def _nobody_starts_horovod(monkeypatch):
 def hvd(monkeypatch):
     """hvdtrain.torch on its stand-in for one process, whether or not Horovod is installed."""
     import hvdtrain.torch as hvdtrain_torch
-    from hvdtrain.torch import engine
+    from hvdtrain.torch.ops import engine
 
     monkeypatch.setenv("HVDTRAIN_SOLO", "1")
     monkeypatch.setattr(world, "_loaded", {})

@@ -58,7 +58,7 @@ def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
 
 def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
     """Return whether all gradients are finite."""
-    from hvdtrain.torch.update import all_finite  # not at the top: see `reduce_gradients`
+    from hvdtrain.torch.steps.update import all_finite  # not at the top: see `reduce_gradients`
 
     return all_finite(gradients)
 
@@ -94,7 +94,7 @@ def reduce_gradients(
     _refuse_compiler()
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
-        from hvdtrain.torch import reduce_ops  # not at the top: a Keras process without ranks needs nothing of it
+        from hvdtrain.torch.ops import reduce_ops  # not at the top: a Keras process without ranks needs nothing of it
 
         process_set = how.process_set or hvd.global_process_set
         in_all = reduce_ops.Reduction(hvd.Sum, postscale_factor=how.sum_factor, process_set=process_set)
@@ -128,7 +128,7 @@ def reduce_gradients(
             result = [result]
         for i, part in zip(bucket, result, strict=True):
             outputs[i] = part.reshape(gradients[i].shape).to(gradients[i].dtype)
-    if tuning.gpu_async() and any(g.is_cuda for g in gradients):  # no host waits: see hvdtrain.torch.reducer
+    if tuning.gpu_async() and any(g.is_cuda for g in gradients):  # no host waits: see hvdtrain.torch.reduction.reducer
         behind = torch.cuda.Event()
         behind.record()
         watchdog.note_device(behind.query)

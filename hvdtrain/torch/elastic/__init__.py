@@ -8,7 +8,7 @@ from typing import Any
 from hvdtrain.distributed.elastic import ObjectState, State, run_fn
 from hvdtrain.torch.elastic.sampler import ElasticSampler
 from hvdtrain.torch.elastic.state import TorchState
-from hvdtrain.torch.engine import init, shutdown
+from hvdtrain.torch.ops.engine import init, shutdown
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "run_fn", "shutdown"]
 

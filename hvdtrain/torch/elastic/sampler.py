@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.utils.data
 
-from hvdtrain.torch import engine
+from hvdtrain.torch.ops import engine
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

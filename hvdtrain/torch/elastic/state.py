@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hvdtrain.distributed.elastic import ObjectState
-from hvdtrain.torch import engine
 from hvdtrain.torch.elastic.sampler import ElasticSampler
-from hvdtrain.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
 class TorchState(ObjectState):

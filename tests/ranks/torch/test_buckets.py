@@ -24,7 +24,7 @@ class Many(torch.nn.Module):
 @pytest.fixture
 def sent(hvd, monkeypatch):
     """The names under which gradients are sent."""
-    from hvdtrain.torch import engine
+    from hvdtrain.torch.ops import engine
 
     native, names = engine.native(), []
     send = native.allreduce_async_
@@ -65,7 +65,7 @@ def test_small_gradients_travel_as_one_from_the_second_step_on(hvd, rank, sent, 
 def test_after_an_elastic_reset_old_ranks_list_gradients_as_new_ones_do(
     hvd, rank, monkeypatch, assert_same_on_all_ranks
 ):
-    from hvdtrain.torch import engine
+    from hvdtrain.torch.ops import engine
 
     model = Many()
     optimizer = wrap(hvd, model)
@@ -201,7 +201,8 @@ def test_weights_of_ranks_correct_a_mean_that_was_scaled_for_another_sum(hvd, ra
 
 @pytest.mark.parametrize("kind", ["bf16", "groups", "none"])
 def test_after_a_reset_units_are_listed_as_on_a_new_rank(hvd, kind, monkeypatch):
-    from hvdtrain.torch import engine, reduction_unit
+    from hvdtrain.torch.ops import engine
+    from hvdtrain.torch.reduction import reduction_unit
 
     monkeypatch.setattr(reduction_unit, "_BUCKET_BYTES", 64)  # several buckets under bf16
     model = Many()
@@ -251,7 +252,7 @@ def test_a_parameter_that_changed_its_shape_is_named(hvd, rank):
     ],
 )
 def test_little_is_left_for_the_last_bucket(kilobytes, expected):
-    from hvdtrain.torch import bucket
+    from hvdtrain.torch.reduction import bucket
 
     params = [torch.nn.Parameter(torch.zeros(250 * kb)) for kb in kilobytes]
     assert [[p.nbytes // 1000 for p in members] for members in bucket.pack(params)] == expected
@@ -259,7 +260,7 @@ def test_little_is_left_for_the_last_bucket(kilobytes, expected):
 
 @pytest.mark.parametrize("kilobytes", [[300, 100, 1], [1, 1, 1], [100, 400]])
 def test_gradients_of_a_tiny_model_travel_as_one(kilobytes):
-    from hvdtrain.torch import bucket
+    from hvdtrain.torch.reduction import bucket
 
     params = [torch.nn.Parameter(torch.zeros(250 * kb)) for kb in kilobytes]
     assert [[p.nbytes // 1000 for p in members] for members in bucket.pack(params)] == [kilobytes[::-1]]

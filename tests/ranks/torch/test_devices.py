@@ -8,7 +8,8 @@ import pytest
 
 from hvdtrain.distributed import devices, world
 from hvdtrain.errors import LaunchError
-from hvdtrain.torch import collectives, engine
+from hvdtrain.torch import collectives
+from hvdtrain.torch.ops import engine
 
 
 def introduce(monkeypatch: pytest.MonkeyPatch, uuid: str, *, nccl: bool = False) -> None:

@@ -12,8 +12,8 @@ from trainer_kit import BATCH, Infinite, assert_close, data, fit, make_trainer, 
 import hvdtrain
 from hvdtrain.callbacks import EMA, Callback, Checkpoint
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import engine
-from hvdtrain.torch.replica import Replica
+from hvdtrain.torch.ops import engine
+from hvdtrain.torch.reduction.replica import Replica
 
 
 @pytest.mark.world_size(2)

@@ -11,7 +11,7 @@ import hvdtrain
 from hvdtrain import callbacks
 from hvdtrain.distributed.world import World
 from hvdtrain.telemetry import interval
-from hvdtrain.torch.delayed import GradientInFlight
+from hvdtrain.torch.reduction.delayed import GradientInFlight
 
 
 def fit(net, train=None, **options):

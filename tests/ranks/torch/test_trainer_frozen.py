@@ -38,7 +38,7 @@ def trainer(model, *, everything=True):
 
 @pytest.mark.parametrize("everything", [True, False])
 def test_frozen_weights_are_not_sent(hvd, monkeypatch, everything):
-    from hvdtrain.torch import engine
+    from hvdtrain.torch.ops import engine
 
     native, sent = engine.native(), {}
     send = native.allreduce_async_

@@ -8,7 +8,7 @@ import torch
 
 import hvdtrain
 import hvdtrain.torch as hvd
-from hvdtrain.torch.losses import LossWeights
+from hvdtrain.torch.steps.losses import LossWeights
 
 pytestmark = pytest.mark.usefixtures("hvd")
 

@@ -14,8 +14,8 @@ from trainer_kit import BATCH, assert_close, data, fit, model
 
 import hvdtrain
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import engine
-from hvdtrain.torch.replica import Replica
+from hvdtrain.torch.ops import engine
+from hvdtrain.torch.reduction.replica import Replica
 
 
 def alone(optimizer, groups, *, every, after=0, lr=1.0, momentum=0.0, clip_norm=None, epochs=2):

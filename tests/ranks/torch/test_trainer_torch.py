@@ -8,7 +8,7 @@ import torch
 
 import hvdtrain
 import hvdtrain.torch as hvd
-from hvdtrain.torch import engine
+from hvdtrain.torch.ops import engine
 
 X = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
 Y = np.arange(9) % 3

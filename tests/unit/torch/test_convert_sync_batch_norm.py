@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hvdtrain.torch as hvd
-from hvdtrain.torch.sync_batch_norm import convert_torchs
+from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 
 
 @pytest.mark.usefixtures("alone")

@@ -14,11 +14,12 @@ from hvdtrain.checkpoint import files
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch import dtypes, training_state
 from hvdtrain.torch.averaging import AveragedWeights
-from hvdtrain.torch.metrics import Totals
-from hvdtrain.torch.settle import settle
-from hvdtrain.torch.update import BufferSnapshot
+from hvdtrain.torch.ops import dtypes
+from hvdtrain.torch.ops.settle import settle
+from hvdtrain.torch.steps import training_state
+from hvdtrain.torch.steps.metrics import Totals
+from hvdtrain.torch.steps.update import BufferSnapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 

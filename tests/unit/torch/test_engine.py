@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from hvdtrain.distributed.watchdog import waits
-from hvdtrain.torch.compression import Compressor
-from hvdtrain.torch.engine import Handle
+from hvdtrain.torch.ops.compression import Compressor
+from hvdtrain.torch.ops.engine import Handle
 
 
 def test_the_watchdog_names_the_operation_that_a_handle_waits_for():

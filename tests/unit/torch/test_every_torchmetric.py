@@ -14,8 +14,8 @@ import torchmetrics
 from thread_ranks import on_ranks
 
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.torch.losses import Counted
-from hvdtrain.torch.metrics import Totals, named_metrics
+from hvdtrain.torch.steps.losses import Counted
+from hvdtrain.torch.steps.metrics import Totals, named_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

@@ -12,7 +12,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hvdtrain.torch import adapter, fused_update
+from hvdtrain.torch import adapter
+from hvdtrain.torch.reduction import fused_update
 
 SHAPES = ((37, 5), (3,), ())
 KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [

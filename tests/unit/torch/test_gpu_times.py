@@ -13,8 +13,9 @@ from hvdtrain.distributed.recorder import Clock, Recorder, Seconds
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.telemetry.interval import Heartbeat
 from hvdtrain.telemetry.step_times import StepTimes
-from hvdtrain.torch import gpu_clock, step_marks
-from hvdtrain.torch.gpu_clock import GpuClock
+from hvdtrain.torch import step_marks
+from hvdtrain.torch.ops import gpu_clock
+from hvdtrain.torch.ops.gpu_clock import GpuClock
 
 
 class Gpu:

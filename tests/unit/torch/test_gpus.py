@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvdtrain.torch import engine, reduce_ops, training_state
+from hvdtrain.torch.ops import engine, reduce_ops
+from hvdtrain.torch.steps import training_state
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import hvdtrain
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.torch.loss_check import LossCheck, as_module
+from hvdtrain.torch.steps.loss_check import LossCheck, as_module
 
 SAMPLES = 6
 

@@ -14,7 +14,7 @@ import torch
 
 import hvdtrain.torch as drop_in
 from hvdtrain.errors import NotInitializedError
-from hvdtrain.torch import engine, solo
+from hvdtrain.torch.ops import engine, solo
 
 # All public names of horovod.torch 0.28.1, so that the claim is tested where Horovod is not installed too.
 _NAMES = """

@@ -17,9 +17,9 @@ import torch
 from hvdtrain.adapter import Loss, Options
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.torch import steps, update
 from hvdtrain.torch.adapter import TorchAdapter, make_adapter
-from hvdtrain.torch.sync_batch_norm import SyncBatchNorm
+from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
+from hvdtrain.torch.steps import compute, update
 
 ROWS = 6
 
@@ -34,7 +34,7 @@ def reduced(request: pytest.FixtureRequest, hvd: Any, monkeypatch: pytest.Monkey
 @pytest.fixture
 def values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first batch's labels be looked at, which is done once."""
-    monkeypatch.setattr(steps, "check_shapes", lambda *_, **__: None)
+    monkeypatch.setattr(compute, "check_shapes", lambda *_, **__: None)
 
 
 def batch(targets: Any, *, inputs: Any = None, held: int = ROWS) -> Batch:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import hvdtrain
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import num_rows
-from hvdtrain.torch.steps import describe, move
+from hvdtrain.torch.steps.compute import describe, move
 
 X = torch.arange(40, dtype=torch.float32).reshape(10, 4) / 40
 Y = torch.arange(10) % 3

@@ -9,10 +9,10 @@ import torchmetrics
 import hvdtrain
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import world
-from hvdtrain.torch.loss_check import LossCheck
-from hvdtrain.torch.stateful_metrics import StatefulMetrics
-from hvdtrain.torch.steps import LossStep
-from hvdtrain.torch.training_state import move_optimizer, place
+from hvdtrain.torch.steps.compute import LossStep
+from hvdtrain.torch.steps.loss_check import LossCheck
+from hvdtrain.torch.steps.stateful_metrics import StatefulMetrics
+from hvdtrain.torch.steps.training_state import move_optimizer, place
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvdtrain.distributed import rank_state
-from hvdtrain.torch import training_state
+from hvdtrain.torch.steps import training_state
 
 
 def test_batch_normalization_of_two_ranks_resumes_on_one():

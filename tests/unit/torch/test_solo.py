@@ -147,7 +147,7 @@ def test_elastic_state_commits_and_restores(hvd):
 
 @pytest.mark.parametrize("forced", [False, True], ids=["alone", "HVDTRAIN_REDUCE_ALONE=1"])
 def test_one_rank_reduces_only_on_request(hvd, monkeypatch, forced):
-    from hvdtrain.torch import solo
+    from hvdtrain.torch.ops import solo
 
     if forced:
         monkeypatch.setenv("HVDTRAIN_REDUCE_ALONE", "1")

@@ -46,7 +46,7 @@ def horovod():
     """Return a namespace of such functions; whoever waits in them is let go at the end."""
     space = {"gate": closed()}
     exec(compile(SYNCHRONIZE, "/x/site-packages/horovod/torch/mpi_ops.py", "exec"), space)  # noqa: S102
-    inside = str(Path(tracebacks.PACKAGE) / "torch/reduce_ops.py")
+    inside = str(Path(tracebacks.PACKAGE) / "torch/ops/reduce_ops.py")
     exec(compile(REDUCE, inside, "exec"), space)  # noqa: S102
     yield space
     open_(space["gate"])

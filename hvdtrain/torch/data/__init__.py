@@ -1,0 +1,1 @@
+"""Loaders of a rank: batches that a seed decides, short batches, and what ranks compare of samples."""

@@ -1,0 +1,130 @@
+"""Small gradients that are sent as one tensor: one negotiation and one reduction for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch.nn import Parameter
+
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops.compression import REDUCED, FP16Compressor, NoneCompressor
+from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUnit, dense_gradient, store_gradient
+
+# Below the first size, copying a gradient is cheaper than sending it alone: two passes through the cache against 20 us
+# of Python and a negotiation. The second is the largest size of a bucket.
+_SMALL_BYTES = 2**18
+_BUCKET_BYTES = 2**20
+# All ranks wait for backward's last bucket, so it is small: other gradients are sent earlier.
+_LAST_BYTES = 2**15
+# A model this small uses one bucket: another negotiation would cost more than it hides.
+_TINY_BYTES = 2**19
+
+
+def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
+    """Return the small ones among `params` in buckets of one type and device, in about the order of backward."""
+    native = [param for param in reversed(list(params)) if param.dtype in REDUCED]
+    is_tiny = sum(param.nbytes for param in native) <= _TINY_BYTES
+    buckets: dict[tuple[torch.dtype, torch.device], list[list[Parameter]]] = {}
+    for param in native:
+        if param.nbytes >= _SMALL_BYTES and not is_tiny:
+            continue
+        alike = buckets.setdefault((param.dtype, param.device), [[]])
+        if sum(p.nbytes for p in alike[-1]) + param.nbytes > _BUCKET_BYTES:
+            alike.append([])
+        alike[-1].append(param)
+    packed = [bucket for alike in buckets.values() for bucket in alike if len(bucket) > 1]
+    return packed if is_tiny or not packed else packed[:-1] + _split_end(packed[-1])
+
+
+def _split_end(params: list[Parameter]) -> list[list[Parameter]]:
+    """Split a bucket: the second part has backward's last gradients, if possible at most `_LAST_BYTES`."""
+    room, first = _LAST_BYTES, len(params)
+    while first > 0 and (room := room - params[first - 1].nbytes) >= 0:
+        first -= 1
+    first = min(first, len(params) - 1)
+    return [params[:first], params[first:]] if first > 0 else [params]
+
+
+def can_pack(options: ReducerOptions) -> bool:
+    """Return whether gradients may travel in buckets; under bf16 compression they always do."""
+    return options.groups in (None, 0) and options.compression in (NoneCompressor, FP16Compressor)
+
+
+def can_carry_flags(param: Parameter, options: ReducerOptions) -> bool:
+    """Return whether a bucket can carry counts: on a GPU the host would wait for them; float16 counts to 2048 only."""
+    return param.device.type == "cpu" and _wire_type(param, options) in (torch.float32, torch.float64)
+
+
+def _wire_type(param: Parameter, options: ReducerOptions) -> torch.dtype:
+    is_cast = options.compression is FP16Compressor and param.is_floating_point()
+    return FP16Compressor.dtype if is_cast else param.dtype
+
+
+class Bucket(ReductionUnit):
+    """Gradients of one type and device, dense on all ranks, in one tensor; `header` numbers travel in front of them."""
+
+    def __init__(
+        self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float, *, header: int = 0
+    ) -> None:
+        super().__init__(params, names, options, scale)
+        self._shapes = [p.shape for p in params]
+        sizes = [p.numel() for p in params]
+        dtype, wire_type = params[0].dtype, _wire_type(params[0], options)
+        self._flat = torch.zeros(header + sum(sizes), dtype=wire_type, device=params[0].device)
+        # In NumPy, where a small operation costs a tenth of torch's.
+        self._header = self._flat[:header].numpy() if header else np.zeros(0)
+        # The reduced gradients in their own type, in which they may still be multiplied.
+        self._result = self._flat if dtype is wire_type else torch.zeros_like(self._flat, dtype=dtype)
+        self._views, self._results = (
+            [view.view(p.shape) for view, p in zip(flat[header:].split(sizes), params, strict=True)]
+            for flat in (self._flat, self._result)
+        )
+
+    def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
+        """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
+        self._drain()
+        self.flags()
+        if [p.shape for p in self.params] != self._shapes:
+            self._check_shapes()
+        # Without their histories, which a backward with create_graph=True has left on them.
+        torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])
+        self._direct = self.how.send(self._flat, f"{self.names[0]}.bucket")
+
+    def _check_shapes(self) -> None:
+        for name, param, shape in zip(self.names, self.params, self._shapes, strict=True):
+            if param.shape != shape:
+                shapes = f"Received: {tuple(param.shape)}, was {tuple(shape)}. Make a new DistributedOptimizer."
+                raise HvdTrainError(f"{name} changed its shape after the first step. {shapes}")
+
+    def exchange(self, numbers: Sequence[float], all_active: Callable[[], bool]) -> list[float]:
+        """Send the gradients with `numbers` in front of them, and return those reduced."""
+        self._drain()
+        self._header[:] = numbers
+        self.start(all_active)
+        engine.native().synchronize(self._direct)
+        received: list[float] = self._header.tolist()
+        return received
+
+    def finish(self, present: Sequence[bool] | None, correction: float) -> None:
+        """Wait, and copy the results into the gradients; see `ReductionUnit.finish`."""
+        engine.native().synchronize(self._direct)  # at once, where `exchange` has waited already
+        if self._result is not self._flat:
+            self._result.copy_(self._flat)
+        if correction != 1.0:
+            self._result.mul_(correction)
+        gradients = []
+        results = []
+        for index, (param, result) in enumerate(zip(self.params, self._results, strict=True)):
+            grad = param.grad
+            if not (grad is not None if present is None else present[index]):
+                continue
+            if grad is not None and not grad.is_sparse:
+                gradients.append(grad.detach())
+                results.append(result)
+            else:
+                store_gradient(param, result.clone())  # a copy, because the next step overwrites the bucket
+        if gradients:
+            torch._foreach_copy_(gradients, results)

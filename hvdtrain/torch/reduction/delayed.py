@@ -1,0 +1,174 @@
+"""The gradient in flight of `sync=Delayed()`: it is reduced while the next step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvdtrain.adapter import Fault
+from hvdtrain.distributed.recorder import recorder
+from hvdtrain.distributed.world import World
+from hvdtrain.torch.ops import dtypes, engine
+from hvdtrain.torch.ops.functions import broadcast_parameters
+from hvdtrain.torch.ops.reduce_ops import Reduction, submit
+from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
+from hvdtrain.torch.reduction.reduction_unit import drain
+
+_PREFIX, _META = "sync.gradient.", "delayed"  # in `State.arrays` and `State.meta`
+
+
+@dataclass
+class Origin:
+    """Numbers of the step that computed a gradient; equal on all ranks once it is reduced."""
+
+    # This rank's weight, and after the reduction the sum over ranks; None where all ranks know that sum beforehand.
+    total: float | None
+    expected: float  # the sum for which losses were scaled
+    samples: int  # of the step, over all ranks
+    scale: float  # of its loss scaling
+
+
+@dataclass
+class Reduced:
+    """The mean gradient of a step, equal on all ranks; a parameter without a gradient on any rank is left out."""
+
+    origin: Origin
+    gradients: dict[Parameter, Tensor]
+    fault: Fault | None = None  # why this rank's own gradient is not finite
+    is_restored: bool = False  # from a checkpoint, which has no fault
+
+
+class GradientInFlight:
+    """Holds the gradient of one step while it is reduced, and after that until the next step takes it.
+
+    It sends a dense gradient for each parameter of the optimizer that is trained, a missing one as zeros: what is sent
+    must not depend on the step. With it travel this rank's weight in the mean, and flags of the gradients that it has.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Parameter]], compression: str, world: World) -> None:
+        self._names = {parameter: name for name, parameter in named}
+        self._compression, self._world = compression, world
+        self._sent: _Sent | None = None
+        self._reduced: Reduced | None = None
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether this rank's own part of the gradient in flight is not finite."""
+        return self._sent is not None and self._sent.fault is not None
+
+    def start(self, parameters: Sequence[Parameter], origin: Origin, fault: Fault | None) -> None:
+        """Take the gradients from these parameters, which are dense, and start to average them over ranks."""
+        trained = [p for p in parameters if p.requires_grad]
+        self._sent = _Sent(trained, origin, fault, self._compression)
+
+    def take(self) -> Reduced | None:
+        """Wait for the gradient in flight and return it, for the caller to keep; None before the first step."""
+        reduced, self._reduced = self._wait(), None
+        return reduced
+
+    def _wait(self) -> Reduced | None:
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            with recorder.waiting():
+                self._reduced = sent.wait()
+        return self._reduced
+
+    def drop(self) -> None:
+        """Drop the gradient. Wait for its reduction, whose names and memory are needed again."""
+        sent, self._sent, self._reduced = self._sent, None, None
+        if sent is not None:
+            sent.drain()
+
+    def share(self) -> None:
+        """Give all ranks the root's gradient; a collective."""
+        if self._sent is not None and self._sent.is_stale:
+            self.drop()
+        try:
+            mine = self._wait()
+        except Exception:  # noqa: BLE001 - of a fit that an error has ended
+            mine = None
+        described = None
+        if mine is not None:
+            described = asdict(mine.origin), [self._names[p] for p in mine.gradients], mine.is_restored
+        found = self._world.broadcast_object(described, name="delayed")
+        self._reduced = None
+        if found is None:
+            return
+        origin, names, is_restored = found
+        by_name = {name: parameter for parameter, name in self._names.items()}
+        gradients = {} if mine is None else mine.gradients
+        shared = {
+            by_name[name]: gradients[by_name[name]] if self._world.is_root else torch.zeros_like(by_name[name]).detach()
+            for name in names
+        }
+        if self._world.size > 1:
+            broadcast_parameters([(f"delayed.{self._names[p]}", each) for p, each in shared.items()], root_rank=0)
+        self._reduced = Reduced(Origin(**origin), shared, None if mine is None else mine.fault, is_restored)
+
+    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """Return what `State.arrays` and `State.meta` hold of it; this rank alone waits for the reduction."""
+        reduced = self._wait()
+        if reduced is None:
+            return {}, {}
+        arrays = {f"{_PREFIX}{self._names[p]}": dtypes.to_array(each) for p, each in reduced.gradients.items()}
+        return arrays, {_META: asdict(reduced.origin)}
+
+    def load(self, arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> None:
+        """Restore it. A checkpoint of a run with another strategy has no gradient."""
+        self.drop()
+        if _META not in meta:
+            return
+        saved = {name.removeprefix(_PREFIX): a for name, a in arrays.items() if name.startswith(_PREFIX)}
+        known = [(p, name) for p, name in self._names.items() if name in saved]
+        gradients = {p: torch.from_numpy(saved[name].copy()).to(p.device, p.dtype) for p, name in known}
+        self._reduced = Reduced(Origin(**meta[_META]), gradients, is_restored=True)
+
+
+class _Sent:
+    """The operations in flight that reduce one gradient."""
+
+    def __init__(self, parameters: list[Parameter], origin: Origin, fault: Fault | None, compression: str) -> None:
+        self._parameters, self._origin, self.fault = parameters, origin, fault
+        ranks = engine.global_set()
+        flags = [float(p.grad is not None) for p in parameters]
+        numbers = torch.tensor([origin.total or 0.0, *flags], dtype=torch.float64)
+        how = Reduction(engine.Sum, process_set=ranks)
+        self._numbers = submit([numbers], how, "delayed.numbers", in_place=True, counted=False)
+        gradients = [torch.zeros_like(p).detach() if p.grad is None else p.grad.detach() for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        how = Reduction(engine.Average, process_set=ranks)
+        self._exchange = GradientExchange(gradients, how, name="delayed", compression=compression)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether Horovod was shut down since, as an elastic job does when ranks change."""
+        return self._numbers.is_stale
+
+    def wait(self) -> Reduced:
+        """Wait for the mean, corrected for the sum of the ranks' weights."""
+        total, *present = self._numbers.wait()[0].tolist()
+        origin = self._origin
+        if origin.total is not None:
+            origin.total = total
+        results = self._exchange.wait()
+        correction = 1.0
+        if origin.total and abs(total - origin.expected) > 1e-5 * origin.expected:
+            correction = origin.expected / total  # as `Reducer` does
+        means = zip(self._parameters, results, present, strict=True)
+        gradients = {parameter: mean for parameter, mean, there in means if there}
+        if correction != 1.0:
+            for each in gradients.values():
+                each.mul_(correction)
+        return Reduced(origin, gradients, self.fault)
+
+    def drain(self) -> None:
+        """Wait without a result."""
+        drain(self._numbers)
+        self._exchange.drain()

@@ -1,0 +1,1 @@
+"""How the Trainer takes a step: compute, undo, reduce, update, and what metrics count."""

@@ -1,0 +1,129 @@
+"""What the Trainer refuses of a torch model, its optimizers, loss and step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdtrain.adapter import Options
+from hvdtrain.torch.ops import dtypes, lazy
+from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
+from hvdtrain.torch.steps.named_steps import check_optimizers
+from hvdtrain.torch.steps.update import needs_closure
+
+
+def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, options: Options) -> None:
+    """Raise ValueError or TypeError for what the Trainer cannot train, or cannot combine."""
+    if loss is not None and step is not None:
+        raise ValueError(f"Give loss= or step=, not both: step computes the loss. Received: {loss=}, {step=}")
+    if step is None and not callable(loss):
+        wanted = "loss must be a torch loss, or a callable (outputs, targets) -> mean; or give step="
+        raise TypeError(f"{wanted}, a callable (model, batch) -> hvdtrain.Loss. Received: loss={loss!r}")
+    if step is not None and not callable(step):
+        raise TypeError(f"step must be a callable (model, batch) -> hvdtrain.Loss. Received: step={step!r}")
+    if step is None and list(optimizers) != [""]:
+        raise ValueError(f"Several optimizers need step=, which yields their names. Received: {', '.join(optimizers)}")
+    check_optimizers(optimizers)
+    dtypes.check(model, precision=options.precision)
+    if options.micro_batch == "auto":
+        _check_repeatable(model, several=list(optimizers) != [""])
+    if options.sync or options.cutoff:
+        _check_alone(model, optimizers, options)
+    for optimizer in optimizers.values():
+        if needs_closure(optimizer):
+            _check_closure(optimizer, options, several=list(optimizers) != [""])
+        check_parameters(model, optimizer)
+        if hasattr(optimizer, "skip_synchronize"):
+            raise ValueError(
+                "optimizer must be the plain one: the Trainer distributes it, with its own options. Received: a "
+                f"DistributedOptimizer of {type(optimizer).__name__}"
+            )
+
+
+def _check_alone(model: nn.Module, optimizers: dict[str, Any], options: Options) -> None:
+    """Raise ValueError for what ranks must do together in every step."""
+    reasons = {
+        "SyncBatchNorm": any(isinstance(module, SyncBatchNorm) for module in model.modules())
+        and "its layers exchange statistics in every step; use BatchNorm",
+        f"the optimizers {', '.join(optimizers)}": list(optimizers) != [""]
+        and "ranks agree on the optimizer at each yield; use one optimizer",
+        "a lazy module": lazy.first(model) is not None
+        and "its parameters have no shapes before the first batch; call the model once on a batch before",
+        "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
+        and "ranks search along one line together; use another optimizer",
+        "micro_batch='auto'": options.micro_batch == "auto"
+        and "all ranks repeat a step when one runs out of memory; use micro_batch=N",
+    }
+    what = "no step waits for other ranks" if options.sync == "Delayed" else "ranks step alone"
+    given = f"sync={options.sync}"
+    if options.cutoff:
+        del reasons["SyncBatchNorm"]  # which is a BatchNorm
+        given, what = "cutoff", "ranks contribute different batches to a step"
+        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        reasons["BatchNorm"] = norms and "its statistics would depend on what was cut off; use LayerNorm or GroupNorm"
+        reasons[f"micro_batch={options.micro_batch}"] = (
+            options.micro_batch is not None and "batches are cut off whole; use a smaller batch_size and accumulate"
+        )
+    for received, reason in reasons.items():
+        if reason:
+            raise ValueError(f"With {given}, {what}. Received: {received}: {reason}.")
+
+
+def _check_repeatable(model: nn.Module, *, several: bool) -> None:
+    """Raise ValueError if a step cannot be undone and repeated on all ranks when one runs out of memory."""
+    reason = None
+    if several:
+        reason = "With several optimizers a step cannot be repeated: those of earlier yields have taken their steps"
+    elif any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        reason = "With SyncBatchNorm a step cannot be repeated: other ranks wait in its layers for the rank that fails"
+    if reason:
+        raise ValueError(f"{reason}. Use micro_batch=N, the samples that fit. Received: micro_batch='auto'")
+
+
+def check_collectives(options: Options) -> None:
+    """Raise ValueError if a step calls collectives, such as `allgather`, and ranks may compute different batches."""
+    reasons = {
+        "cutoff": options.cutoff and "ranks contribute different batches to a step",
+        "micro_batch='auto'": options.micro_batch == "auto"
+        and "other ranks wait for the rank that runs out of memory; use micro_batch=N",
+    }
+    for received, reason in reasons.items():
+        if reason:
+            raise ValueError(f"Collectives in a step need all ranks. Received: {received}: {reason}.")
+
+
+def _check_closure(optimizer: torch.optim.Optimizer, options: Options, *, several: bool) -> None:
+    """Raise ValueError for what cannot be combined with an optimizer that evaluates a step several times."""
+    reasons = {
+        "several optimizers": several and "step yields each loss once",
+        f"clip_norm={options.clip_norm}": options.clip_norm
+        and "a clipped gradient is not the loss's, which it searches",
+        f"nan_policy={options.nan_policy!r}": options.nan_policy and "weights move between the gradients of one step",
+        "micro_batch='auto'": options.micro_batch == "auto" and "it has changed weights when memory runs out",
+        "precision='fp16'": options.precision == "fp16" and "torch's loss scaling takes no closure",
+    }
+    for received, reason in reasons.items():
+        if reason:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes loss and gradient several times in one step: {reason}. Use "
+                f"another optimizer, or leave the option out. Received: {received}"
+            )
+
+
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless the optimizer is over parameters of this model that can be trained."""
+    own = set(model.parameters())
+    if not any(parameter.requires_grad for parameter in own):
+        raise ValueError(
+            f"model has no trainable parameters. Received: {type(model).__name__} with {len(own)} parameters, "
+            "none with requires_grad"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [tuple(p.shape) for p in group["params"] if p not in own]
+        if foreign:
+            raise ValueError(
+                f"optimizer must be made from this model's own parameters(). Received: parameter group {index} with "
+                f"{len(foreign)} others, the first of shape {foreign[0]}"
+            )

@@ -1,0 +1,283 @@
+"""Weights, optimizer state and precision scaler as plain arrays and JSON, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.parameter import is_lazy
+
+from hvdtrain.adapter import State
+from hvdtrain.data.trees import tree_map
+from hvdtrain.torch.ops import dtypes, lazy, names
+from hvdtrain.torch.reduction.replica import Optimizers
+
+
+def to_host(value: Any) -> NDArray[Any]:
+    """Return a copy on the host; see `dtypes.to_array`."""
+    return np.array(dtypes.to_array(value) if isinstance(value, torch.Tensor) else value)
+
+
+def on_device(tree: Any, device: torch.device) -> Any:
+    """Return `tree` with its tensors on `device`."""
+    return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, tree)
+
+
+def place(model: torch.nn.Module, device: torch.device) -> torch.device:
+    """Move a model to its rank's device, and return where its inputs go.
+
+    A model that is spread over several devices stays where it is; its inputs go to the device of its first parameter.
+
+    Raises:
+        ValueError: a parameter is on the device "meta", and so has no value.
+    """
+    devices = {parameter.device: name for name, parameter in names.parameters(model)}
+    empty = next((name for each, name in devices.items() if each.type == "meta" != device.type), None)
+    if empty is not None:
+        raise ValueError(
+            f'The model has no values yet. Received: parameter {empty} on the device "meta". Load the weights first, '
+            "or call model.to_empty(device=...) and initialize them."
+        )
+    if len(devices) > 1:
+        return next(iter(devices))
+    model.to(device)
+    return device
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Move the state that an optimizer already has to where its parameters are; step counters stay put."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if name != "step" and isinstance(parameter, torch.Tensor):
+                state[name] = on_device(value, parameter.device)
+
+
+def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
+    """Return all that training changes; on the host as views of it, since a copy is as large as the model."""
+    lazy.check(_tensors(model).items(), what="A checkpoint")
+    arrays = {f"model.{name}": dtypes.to_array(tensor) for name, tensor in _tensors(model).items()}
+    metas = {}
+    for name, (optimizer, scaler) in optimizers.items():
+        tensors, metas[name] = _capture_optimizer(optimizer, scaler)
+        arrays |= {f"{_prefix(name)}{key}": value for key, value in tensors.items()}
+    unsettled = frozenset(f"model.{name}" for name, _ in names.buffers(model))
+    trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
+    every = model.named_parameters(remove_duplicate=False)  # a tied weight has several names in a state_dict
+    frozen = frozenset(f"model.{names.plain(name)}" for name, each in every if not each.requires_grad)
+    meta = metas.get("", {"optimizers": metas})
+    return State(arrays, meta, unsettled=unsettled, trained=trained, frozen=frozen)
+
+
+def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    saved, parameters = optimizer.state_dict(), _parameters(optimizer)
+    arrays: dict[str, NDArray[Any]] = {}
+    types: dict[str, str] = {}  # of what has another type than its parameter, in which torch would load it
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, entries in saved["state"].items():
+        scalars[str(index)] = {}
+        for name, value in entries.items():
+            # LBFGS has lists of tensors: one array each, and None in its place.
+            parts = {f".{i}": each for i, each in enumerate(value)} if isinstance(value, list) else {"": value}
+            tensors = {part: each for part, each in parts.items() if isinstance(each, torch.Tensor)}
+            arrays |= {f"{index}.{name}{part}": dtypes.to_array(each) for part, each in tensors.items()}
+            own = parameters[index].dtype
+            named = {f"{index}.{name}{part}": str(each.dtype) for part, each in tensors.items() if each.dtype != own}
+            types |= {} if name == "step" else {key: dtype.removeprefix("torch.") for key, dtype in named.items()}
+            if isinstance(value, list):
+                scalars[str(index)][name] = [None if part in tensors else each for part, each in parts.items()]
+            elif not tensors:
+                scalars[str(index)][name] = value
+    groups = [
+        {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        for group in saved["param_groups"]
+    ]
+    meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
+    return arrays, meta | ({"types": types} if types else {})
+
+
+# Keys of a parameter group that are no settings of the user's: those of schedulers, and how a step is computed.
+_NO_SETTINGS = frozenset({
+    "params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "foreach",
+    "fused", "capturable", "differentiable",
+})  # fmt: skip
+
+
+def settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of parameter groups as JSON: numbers, and lists of them."""
+    return [
+        {
+            name: plain
+            for name, value in group.items()
+            if name not in _NO_SETTINGS and (plain := _plain(value)) is not None
+        }
+        for group in groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        parts = [_plain(each) for each in value]
+        return None if None in parts else parts
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _prefix(name: str) -> str:
+    return f"optimizer.{name}." if name else "optimizer."
+
+
+def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> None:
+    """Restore what `capture` returned; a ValueError names the first tensor that does not fit, before any changes."""
+    saved = {names.plain(name[6:]): array for name, array in state.arrays.items() if name.startswith("model.")}
+    lazy.materialize(_tensors(model), {name: each.shape for name, each in saved.items()})
+    current = _tensors(model)
+    lazy.check(current.items(), what="Loading a checkpoint")
+    shapes, saved_shapes = ({name: tuple(each.shape) for name, each in both.items()} for both in (current, saved))
+    for name in [*current, *saved]:
+        here, there = shapes.get(name, "missing"), saved_shapes.get(name, "missing")
+        if here != there:
+            raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
+    for name, tensor in current.items():
+        if (saved[name].dtype.kind == "c") != tensor.is_complex():
+            raise ValueError(f"tensor {name} is {saved[name].dtype} in the checkpoint and {tensor.dtype} in the model")
+    metas = state.meta.get("optimizers", {"": state.meta})
+    if sorted(metas) != sorted(optimizers):
+        raise ValueError(f"the checkpoint has the optimizers {sorted(metas)}, and here are {sorted(optimizers)}")
+    for name, (optimizer, _) in optimizers.items():
+        before, layout = metas[name]["layout"], _layout(optimizer)
+        if before[0] == layout[0] and len(before[1]) != len(layout[1]):
+            raise ValueError(
+                f"the optimizer{name and ' '}{name} has {len(before[1])} parameter groups in the checkpoint and "
+                f"{len(layout[1])} here. Add the groups before fit, also those that a callback adds"
+            )
+        if before != layout:
+            raise ValueError(f"the optimizer{name and ' '}{name} is {before} in the checkpoint and {layout} here")
+    for name, tensor in current.items():
+        dtypes.copy_array(tensor, saved[name])
+    for name, (optimizer, scaler) in optimizers.items():
+        prefix = _prefix(name)
+        own = {key.removeprefix(prefix): array for key, array in state.arrays.items() if key.startswith(prefix)}
+        _restore_optimizer(own, metas[name], optimizer, scaler)
+
+
+def _restore_optimizer(arrays: dict[str, NDArray[Any]], meta: dict[str, Any], optimizer: Any, scaler: Any) -> None:
+    entries: dict[int, dict[str, Any]] = {int(index): deepcopy(values) for index, values in meta["optimizer"].items()}
+    for name, array in arrays.items():
+        index, key = name.split(".", 1)
+        value = torch.from_numpy(array.copy())  # the caller's stays as it is
+        owner, _, place = key.rpartition(".")
+        if owner:
+            entries[int(index)][owner][int(place)] = value
+        else:
+            entries[int(index)][key] = value
+    groups = [
+        {**_as_before(group, old), "params": group["params"]}
+        for group, old in zip(optimizer.state_dict()["param_groups"], meta["groups"], strict=True)
+    ]
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    parameters = _parameters(optimizer)
+    for name, dtype in meta.get("types", {}).items():
+        index, key = name.split(".", 1)
+        owner, _, place = key.rpartition(".")
+        parameter = parameters[int(index)]
+        state = optimizer.state[parameter]
+        value = torch.from_numpy(arrays[name].copy()).to(parameter.device, getattr(torch, dtype))
+        if owner:
+            state[owner][int(place)] = value
+        else:
+            state[key] = value
+    if meta["scaler"]:  # empty where the checkpoint's run had none
+        scaler.load_state_dict(meta["scaler"])
+
+
+def random_states() -> dict[str, NDArray[Any]]:
+    """Return the random states that torch draws from, on the host and on this rank's GPU if it uses one."""
+    held = {"random.torch": torch.get_rng_state().numpy()}
+    if torch.cuda.is_initialized():
+        held["random.cuda"] = torch.cuda.get_rng_state().numpy()
+    return held
+
+
+def set_random_states(held: dict[str, NDArray[Any]]) -> None:
+    """Restore what `random_states` returned, as far as it is there."""
+    if "random.torch" in held:
+        torch.set_rng_state(torch.from_numpy(held["random.torch"].copy()))
+    if "random.cuda" in held and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.from_numpy(held["random.cuda"].copy()))
+
+
+def reseed(seeds: Mapping[str, int]) -> None:
+    """Seed those of torch's generators that are in `seeds`, by the names that `random_states` gives them."""
+    if "random.torch" in seeds:
+        torch.default_generator.manual_seed(seeds["random.torch"])
+    if "random.cuda" in seeds:
+        torch.cuda.manual_seed(seeds["random.cuda"])
+
+
+def rank_state(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
+    """Return the random states, and the buffers, which ranks settle at an epoch's end."""
+    return random_states() | {name: to_host(buffer) for name, buffer in _buffers(model).items()}
+
+
+def set_rank_state(held: dict[str, NDArray[Any]], model: torch.nn.Module) -> None:
+    """Restore what `rank_state` returned, as far as it is there."""
+    set_random_states(held)
+    held = {names.plain(name): array for name, array in held.items()}  # older checkpoints have names of compiled models
+    for name, buffer in _buffers(model).items():
+        if name in held:
+            dtypes.copy_array(buffer, held[name].copy())
+
+
+def trained_flags(model: torch.nn.Module) -> NDArray[np.uint8]:
+    """Return for each parameter whether it is trained."""
+    return np.array([parameter.requires_grad for parameter in model.parameters()], np.uint8)
+
+
+def set_trained_flags(flags: NDArray[np.uint8], model: torch.nn.Module) -> list[str]:
+    """Restore what `trained_flags` returned; return the names of the parameters that were trained or frozen by it."""
+    parameters = list(names.parameters(model))
+    if len(flags) != len(parameters):  # of another model, with the same tensors
+        return []
+    pairs = zip(parameters, flags.astype(bool).tolist(), strict=True)
+    changed = {name: parameter for (name, parameter), flag in pairs if parameter.requires_grad != flag}
+    for parameter in changed.values():
+        parameter.requires_grad_(not parameter.requires_grad)
+    return list(changed)
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's buffers under the names that `hvdtrain.distributed.rank_state` explains."""
+    buffers = ((name, buffer) for name, buffer in names.buffers(model) if not is_lazy(buffer))
+    return {f"{dtypes.rule(buffer)}.buffer.{name}": buffer for name, buffer in buffers}
+
+
+def _layout(optimizer: Any) -> list[Any]:
+    """Return the optimizer's class, and the shapes of its parameters group by group: what its state belongs to."""
+    shapes = [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+    return [type(optimizer).__name__, shapes]
+
+
+def _as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's saved options in the types it has now: JSON knows neither tuples nor tensors."""
+
+    def restored(value: Any, here: Any) -> Any:
+        if isinstance(here, torch.Tensor):
+            return torch.as_tensor(value, dtype=here.dtype, device=here.device)
+        return tuple(value) if isinstance(here, tuple) else value
+
+    return {key: restored(value, group.get(key)) for key, value in saved.items()}
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    # A module may put anything into its state_dict through get_extra_state.
+    held = model.state_dict().items()
+    return {names.plain(name): value for name, value in held if isinstance(value, torch.Tensor)}
