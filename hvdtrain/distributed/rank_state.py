@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,16 @@ def set_random_states(states: Arrays) -> None:
         words, (has_gauss, cached) = states["random.numpy"], states["random.numpy_gauss"].tolist()
         keys, position = words[:_MT_WORDS].astype(np.uint32), int(words[_MT_WORDS])
         np.random.set_state(("MT19937", keys, position, int(has_gauss), float(cached)))  # noqa: NPY002
+
+
+@contextmanager
+def random_states_restored() -> Iterator[None]:
+    """Restore the states of `random_states` when the block ends."""
+    before = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(before)
 
 
 def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:

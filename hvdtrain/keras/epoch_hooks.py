@@ -62,14 +62,11 @@ class EpochHooks:
         return {name: _digest(value) for name, value in vars(self._data).items()} if self._world.size > 1 else {}
 
     def _call(self, call: int) -> None:
-        before = rank_state.random_states()
         state = int(np.random.default_rng([self._seed % 2**64, call]).integers(2**32))
-        random.seed(state)
-        np.random.seed(state)  # noqa: NPY002 - the generator that people's datasets use
-        try:
+        with rank_state.random_states_restored():
+            random.seed(state)
+            np.random.seed(state)  # noqa: NPY002 - the generator that people's datasets use
             (self._data.on_epoch_end if call % 2 else self._data.on_epoch_begin)()
-        finally:
-            rank_state.set_random_states(before)
 
 
 def _digest(value: Any) -> str:

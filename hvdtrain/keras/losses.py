@@ -143,19 +143,18 @@ def _unchanged(model: keras.Model) -> Iterator[None]:
     """Undo what the block does to random states, statistics and metrics."""
     statistics = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
     variables = [*metric_variables(model), *statistics, *seed_states(model)]
-    before, states = copies(variables), rank_state.random_states()
+    before = copies(variables)
     streams: AbstractContextManager[None] = nullcontext()
     if keras.backend.backend() == "torch":
         import torch
 
         streams = torch.random.fork_rng()
     try:
-        with streams:
+        with streams, rank_state.random_states_restored():
             yield
     finally:
         model._clear_losses()
         assign(variables, before)
-        rank_state.set_random_states(states)
 
 
 def _kinds(model: keras.Model, data: Any, count: int, *, training: bool) -> dict[str, list[str]]:

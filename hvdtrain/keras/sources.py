@@ -43,10 +43,8 @@ def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
         return (data[int(i)] for i in sharding.shard(len(data), **where, shuffle=shuffle, start=after.batches))
 
     def filler(_: int) -> Any:
-        before = rank_state.random_states()  # reading an item may draw random numbers, to augment it
-        item = data[0]
-        rank_state.set_random_states(before)
-        return item
+        with rank_state.random_states_restored():  # reading an item may draw random numbers, to augment it
+            return data[0]
 
     source = IteratedSource(batches, world=world, steps=-(-len(data) // world.size), filler=filler)
     read = partial(read_here, lambda index: leaves_of(data[index]))
