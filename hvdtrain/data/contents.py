@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.generators import Generators
+from hvdtrain.data.generators import Generators, reached
 from hvdtrain.data.trees import as_array
 from hvdtrain.distributed import checksums, rank_state
 from hvdtrain.distributed.world import World
@@ -40,7 +40,6 @@ _SHOWN = 4  # values, or indices
 _SHOWN_TEXT = 60  # characters
 _ERROR = "error"  # the place of the error that reading a sample raised
 _WHOLE_BYTES, _ROWS = 1 << 26, 1024  # of a column that is compared whole; rows of a larger one
-_MOST_OBJECTS, _MOST_PARTS = 10_000, 1000  # that are searched for subsets, in all and of one list
 
 
 class Leaf(NamedTuple):
@@ -295,8 +294,7 @@ def read_here(
 def _global_generators_seeded(seed: int) -> Iterator[None]:
     """Seed Python's, NumPy's and torch's global generators, and restore their states when the block ends."""
     torch: Any = sys.modules.get("torch")
-    states = rank_state.random_states()
-    with torch.random.fork_rng(_gpus(torch)) if torch else nullcontext():
+    with rank_state.random_states_restored(), torch.random.fork_rng(_gpus(torch)) if torch else nullcontext():
         random.seed(seed)
         if "numpy.random" in sys.modules:
             np.random.seed(seed % 2**32)  # noqa: NPY002 - what users and their libraries draw from
@@ -304,10 +302,7 @@ def _global_generators_seeded(seed: int) -> Iterator[None]:
             torch.default_generator.manual_seed(seed)
             for _ in _gpus(torch):
                 torch.cuda.manual_seed(seed)
-        try:
-            yield
-        finally:
-            rank_state.set_random_states(states)
+        yield
 
 
 def _gpus(torch: Any) -> list[int]:
@@ -320,23 +315,9 @@ def subsets(data: Any) -> dict[str, str]:
     A subset is torch's `Subset`, or what has its attributes `dataset` and `indices`. It is found behind other datasets'
     attributes too.
     """
-    found: dict[str, str] = {}
-    pending: list[tuple[str, Any]] = [("dataset", data)]
-    seen: dict[int, Any] = {}
-    while pending and len(seen) < _MOST_OBJECTS:
-        path, value = pending.pop(0)
-        parts = getattr(value, "__dict__", None)
-        if parts is None or id(value) in seen or not hasattr(type(value), "__getitem__"):
-            continue
-        seen[id(value)] = value
-        if "dataset" in parts and "indices" in parts:
-            found[f"{path}.indices"] = _indices(parts["indices"])
-        for name, part in parts.items():
-            pending.append((f"{path}.{name}", part))
-            if isinstance(part, list | tuple | dict) and len(part) <= _MOST_PARTS:
-                several = part.items() if isinstance(part, dict) else enumerate(part)
-                pending += [(f"{path}.{name}[{key!r}]", each) for key, each in several]
-    return found
+    datasets = reached({"dataset": data}, through=lambda value: hasattr(type(value), "__getitem__"))
+    held = ((path, getattr(value, "__dict__", {})) for path, value in datasets)
+    return {f"{path}.indices": _indices(own["indices"]) for path, own in held if {"dataset", "indices"} <= own.keys()}
 
 
 def exact_columns(columns: Any) -> dict[str, str]:

@@ -9,7 +9,7 @@ import json
 import random
 import sys
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -130,13 +130,15 @@ def is_stream(dataset: Any) -> bool:
     return any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
 
 
-def reached(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each object that is reached, once, and its path; the nearest first."""
+def reached(
+    roots: Mapping[str, Any], *, through: Callable[[Any], bool] = lambda value: True
+) -> Iterator[tuple[str, Any]]:
+    """Yield each object that is reached, `through` objects alone, once, and its path; the nearest first."""
     seen: dict[int, Any] = {}
     pending = deque(roots.items())
     while pending and len(seen) < _MOST_OBJECTS:
         path, value = pending.popleft()
-        if not isinstance(value, _LEAVES) and id(value) not in seen:
+        if not isinstance(value, _LEAVES) and id(value) not in seen and through(value):
             seen[id(value)] = value  # held: another object could get its id
             yield path, value
             parts = ((f"{path}.{name}", each) for name, each in _parts(value) if not isinstance(each, _LEAVES))
