@@ -20,6 +20,28 @@ __all__ = [
 ]  # fmt: skip
 
 
+class VariablesPart:
+    """The variables of a state, as `ObjectState` saves, restores and synchronizes its parts.
+
+    `variables` returns them, and `share` gives every rank rank 0's values.
+    """
+
+    def __init__(self, variables: Callable[[], list[Any]], share: Callable[[], None]) -> None:
+        self._variables, self.sync = variables, share
+        self.save()
+
+    def save(self) -> None:
+        """Copy the values to host memory."""
+        self._values = copies(self._variables())
+
+    def restore(self) -> None:
+        """Restore the values that were saved last."""
+        assign(self._variables(), self._values)
+
+    def reset(self) -> None:
+        """Do nothing: values do not depend on the ranks there are."""
+
+
 class KerasState(ObjectState):
     """A model, its optimizer and further values, which an elastic run saves, restores and synchronizes.
 
@@ -35,20 +57,11 @@ class KerasState(ObjectState):
         self.model = model
         self.optimizer = optimizer if optimizer is not None else model.optimizer
         build_optimizer(model, self.optimizer)
-        self._save_values()
+        sync_from_jax(model)
+        self._parts = [VariablesPart(self._variables, self._share)]
         super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)
 
-    def save(self) -> None:
-        """Copy everything to host memory."""
-        self._save_values()
-        super().save()
-
-    def restore(self) -> None:
-        """Restore what was saved last."""
-        assign(self._variables(), self._values)
-        super().restore()
-
-    def sync(self) -> None:
+    def _share(self) -> None:
         """Give every rank rank 0's values, and compile steps again for the ranks there are now."""
         sync_from_jax(self.model)
         part = distributed_part(self.optimizer)
@@ -56,15 +69,14 @@ class KerasState(ObjectState):
             part.agree_on_model()  # new ranks need the names under which gradients travel
             self.model.train_function = None
         broadcast_model(self.model, self.optimizer)
-        self._save_values()
-        super().sync()
+
+    def save(self) -> None:
+        """Copy everything to host memory."""
+        sync_from_jax(self.model)
+        super().save()
 
     def _variables(self) -> list[Any]:
         return [*self.model.weights, *(self.optimizer.variables if self.optimizer is not None else [])]
-
-    def _save_values(self) -> None:
-        sync_from_jax(self.model)
-        self._values = copies(self._variables())
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

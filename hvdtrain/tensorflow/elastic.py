@@ -7,8 +7,7 @@ from typing import Any
 
 from hvdtrain.distributed.elastic import ObjectState, State
 from hvdtrain.keras import basics, ops
-from hvdtrain.keras.elastic import KerasState, run
-from hvdtrain.keras.training_state import assign, copies
+from hvdtrain.keras.elastic import KerasState, VariablesPart, run
 from hvdtrain.tensorflow.ops import refuse_session
 from hvdtrain.tensorflow.variables import broadcast_variables
 
@@ -45,21 +44,5 @@ class TensorFlowState(ObjectState):
         if variables is None:
             raise ValueError("TensorFlow 2 has no global variables. Pass those to save: TensorFlowState(variables=...)")
         self.variables = list(variables)
-        self._values = copies(self.variables)
+        self._parts = [VariablesPart(lambda: self.variables, lambda: broadcast_variables(self.variables, root_rank=0))]
         super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)
-
-    def save(self) -> None:
-        """Copy everything to host memory."""
-        self._values = copies(self.variables)
-        super().save()
-
-    def restore(self) -> None:
-        """Restore what was saved last."""
-        assign(self.variables, self._values)
-        super().restore()
-
-    def sync(self) -> None:
-        """Give every rank rank 0's values."""
-        broadcast_variables(self.variables, root_rank=0)
-        self._values = copies(self.variables)
-        super().sync()
