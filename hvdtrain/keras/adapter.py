@@ -118,11 +118,6 @@ def _plain_optimizer(model: keras.Model, optimizer: Any, loss: Any, metrics: Any
     return plain
 
 
-def _couples_samples(model: keras.Model) -> bool:
-    norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
-    return not all(type(each).__module__.startswith("hvdtrain.") for each in norms)  # but for SyncBatchNormalization
-
-
 def _refuse_synchronized(layers: Sequence[Any], world: World) -> None:
     """Raise ValueError if a BatchNormalization is synchronized, which Keras does within tf.distribute alone."""
     for layer in layers if world.size > 1 else ():
@@ -155,9 +150,9 @@ class KerasAdapter:
         self.between_exchanges: Callable[[], None] = lambda: None
         self.notes: list[str] = []
         self.class_weight: dict[int, float] | None = None
-        self.couples_samples = _couples_samples(model)
         norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
         self._sync_norms: list[Any] = [each for each in norms if type(each).__module__.startswith("hvdtrain.")]
+        self.couples_samples = len(self._sync_norms) < len(norms)
         self._snapshot = None if options.nan_policy is None else StepSnapshot(model, options)
         self._started = False
         self._fresh = True  # until the first step after metrics were read

@@ -146,8 +146,7 @@ def first_error(run_dir: Path, *, listener: Listener, cause: Cause) -> RankError
         first = next((error for error in errors if not cause.killed or error.rank == cause.rank), None)
         return first and replace(first, is_printed=first.last_line in listener.text())
     printed: dict[int, list[str]] = {}
-    lines = OutputLines()
-    for number, line in [*lines.feed(listener.text().encode()), *lines.end()]:
+    for number, line in OutputLines().all(listener.text().encode()):
         if number is not None:
             printed.setdefault(number, []).append(line)
     for rank in sorted(printed, key=lambda rank: rank != cause.rank):
@@ -166,8 +165,7 @@ def traceback_in(lines: Sequence[str]) -> str:
 def said_by_ranks(output: str) -> Said:
     """Return what ranks have printed about their end, by `distributed.watchdog`, in the order in which it came."""
     found: Said = {"error": {}, "followed": {}, "idle": {}, "waits": {}}
-    lines = OutputLines()
-    for number, line in [*lines.feed(output.encode()), *lines.end()]:
+    for number, line in OutputLines().all(output.encode()):
         said, missing = _SAID.match(line), _MISSING.match(line)
         if said is not None and said.lastgroup and int(said[1]) == number:
             found[said.lastgroup].setdefault(number, said[2])

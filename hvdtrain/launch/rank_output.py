@@ -66,6 +66,10 @@ class OutputLines:
         self.tails: dict[int | None, deque[str]] = {}  # rank -> its last lines; None: the launcher
         self._pieces = _Pieces()
 
+    def all(self, data: bytes) -> list[Line]:
+        """Return the lines of `data`, after which nothing follows; see `feed`."""
+        return [*self.feed(data), *self.end()]
+
     def feed(self, data: bytes) -> list[Line]:
         """Return the lines that `data` completes, as (rank, text); the launcher's own have rank None."""
         return [self._line(mark, text) for mark, text in self._pieces.feed(data)]

@@ -115,8 +115,7 @@ def run_ranks(
             for each in ending:
                 signal.signal(each, signal.SIG_DFL)
         log.seek(0)
-        output = OutputLines()
-        return LaunchOutcome(status, [*output.feed(log.read()), *output.end()])
+        return LaunchOutcome(status, OutputLines().all(log.read()))
 
 
 def _horovodrun(spec: LaunchSpec) -> list[str]:
