@@ -239,7 +239,15 @@ class Adapter(Protocol):
         """
 
     def state(self) -> State:
-        """Return weights, optimizer state and precision scaler. The next step may change the arrays."""
+        """Return weights, optimizer state and precision scaler. The next step may change the arrays.
+
+        A collective call: all ranks call it at the same point, so that an adapter whose ranks hold parts of the state
+        can gather them here. Reading the arrays is none: the root alone reads what it writes. Today each rank holds all
+        arrays; an adapter that shards some will say in a field `State.sharded` which.
+
+        Raises:
+            ValueError: on every rank, if a lazy module has no shapes yet.
+        """
 
     def load_state(self, state: State) -> None:
         """Restore what `state` returned. Raises ValueError naming the first tensor that does not fit."""

@@ -135,7 +135,7 @@ class RunContext(Protocol):
         """
 
     def state(self, *, copy: bool = True) -> State:
-        """Return weights and optimizer state. With copy=False, the next step may change the arrays."""
+        """Return weights and optimizer state; call it on every rank. With copy=False, the next step may change them."""
 
     def load_state(self, state: State) -> None:
         """Restore what `state` returned. Call it with the same state on every rank."""

@@ -33,6 +33,7 @@ log = logging.getLogger("hvdtrain")
 
 # Prefixes of the names in `State.arrays`, and the files that they go to.
 _FILES = ("model", "optimizer", "sync")
+_HASHED = "hashed"  # in a checkpoint's meta data: the digests of frozen weights that it leaves out
 # How long to wait for an earlier start of this run to end. NFS 4 holds a lost host's locks for 90 s.
 _OWN_WRITER_S = 120.0
 # The file of callbacks' arrays, and the prefix of their names in the broadcast. They are equal on all ranks.
@@ -87,16 +88,13 @@ class RunCheckpoints:
 
     def check_writable(self, adapter: Adapter, run: RunId) -> None:
         """Check that a checkpoint can be written, before training begins; a collective call."""
+        # State that the first step creates is not counted: a disk that is large enough is never refused.
+        state = _state_if_built(adapter)
 
         def check() -> None:
             self._lock.describe(Holder(run.id, run.name, os.environ.get(RUN_ID)))
-            # State that the first step creates is not counted: a disk that is large enough is never refused.
-            num_bytes = 0
-            with suppress(ValueError):  # from a lazy module
-                state = adapter.state()
-                left_out = state.frozen & self.options.built.keys()
-                num_bytes = sum(array.nbytes for name, array in state.arrays.items() if name not in left_out)
-            self._store.check_writable(num_bytes)
+            left_out = state.frozen & self.options.built.keys()
+            self._store.check_writable(sum(a.nbytes for name, a in state.arrays.items() if name not in left_out))
 
         self._on_root(check, "checkpoint folder")
 
@@ -105,10 +103,10 @@ class RunCheckpoints:
         progress, background, built = snapshot.meta["position"], self.options.background, self.options.built
         self.saved_at, self.is_late = progress["global_step"], False
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
+        state = _state(adapter, self._world)
 
         def submit() -> None:
             self._writer.wait()
-            state = adapter.state()
             contents = pack(state, everyones, snapshot.meta, world=self._world, copy=background, built=built)
             place = self._store.place(progress["epoch"], progress["step"])
             self._writer.submit(place, contents, then=self._store.prune)
@@ -193,10 +191,10 @@ def held(
     options: Sequence[CheckpointOptions], adapter: Adapter, run: RunId, *, before: RunId | None, world: World
 ) -> Iterator[list[RunCheckpoints]]:
     """Lock the folders of checkpoints. However the block ends, finish writing; see `RunCheckpoints.hold`."""
+    state = _state_if_built(adapter) if options else State()
     for option in options:
         if not option.frozen and not option.built:  # once, before a run resumes: what the script has built
-            with suppress(ValueError):  # from a lazy module
-                option.built.update(_digests(adapter.state()))
+            option.built.update(_digests(state))
     checkpoints = [RunCheckpoints(each, world) for each in options]
     try:
         for each in checkpoints:
@@ -209,7 +207,20 @@ def held(
 
 def _digests(state: State) -> dict[str, str]:
     """Return a digest of each frozen weight; those that are trained now, and perhaps frozen later, have none."""
-    return {n: checkpoint.digest(np.asarray(a)) if n in state.frozen else "" for n, a in state.arrays.items()}
+    return {name: checkpoint.digest(state.arrays[name]) if name in state.frozen else "" for name in state.arrays}
+
+
+def _state(adapter: Adapter, world: World) -> State:
+    """Return the adapter's state, or raise on every rank if one cannot; a collective call."""
+    with agreement.everywhere(world=world, name="state"):
+        return adapter.state()
+
+
+def _state_if_built(adapter: Adapter) -> State:
+    """Return the adapter's state, which is empty while lazy modules have no shapes; a collective call."""
+    with suppress(ValueError):  # from a lazy module
+        return adapter.state()
+    return State()
 
 
 def save(directory: Any, adapter: Adapter, snapshot: Snapshot, *, world: World) -> None:
@@ -221,9 +232,10 @@ def save(directory: Any, adapter: Adapter, snapshot: Snapshot, *, world: World) 
             f"Received: directory={directory!r} on rank {world.rank}"
         )
     everyones = rank_state.gather(snapshot.arrays, world=world)
+    state = _state(adapter, world)
 
     def write() -> None:
-        contents = pack(adapter.state(), everyones, snapshot.meta, world=world, copy=False)
+        contents = pack(state, everyones, snapshot.meta, world=world, copy=False)
         checkpoint.write(scratch.place(directory), contents)
 
     agreement.together(write, world=world, name="save")
@@ -246,12 +258,12 @@ def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) ->
 
 def load_weights(directory: Any, adapter: Adapter, *, world: World) -> None:
     """Load the weights and buffers of a checkpoint on the root; `adapter.start` gives them to the others."""
+    now = _state(adapter, world)
 
     def read() -> None:
         place, contents = _read(directory)
-        now = adapter.state()
-        kept = {name: np.array(array) for name, array in now.arrays.items() if not name.startswith("model.")}
-        _add_frozen(place, contents, adapter)
+        kept = {name: np.array(now.arrays[name]) for name in now.arrays if not name.startswith("model.")}
+        _add_frozen(place, contents, now)
         weights = {f"model.{name}": array for name, array in contents.arrays["model"].items()}
         try:
             adapter.load_state(State(kept | weights, now.meta))
@@ -280,14 +292,21 @@ def restore(
 ) -> Snapshot | None:
     """Load the checkpoint that `find` returns, with its path, on the root; None if there is none. See `load`."""
     arrays: Arrays = {}
+    found: list[tuple[Path, Contents]] = []
 
-    def read() -> dict[str, Any] | None:
-        found = find()
-        if found is None:
-            return None
-        directory, contents = found
+    def look() -> bool | None:
+        found.extend(filter(None, [find()]))
+        return _HASHED in found[0][1].meta if found else None
+
+    leaves_out = agreement.together(look, world=world, name="find")
+    if leaves_out is None:
+        return None
+    now = _state(adapter, world) if leaves_out else State()
+
+    def read() -> dict[str, Any]:
+        directory, contents = found.pop()
         meta = contents.meta
-        _add_frozen(directory, contents, adapter)
+        _add_frozen(directory, contents, now)
         try:
             adapter.load_state(unpack(contents))
         except ValueError as error:
@@ -304,21 +323,17 @@ def restore(
         arrays.update({f"0/{_OF_CALLBACKS}{name}": a for name, a in contents.arrays.get(_CALLBACKS, {}).items()})
         return meta
 
-    meta: dict[str, Any] | None = agreement.together(read, world=world, name="restore")
-    if meta is None:
-        return None
+    meta: dict[str, Any] = agreement.together(read, world=world, name="restore")
     mine = rank_state.scatter(arrays, world=world)
     names = [name for name in mine if name.startswith(_OF_CALLBACKS)]
     theirs = {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
     return Snapshot(mine, {**meta, "callbacks": with_arrays(meta["callbacks"], theirs)})
 
 
-def _add_frozen(place: Path, contents: Contents, adapter: Adapter) -> None:
-    """Take the frozen weights that a checkpoint leaves out from the model; CheckpointError if they are others."""
-    hashes = contents.meta.pop("hashed", {})
-    now = adapter.state().arrays if hashes else {}
-    for name, expected in hashes.items():
-        array = now.get(f"model.{name}")
+def _add_frozen(place: Path, contents: Contents, now: State) -> None:
+    """Take the frozen weights that a checkpoint leaves out from the model's; CheckpointError if they are others."""
+    for name, expected in contents.meta.pop(_HASHED, {}).items():
+        array = now.arrays.get(f"model.{name}")
         if array is None or checkpoint.digest(array) != expected:
             what = "missing" if array is None else "another one"
             raise CheckpointError(

@@ -522,7 +522,11 @@ class Trainer:
         self._loop.save_checkpoint(options)
 
     def state(self, *, copy: bool = True) -> State:
-        """Return weights and optimizer state; without a copy, as arrays that the next step may change."""
+        """Return weights and optimizer state; without a copy, as arrays that the next step may change.
+
+        Call it on every rank: adapters may gather state from ranks. Those of this version do not, so that one rank's
+        call also works.
+        """
         state = self._adapter.state()
         return replace(state, arrays={name: np.array(array) for name, array in state.arrays.items()}) if copy else state
 

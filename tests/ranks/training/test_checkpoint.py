@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+import hvdtrain
 from hvdtrain.callbacks import Checkpoint
 from hvdtrain.errors import DesyncError, HvdTrainError
 
@@ -42,6 +43,49 @@ def test_what_must_be_finite_is_what_gradients_change(kit, world):
     weights = {name for name in state.arrays if name.startswith("model.")} - state.unsettled
     assert state.trained == weights
     assert state.trained
+
+
+@pytest.mark.world_size(2)
+def test_state_may_communicate_wherever_checkpoints_are_written_or_read(kit, world, tmp_path, monkeypatch):
+    """All ranks call it at the same point, so that an adapter can gather what its ranks have sharded."""
+
+    def trainer():
+        net = kit.model()
+        next(iter(net.parameters())).requires_grad_(False)
+        return kit.trainer(net)
+
+    first, calls = trainer(), []
+    adapter = type(first._adapter)
+    alone = adapter.state
+
+    def gathered(self):
+        calls.append(world.allgather_object(world.rank, name="sharded"))
+        return alone(self)
+
+    monkeypatch.setattr(adapter, "state", gathered)
+    first.fit(
+        DATA, batch_size=2, callbacks=[Checkpoint(tmp_path / "runs", every_steps=1, frozen=False)], progress=False
+    )
+    again = trainer()
+    hooks = [Checkpoint(tmp_path / "runs", frozen=False)]
+    assert len(again.fit(DATA, batch_size=2, epochs=2, callbacks=hooks, progress=False)["loss"]) == 2
+    again.save(str(tmp_path / "one"))
+    for weights_only in (False, True):
+        net = kit.model(seed=1)
+        options = {"optimizer": kit.optimizer_of(net), "loss": kit.loss(), "weights_only": weights_only}
+        loaded = hvdtrain.Trainer.load(str(tmp_path / "one"), net, **options)
+        ours, theirs = loaded.state().arrays, again.state().arrays
+        assert all((ours[name] == theirs[name]).all() for name in ours if name.startswith("model."))
+    assert len(set(world.allgather_object(len(calls), name="calls"))) == 1
+
+
+@pytest.mark.world_size(2)
+def test_a_state_that_one_rank_cannot_return_ends_save_on_all(kit, world, tmp_path, monkeypatch):
+    trainer = kit.trainer(kit.model())
+    if world.rank == 1:
+        monkeypatch.setattr(trainer._adapter, "state", lambda: 1 / 0)
+    with pytest.raises((ZeroDivisionError, HvdTrainError), match="division by zero"):
+        trainer.save(str(tmp_path / "one"))
 
 
 @pytest.mark.world_size(2)
