@@ -438,8 +438,8 @@ DEFECTS = (
     Defect(
         "sync: a checkpoint is written while ranks hold different weights",
         "hvdtrain/training/loop.py",
-        "for each in self._savers.values() if self._adapter.in_sync else ():",
-        "for each in self._savers.values():",
+        "while self._due.checkpoints and self._context.in_sync:",
+        "while self._due.checkpoints:",
         ALONE,
     ),
     Defect(

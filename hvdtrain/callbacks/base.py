@@ -70,8 +70,11 @@ class RunContext(Protocol):
     world: World
     epochs: int | None
     hosts: list[str]
-    decisions: list[str]
     steps_per_epoch: int | None
+
+    @property
+    def decisions(self) -> list[str]:
+        """Log lines on what the run has decided; a callback may append to them."""
 
     @property
     def config(self) -> dict[str, Any]:

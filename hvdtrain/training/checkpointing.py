@@ -63,7 +63,6 @@ class RunCheckpoints:
     def __init__(self, options: CheckpointOptions, world: World) -> None:
         self.options = options
         self.saved_at = 0
-        self.is_late = False  # a checkpoint is due, and waits for ranks to hold equal weights
         self._store = options.store
         self._world = world
         self._writer = Writer()
@@ -101,7 +100,7 @@ class RunCheckpoints:
     def save(self, adapter: Adapter, snapshot: Snapshot) -> None:
         """Save the current state. Training waits while it is copied, and until the previous one is written."""
         progress, background, built = snapshot.meta["position"], self.options.background, self.options.built
-        self.saved_at, self.is_late = progress["global_step"], False
+        self.saved_at = progress["global_step"]
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
         state = _state(adapter, self._world)
 

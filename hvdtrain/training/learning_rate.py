@@ -34,6 +34,14 @@ class LearningRate:
         """Whether the user's rates never change."""
         return self.factor == 1.0 and not self._warmup_epochs
 
+    def check(self, steps_per_epoch: int | None) -> None:
+        """Raise ValueError if the rate warms up over epochs whose length is not known."""
+        if self._warmup_epochs and steps_per_epoch is None:
+            raise ValueError(
+                "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
+                "Use warmup_epochs=0, or data with a length."
+            )
+
     def at(self, step: int, *, steps_per_epoch: int | None) -> list[float] | None:
         """Return each group's rate for global step `step`; None if the rate must not be set.
 
@@ -41,7 +49,6 @@ class LearningRate:
         """
         if self.is_fixed:
             return None
-        # The Trainer refuses a warmup if the epoch's length is unknown.
         ramp = max(1, math.ceil(self._warmup_epochs * (steps_per_epoch or 0)))
         if step >= ramp:
             return None

@@ -1,15 +1,14 @@
 """The epochs and steps of `Trainer.fit`.
 
 From `fit(train)` to the framework's step the data passes through eight functions: `Trainer.fit`, `Trainer._fit_round`,
-`as_source`, `OrdinarySteps.__init__`, `Source.epoch`, `IndexedSource.batch`, `Loop.run_epoch` and `Adapter.train_step`.
+`as_source`, `OrdinarySteps.__init__`, `Source.epoch`, `IndexedSource.batch`, `Loop._take_steps` and
+`Adapter.train_step`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,20 +16,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hvdtrain.adapter import Adapter
-from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext, RunId
+from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext
 from hvdtrain.distributed import rank_state, streams, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import FolderInUseError
-from hvdtrain.sync.steps import Steps
-from hvdtrain.telemetry.interval import Heartbeat, HeartbeatReport
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
+from hvdtrain.training.due import Due
+from hvdtrain.training.fit import Fit
 from hvdtrain.training.learning_rate import LearningRate
 from hvdtrain.training.nan_policy import NanPolicy
 from hvdtrain.training.pace import Pace
 from hvdtrain.training.progress import Budget, RunProgress, steps_done
+from hvdtrain.training.run_end import RunEnd
 from hvdtrain.training.run_state import RunState
-from hvdtrain.training.validation import Validation, load_rank_state
+from hvdtrain.training.validation import load_rank_state
 
 if TYPE_CHECKING:
     from hvdtrain.training.elastic import FitState
@@ -39,40 +39,66 @@ log = logging.getLogger("hvdtrain")
 
 
 class Loop:
-    """Runs the epochs and steps of a Trainer, and saves the run."""
+    """Runs the epochs and steps of a Trainer's fits, and saves the run.
+
+    Attributes:
+        state: what is saved of the run; it stays when a fit ends.
+        decisions: log lines on what the current or last fit has decided.
+        in_epoch: True while steps of an epoch are left; other metrics must not be mixed with the epoch's.
+    """
 
     def __init__(
         self, context: RunContext, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]
     ) -> None:
         self.state = RunState(adapter, config, context.world)
-        self.in_epoch = False  # whether an epoch's steps are running; other metrics must not be mixed with theirs
-        self.stop_requested = self.stop_within_epoch = False  # whether a callback has ended the run on this rank
-        self.budget = Budget()
-        self.override: Collection[str] = ()  # settings of the optimizer that a resumed run takes from the script
-        self._lines: list[str] = []  # on these settings
-        self.validation = Validation(adapter, context)
-        self.commits: FitState | None = None  # the last commit, in an elastic job
-        self._context = context
-        self._world = context.world
-        self._adapter = adapter
-        self._lr = learning_rate
+        self.decisions: list[str] = []
+        self.in_epoch = False
+        self._context, self._world, self._adapter, self._lr = context, context.world, adapter, learning_rate
         self._accumulate: int = config["accumulate"]
-        self._hooks = CallbackList([])
-        self._checkpoints: list[RunCheckpoints] = []  # of this fit
-        self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # these, and others to which callbacks save
-        self._ending = False  # whether the run takes no further step, equal on all ranks
-        self._validation_is_due = self._must_leave = False  # these wait for ranks to hold equal weights
-        self._ahead = 0  # steps that this number of ranks would have taken of the epoch, minus those taken
-        self._pace = Pace(adapter, context.world)
-        self._heartbeat = Heartbeat(context.world)
-        self._exchanged: tuple[HeartbeatReport, dict[str, float]] | None = None  # in this step, with metrics so far
-        self._adapter.between_exchanges = self._exchange_early
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
+        self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # of this fit, and others to which callbacks save
+        self._adapter.between_exchanges = self._exchange_early
+        # Of the current or last fit:
+        self._fit: Fit
+        self._hooks = CallbackList([])
+        self._commits: FitState | None = None  # the last commit, while a fit of an elastic job runs
+        self._due, self._end = Due(), RunEnd(Budget(), self.state, self._world)
+        self._pace = Pace(adapter, self._world)
+        self._ahead = 0  # steps that this number of ranks would have taken of the epoch, minus those taken
 
     @property
     def progress(self) -> RunProgress:
         """How far the run has come."""
         return self.state.progress
+
+    def stop(self, *, within_epoch: bool) -> None:
+        """End the run; see `Trainer.stop`."""
+        self._end.request(within_epoch=within_epoch)
+
+    def run(self, fit: Fit) -> None:
+        """Begin a run, or resume it, and take the epochs that are left.
+
+        Raises:
+            SystemExit: a stop was requested.
+        """
+        callback_states = self._begin(fit)
+        try:
+            self._commits = fit.commits
+            with self.state.drawing_alike("on_fit_begin"):
+                for hook in self._hooks:
+                    hook.on_fit_begin(self._context)
+            self._hooks.load_states(callback_states)
+            self._commit()
+            self._run_epochs()
+            self._finish()
+        except BaseException:
+            streams.share(None)
+            self._adapter.abandon()
+            raise
+        finally:
+            self._commits = None
+            self._hooks.close()
+        self._agree_to_end()  # a signal may have come while the run ended
 
     # Save
 
@@ -85,214 +111,153 @@ class Loop:
         """Save the current state, once ranks hold equal weights; a collective call."""
         if options not in self._savers:
             self._savers[options] = RunCheckpoints(options, self._world)
-        self._savers[options].is_late = True
-        self._save_late()
+        self._due.add(self._savers[options])
+        self._save_due()
 
-    def _save_late(self) -> None:
+    def _save_due(self) -> None:
         """Save the checkpoints that are due, if ranks hold equal weights."""
-        for each in self._savers.values() if self._adapter.in_sync else ():
-            if each.is_late:
-                self._save(each)
+        while self._due.checkpoints and self._context.in_sync:
+            self._save(self._due.checkpoints[0])
 
     def _save(self, checkpoints: RunCheckpoints) -> None:
+        self._due.saved(checkpoints)
         if self.progress.step:  # an epoch's end has its own commit
             self._commit()
         checkpoints.save(self._adapter, self.snapshot())
 
     def _save_and_wait(self) -> None:
         """Save the current state to every folder of checkpoints, and wait until it is written."""
-        for each in self._checkpoints:
+        for each in self._fit.checkpoints:
             self._save(each)
             each.finish()
 
     def _commit(self) -> None:
-        if self.commits is not None:
-            self.commits.commit(self.snapshot())
+        if self._commits is not None:
+            self._commits.commit(self.snapshot())
 
     def _note(self, decision: str | None) -> None:
         """Log what the run has decided, and let callbacks show it."""
         if decision is not None and self._world.is_root:
-            self._context.decisions.append(decision)
+            self.decisions.append(decision)
             log.info("%s", decision)
 
-    # Epochs
+    # Begin and end
 
-    def begin(
-        self, steps: Steps, hooks: CallbackList, run_id: RunId, checkpoints: list[RunCheckpoints], resume: str
-    ) -> None:
-        """Begin a run, or resume it: from the last commit of an elastic job, else from a checkpoint."""
-        state, facts = self.state, steps.source.facts
-        self.validation.of_training = steps.source.generators
-        state.generators = {"train": steps.source.generators}
-        state.generators |= {f"validation.{name}": each.generators for name, each in self.validation.sets.items()}
-        commit = None if self.commits is None else self.commits.find(lr_factor=self._lr.factor)
-        state.restore(commit)
-        for each in checkpoints if commit is None else ():
-            if resume == "never":
-                each.set_aside()
-            else:
-                state.restore(each.restore(self._adapter, lr_factor=self._lr.factor))
-        self._hooks, self._heartbeat = hooks, Heartbeat(self._world)
-        found = state.begin(facts, run_id)
-        if found.get("is_others") and self.is_finished:
-            raise FolderInUseError(
-                f"Another Trainer of this script has trained the run in {state.resumed_from}, and nothing is left to "
-                f"train{self.budget.describe()}. Give each Trainer a folder of its own; Trainer.load returns the other "
-                f"one's model. Received: the same folder on rank {self._world.rank}"
-            )
-        self._callback_states: list[Any] = list(found.get("callbacks", ()))
-        saves = bool(checkpoints) or self.commits is not None
-        for line in state.describe_generators(saves=saves) if self._world.is_root else ():
+    def _begin(self, fit: Fit) -> list[Any]:
+        """Begin a run, or resume it; return the states of callbacks in the checkpoint."""
+        state, self._fit, self._hooks = self.state, fit, fit.callbacks
+        self._due, self._end = Due(), RunEnd(fit.budget, state, self._world)
+        found = self._restore()
+        for line in state.describe_generators(saves=fit.saves) if self._world.is_root else ():
             log.warning("%s", line)
-        self._resume_settings(found.get("settings"))
-        consumed, self._ahead = state.progress.consumed, 0
-        if self.progress.step:
-            # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
-            here = steps_done(consumed, facts, size=self._world.size, accumulate=self._accumulate)
-            is_assigned = consumed.assignment is not None and consumed.size == self._world.size
-            self._ahead = 0 if is_assigned else here - self.progress.step
-        steps.start(consumed, shares=found.get("shares"), record=state.history.cutoffs)
-        state.shares = steps.shares
+        lines = self._resume_settings(found.get("settings"))
+        self._start_data(found.get("shares"))
         self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
-        self._checkpoints = checkpoints
-        self._savers |= {each.options: each for each in checkpoints}
-        for each in self._savers.values():  # of a fit that an error has ended
-            each.is_late = False
-        for each in checkpoints:
+        for each in fit.checkpoints:
+            self._savers[each.options] = each
             each.claim(self._adapter)
             each.saved_at = self.progress.global_step
-            if not self.is_finished:  # else nothing will be written
-                each.check_writable(self._adapter, state.run_id or run_id)
-        self.stop_requested = self.stop_within_epoch = self._validation_is_due = self._must_leave = False
-        self._exchanged = None
+            if not self._is_finished:  # else nothing will be written
+                each.check_writable(self._adapter, state.run_id or fit.run)
         self._adapter.start()
-        read = [steps.source, *self.validation.sets.values()]
-        state.begin_streams(in_threads=any(getattr(each, "reads_in_threads", False) for each in read))
+        state.begin_streams(in_threads=fit.reads_in_threads)
+        self._describe(lines)
+        return list(found.get("callbacks", ()))
 
-    def _resume_settings(self, saved: list[dict[str, Any]] | None) -> None:
-        """Use the script's or the checkpoint's settings of the optimizer, and note what differs."""
-        settings, self._lines = self.state.settings, []
+    def _restore(self) -> dict[str, Any]:
+        """Restore the last commit of an elastic job, else a checkpoint; return its meta data, or {}."""
+        fit, state, lr_factor = self._fit, self.state, self._lr.factor
+        state.generators = fit.generators
+        commit = None if fit.commits is None else fit.commits.find(lr_factor=lr_factor)
+        state.restore(commit)
+        for each in fit.checkpoints if commit is None else ():
+            if fit.resume == "never":
+                each.set_aside()
+            else:
+                state.restore(each.restore(self._adapter, lr_factor=lr_factor))
+        found = state.begin(fit.steps.source.facts, fit.run)
+        if found.get("is_others") and self._is_finished:
+            raise FolderInUseError(
+                f"Another Trainer of this script has trained the run in {state.resumed_from}, and nothing is left to "
+                f"train{fit.budget.describe()}. Give each Trainer a folder of its own; Trainer.load returns the other "
+                f"one's model. Received: the same folder on rank {self._world.rank}"
+            )
+        return found
+
+    def _resume_settings(self, saved: list[dict[str, Any]] | None) -> list[str]:
+        """Use the script's or the checkpoint's settings of the optimizer; return log lines on what differs."""
+        fit, settings = self._fit, self.state.settings
         if saved is None or [*map(len, saved)] != [*map(len, settings.used)]:  # a new run, or another optimizer
-            return
-        scheduled = any(hook.sets_learning_rate for hook in self._hooks)
-        self._lines = settings.resume(saved, self.override, lr_factor=self._lr.factor, scheduled=scheduled)
+            return []
+        lines = settings.resume(saved, fit.override, lr_factor=self._lr.factor, scheduled=fit.schedules_rate)
         if all("lr" in group for group in settings.used):
             self._lr.base = tuple(group["lr"] for group in settings.used)
+        return lines
+
+    def _start_data(self, shares: list[int] | None) -> None:
+        """Let the steps begin where the run resumes, with the checkpoint's shares."""
+        steps, consumed, self._ahead = self._fit.steps, self.progress.consumed, 0
+        if self.progress.step:
+            # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
+            here = steps_done(consumed, steps.source.facts, size=self._world.size, accumulate=self._accumulate)
+            is_assigned = consumed.assignment is not None and consumed.size == self._world.size
+            self._ahead = 0 if is_assigned else here - self.progress.step
+        steps.start(consumed, shares=shares, record=self.state.history.cutoffs)
+        self.state.shares = steps.shares
 
     @property
-    def is_finished(self) -> bool:
+    def _is_finished(self) -> bool:
         """Whether the run had reached its end when it resumed."""
-        return self._is_spent() and (not self.progress.step or self.state.part is not None)
+        return self._end.is_spent and (not self.progress.step or self.state.part is not None)
 
-    def describe_resume(self) -> list[str]:
-        """Return log lines: which run is resumed, from where, and whether something is left to train."""
-        lines = self.state.describe_resume() + self._lines
-        return [*lines, f"nothing is left to train{self.budget.describe()}"] if lines and self.is_finished else lines
+    def _describe(self, settings: list[str]) -> None:
+        """Log what is resumed, with these lines on the optimizer's settings, then the learning rate and the options."""
+        fit, resumed = self._fit, self.state.describe_resume() + settings
+        if resumed and self._is_finished:
+            resumed.append(f"nothing is left to train{fit.budget.describe()}")
+        # A DataLoader has its own batch size; an iterable dataset need not have one.
+        scale = self._lr.describe(
+            batch_size=fit.steps.source.facts.get("batch_size"),
+            accumulate=self._accumulate,
+            rates=self._adapter.learning_rates,
+            scheduled=fit.schedules_rate or not all(self._adapter.settings),
+        )
+        self.decisions = [*resumed, *scale, *fit.notes]
+        for line in self.decisions if self._world.is_root else ():
+            log.info("%s", line)
 
-    def _is_spent(self) -> bool:
-        return self.budget.is_spent(self.progress, seconds=self.state.history.seconds + self.progress.seconds)
-
-    def run(self, steps: Steps) -> None:
-        """Run the epochs that are left."""
-        hooks, context, state = self._hooks, self._context, self.state
-        try:
-            with state.drawing_alike("on_fit_begin"):
-                for hook in hooks:
-                    hook.on_fit_begin(context)
-            hooks.load_states(self._callback_states)
-            self._commit()
-            self._ending = self.agree_to_stop(after_epoch=False) or self._is_spent()
-            # If the end of an interrupted run is still to be reported, its epoch is resumed without steps.
-            left = not self._ending or (self.progress.step and state.part is None)
-            if not left and state.part is not None:
-                state.history.add(state.part)
-            while left:
-                state.part = None
-                logs = self.run_epoch(steps)
-                left = logs is not None and self._report(logs)
-            for each in self._checkpoints:
-                if each.options.every_epochs and each.saved_at != self.progress.global_step:
-                    self._save(each)
-                each.wait()
-                self._note(each.describe_best())
-            for hook in hooks:
-                hook.on_training_end(context)
-            fault = self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
-            self._nan_policy.must_stop(fault, (), at="The last step")
-            for hook in hooks:
-                hook.on_fit_end(context)
-            for each in self._savers.values():  # also of callbacks' own checkpoints
-                each.finish()
-            state.end_streams()
-        except BaseException:
-            streams.share(None)
-            self._adapter.abandon()
-            raise
-        finally:
-            hooks.close()
-
-    def _report(self, logs: dict[str, float]) -> bool:
-        """Validate, call the callbacks, and save; return whether the run continues.
-
-        `logs` are the metrics of an epoch, or of the part of it that was left of the run.
-        """
-        state, epoch = self.state, self.progress.epoch
-        self._validation_is_due = False
-        validated = state.history.validated_after(self.progress.global_step)
-        logs |= validated or self.validation.run(self._hooks, within_epoch=False)
-        if state.ended is not None:  # save before callbacks end an epoch that a longer run resumes
-            state.part = state.ended.meta["part"] = state.ended.meta["metrics"] = dict(logs)
-            for each in self._checkpoints:
+    def _finish(self) -> None:
+        """Save the last checkpoint, call the callbacks, and return when everything is written."""
+        for each in self._fit.checkpoints:
+            if each.options.every_epochs and each.saved_at != self.progress.global_step:
                 self._save(each)
-        state.history.add(logs)
-        self._nan_policy.epoch_taken(logs, epoch=epoch)
-        if state.ended is None:
-            self.progress.end_epoch()
-        with state.drawing_alike("on_epoch_end"):
-            for hook in self._hooks:
-                hook.on_epoch_end(self._context, epoch, logs)
-        for each in self._checkpoints:
-            each.is_late |= each.options.is_due_after(epoch, logs) and state.ended is None
-        self._save_late()
-        self._commit()
-        stop = self.agree_to_stop(after_epoch=True)
-        self._ending = self._ending or stop or self._is_spent()
-        return not self._ending
+            each.wait()
+            self._note(each.describe_best())
+        for hook in self._hooks:
+            hook.on_training_end(self._context)
+        fault = self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
+        self._nan_policy.must_stop(fault, (), at="The last step")
+        for hook in self._hooks:
+            hook.on_fit_end(self._context)
+        for saver in self._savers.values():  # also of callbacks' own checkpoints
+            saver.finish()
+        self.state.end_streams()
 
-    def _validate_within_epoch(self) -> dict[str, float]:
-        """Validate if it is due after this step; return the metrics."""
-        step = self.progress.global_step
-        self._validation_is_due |= self.validation.is_due(step)
-        if not (self._validation_is_due and self._adapter.in_sync):
-            return {}
-        self._validation_is_due = False
-        with self._pace.paused():
-            logs = self.validation.run(self._hooks, within_epoch=True)
-        self.state.history.validations.append({"global_step": step, **logs})
-        self._ending = self.agree_to_stop(after_epoch=True)
-        return logs
+    def _agree_to_end(self) -> None:
+        """End the run if a callback on any rank has requested it; exit if a signal to any rank has."""
+        self._end.agree()
+        if self._end.why == "signal":
+            self._exit()
 
-    def agree_to_stop(self, *, after_epoch: bool) -> bool:
-        """Return whether a callback on any rank has ended the run; exit if a signal to any rank requested a stop.
-
-        Before its first step signals wait: a resumed run has not yet loaded all that a checkpoint must contain.
-        """
-        requested = after_epoch and preemption.requested() is not None
-        flags = np.array([self.stop_requested, requested], np.int32)
-        stop, requested_anywhere = self._world.allreduce(flags, "max", name="stop")
-        if requested_anywhere:
-            self._leave()
-        return bool(stop)
-
-    def _leave(self) -> NoReturn:
+    def _exit(self) -> NoReturn:
         """Save the current state and end the process, on all ranks."""
         self._save_and_wait()
         if self._world.is_root:
             what = "nothing is saved without checkpoint_dir"
-            if self._checkpoints:
+            if self._fit.checkpoints:
                 what = "a checkpoint is written: the same command resumes from it"
             step, epoch = self.progress.step, self.progress.epoch
-            last = ", the last" if epoch == self.budget.epochs else ""
+            last = ", the last" if epoch == self._fit.budget.epochs else ""
             place = f"after step {step} of epoch {epoch + 1}" if step else f"after epoch {epoch}{last}"
             sys.stderr.write(f"hvdtrain: stopped on request {place}; {what} (exit status {preemption.EXIT_CODE})\n")
         # mpirun ends the other ranks when the first one exits. So close the logs, which may take a while, before that.
@@ -300,46 +265,37 @@ class Loop:
         self._world.barrier()
         sys.exit(preemption.EXIT_CODE)
 
-    # Steps
+    # Epochs
 
-    def run_epoch(self, steps: Steps) -> dict[str, float] | None:
+    def _run_epochs(self) -> None:
+        """Run the epochs that are left."""
+        state, end = self.state, self._end
+        end.agree(heed_signals=False)  # a resumed run has not yet loaded all that a checkpoint must contain
+        end.check_budget()
+        # If the end of an interrupted run is still to be reported, its epoch is resumed without steps.
+        left = end.why is None or (self.progress.step and state.part is None)
+        if not left and state.part is not None:
+            state.history.add(state.part)
+        while left:
+            state.part = None
+            logs = self._run_epoch()
+            left = logs is not None and self._report(logs)
+
+    def _run_epoch(self) -> dict[str, float] | None:
         """Take the steps that are left of an epoch or of the run; return the metrics.
 
         None: nan_policy="stop" has ended the run.
         """
-        progress, hooks, context, adapter = self.progress, self._hooks, self._context, self._adapter
-        epoch, resumed_at, stopped = progress.epoch, progress.step, False
-        take = steps.step_of(adapter)
+        progress, adapter, steps, resumed_at = self.progress, self._adapter, self._fit.steps, self.progress.step
         self._begin_epoch()
         try:
             with self.state.drawing_order() as held:
-                steps.begin(epoch, progress.consumed, number=progress.global_step)
+                steps.begin(progress.epoch, progress.consumed, number=progress.global_step)
             recorder.ended("outside")
-            while not self._ending:
-                group = next(steps.groups, None)
-                recorder.ended("data" if group else "outside")
-                if not group:
-                    break
-                step = progress.step
-                for hook in hooks:
-                    hook.on_step_begin(context, step)
-                self._set_learning_rate(step)
-                recorder.ended("other")
-                take(group)
-                recorder.ended("compute")
-                fault = adapter.fault
-                stopped = self._nan_policy.must_stop(fault, group, at=f"Step {step + 1} of epoch {epoch + 1}")
-                if not stopped or (fault is not None and fault.is_late):
-                    progress.advance(steps.took(group))
-                if stopped:
-                    self._save_and_wait()
-                    break
-                self._end_step(step, steps)
-                steps.divide()
-                recorder.ended("other")
-            if resumed_at and not stopped and progress.step == resumed_at:  # the epoch's steps were all taken before
-                self._name_metrics(steps, held)
-            stopped = self._end_steps(steps, stopped=stopped)
+            self._take_steps()
+            if resumed_at and self._end.why != "nan_policy" and progress.step == resumed_at:  # all were taken before
+                self._name_metrics(held)
+            self._end_steps()
         except BaseException:
             # Drop this epoch's counts, so that the next one does not contain them. A second error would hide the first.
             with suppress(Exception):
@@ -348,14 +304,15 @@ class Loop:
         finally:
             self.in_epoch = False
             steps.close()
-        if stopped:
+        if self._end.why == "nan_policy":
             adapter.reset_metrics()
             adapter.settle()
             return None
         self._note(steps.describe())
         if not progress.consumed.samples:
             raise ValueError(
-                f"train yielded no samples on any rank in epoch {epoch}. Give data that can be iterated once per epoch."
+                f"train yielded no samples on any rank in epoch {progress.epoch}. Give data that can be iterated once "
+                "per epoch."
             )
         return self._pace.end_epoch(progress)
 
@@ -370,26 +327,83 @@ class Loop:
         self._pace.begin_epoch(seconds=self.progress.seconds)
         self.in_epoch = True
 
-    def _name_metrics(self, steps: Steps, held: rank_state.Arrays) -> None:
+    def _name_metrics(self, held: rank_state.Arrays) -> None:
         """Let the metrics of an epoch that resumes without steps have their names, by a step without samples."""
-        with steps.source.generators.aside():
-            example = steps.source.example(self.progress.epoch)
+        source = self._fit.steps.source
+        with source.generators.aside():
+            example = source.example(self.progress.epoch)
         if example is not None:
             self._adapter.eval_step(replace(example, local_count=0, global_count=0))
         load_rank_state(self._adapter, held)
 
-    def _end_steps(self, steps: Steps, *, stopped: bool) -> bool:
-        """Note where a longer run resumes, and synchronize ranks; return whether nan_policy stops the run."""
-        if self._ending and not self.progress.has_read(steps.source):
+    def _end_steps(self) -> None:
+        """Note where a longer run resumes, and synchronize ranks, which may tell of a step that was not taken."""
+        if self._end.why not in (None, "nan_policy") and not self.progress.has_read(self._fit.steps.source):
             self.state.end_within_epoch(self.snapshot())
-        if self._adapter.in_sync:
-            return stopped
+        if self._context.in_sync:
+            return
         self._adapter.settle()  # only now ranks learn of steps that one of them has left out
         at = f"The last step of epoch {self.progress.epoch + 1}"
-        stopped = self._nan_policy.must_stop(self._adapter.fault, (), at=at)
-        if stopped:
-            self._save_and_wait()
-        return stopped
+        if self._nan_policy.must_stop(self._adapter.fault, (), at=at):
+            self._stop_by_nan_policy()
+
+    def _report(self, logs: dict[str, float]) -> bool:
+        """Validate, call the callbacks, and save; return whether the run continues.
+
+        `logs` are the metrics of an epoch, or of the part of it that was left of the run.
+        """
+        fit, state, epoch = self._fit, self.state, self.progress.epoch
+        self._due.validation = False
+        validated = state.history.validated_after(self.progress.global_step)
+        logs |= validated or fit.validation.run(self._hooks, within_epoch=False)
+        if state.ended is not None:  # save before callbacks end an epoch that a longer run resumes
+            state.part = state.ended.meta["part"] = state.ended.meta["metrics"] = dict(logs)
+            for each in fit.checkpoints:
+                self._save(each)
+        state.history.add(logs)
+        self._nan_policy.epoch_taken(logs, epoch=epoch)
+        if state.ended is None:
+            self.progress.end_epoch()
+        with state.drawing_alike("on_epoch_end"):
+            for hook in self._hooks:
+                hook.on_epoch_end(self._context, epoch, logs)
+        for each in fit.checkpoints:
+            if each.options.is_due_after(epoch, logs) and state.ended is None:
+                self._due.add(each)
+        self._save_due()
+        self._commit()
+        self._agree_to_end()
+        self._end.check_budget()
+        return self._end.why is None
+
+    # Steps
+
+    def _take_steps(self) -> None:
+        """Take the steps that are left of the epoch, until the run ends."""
+        steps, progress, hooks, context = self._fit.steps, self.progress, self._hooks, self._context
+        take = steps.step_of(self._adapter)
+        while self._end.why is None:
+            group = next(steps.groups, None)
+            recorder.ended("data" if group else "outside")
+            if not group:
+                break
+            step = progress.step
+            for hook in hooks:
+                hook.on_step_begin(context, step)
+            self._set_learning_rate(step)
+            recorder.ended("other")
+            take(group)
+            recorder.ended("compute")
+            fault = self._adapter.fault
+            stops = self._nan_policy.must_stop(fault, group, at=f"Step {step + 1} of epoch {progress.epoch + 1}")
+            if not stops or (fault is not None and fault.is_late):
+                progress.advance(steps.took(group))
+            if stops:
+                self._stop_by_nan_policy()
+                break
+            self._end_step(step)
+            steps.divide()
+            recorder.ended("other")
 
     def _set_learning_rate(self, step: int) -> None:
         # If the length of an epoch is unknown, there is no warm-up: every step but the first is past it.
@@ -399,55 +413,73 @@ class Loop:
         if rates is not None:
             self._adapter.learning_rates = rates
 
-    def _end_step(self, step: int, steps: Steps) -> None:
-        """Call the callbacks, save checkpoints that are due, and about once a second exchange heartbeats."""
-        context = self._context
+    def _stop_by_nan_policy(self) -> None:
+        self._end.by_nan_policy()
+        self._save_and_wait()
+
+    def _end_step(self, step: int) -> None:
+        """Call the callbacks, do what is due, and about once a second exchange a heartbeat."""
         watchdog.step_done(self.progress.global_step)
         while self._adapter.notes:
             self._note(self._adapter.notes.pop(0))
         for hook in self._hooks:
-            hook.on_step_end(context, step)
+            hook.on_step_end(self._context, step)
         validated = self._validate_within_epoch()
-        for each in self._checkpoints:
-            each.is_late |= each.options.is_due(self.progress.global_step, validated)
-        self._save_late()
-        budget = self.budget
-        if budget.steps is not None and self.progress.global_step >= budget.steps:
-            self._ending = True
-        if self._exchanged is None:
-            self._exchange(postponed=self._adapter.in_flight or steps.was_cut)
-        exchanged, self._exchanged = self._exchanged, None
-        if self._must_leave or self._validation_is_due or any(each.is_late for each in self._savers.values()):
+        for each in self._fit.checkpoints:
+            if each.options.is_due(self.progress.global_step, validated):
+                self._due.add(each)
+        self._save_due()
+        self._end.check_budget()
+        if not self._pace.has_report:
+            self._exchange(postponed=self._adapter.in_flight or self._fit.steps.was_cut)
+        if self._due:
             self._adapter.request_sync()  # before these, if ranks do not hold equal weights
-        if self._must_leave and self._adapter.in_sync:
-            requested = preemption.requested() is not None
-            if self.commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
-                self._leave()
-            self._commit()
-            self.commits.begin_next_round()
-        if exchanged is None:
-            return
-        report, metrics = exchanged
-        self._note(steps.observe(report.times))
-        self.state.shares = steps.shares
-        interval = self._pace.interval(report, metrics, self.progress)
-        for hook in self._hooks:
-            hook.on_interval(context, interval)
+        if self._due.stop and self._context.in_sync:
+            self._stop_on_request()
+        self._end_interval()
+
+    def _validate_within_epoch(self) -> dict[str, float]:
+        """Validate if it is due after this step; return the metrics."""
+        step, validation = self.progress.global_step, self._fit.validation
+        self._due.validation |= validation.is_due(step)
+        if not (self._due.validation and self._context.in_sync):
+            return {}
+        self._due.validation = False
+        with self._pace.paused():
+            logs = validation.run(self._hooks, within_epoch=True)
+        self.state.history.validations.append({"global_step": step, **logs})
+        self._agree_to_end()
+        return logs
 
     def _exchange_early(self) -> None:
         """Exchange within the step the heartbeat that would be due at its end."""
-        if self._heartbeat.is_due:
+        if self._pace.heartbeat_is_due:
             recorder.ended("compute")
             self._exchange()
 
     def _exchange(self, *, postponed: bool = False) -> None:
-        """Count a step; if a heartbeat is due, exchange it and the metrics so far."""
-        limit_s = math.inf if self.budget.seconds is None else self.budget.seconds
-        # Ranks exchange the largest, so all stop after the same step.
-        spent_s = math.inf if self.stop_within_epoch else self.state.history.seconds + self._pace.seconds
-        stop = preemption.requested() is not None or (self.commits is not None and self.commits.hosts_have_changed)
-        report = self._heartbeat.beat(stop, spent_s=spent_s, limit_s=limit_s, postponed=postponed)
+        """Count a step; if a heartbeat is due, learn from it whether the run ends, and whether a stop is due."""
+        stop = preemption.requested() is not None or (self._commits is not None and self._commits.hosts_have_changed)
+        spent_s = self._end.spent_s(self._pace.seconds)
+        report = self._pace.beat(stop, spent_s=spent_s, limit_s=self._end.limit_s, postponed=postponed)
         if report is not None:
-            self._ending = self._ending or report.spent_s >= limit_s
-            self._must_leave |= report.stop
-            self._exchanged = report, self._pace.metrics()
+            self._end.learn(report)
+            self._due.stop |= report.stop
+
+    def _stop_on_request(self) -> None:
+        """Exit; if only the hosts of an elastic job have changed, commit and begin the next round."""
+        requested = preemption.requested() is not None
+        if self._commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
+            self._exit()
+        self._commit()
+        self._commits.begin_next_round()
+
+    def _end_interval(self) -> None:
+        """After a heartbeat, tell the steps and the callbacks of the interval that it ends."""
+        interval = self._pace.interval(self.progress)
+        if interval is None:
+            return
+        self._note(self._fit.steps.observe(interval.times))
+        self.state.shares = self._fit.steps.shares
+        for hook in self._hooks:
+            hook.on_interval(self._context, interval)

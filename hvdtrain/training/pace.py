@@ -1,7 +1,8 @@
-"""How fast an epoch goes: its seconds, its samples, and its metrics so far."""
+"""The speed of a run: seconds, samples and metrics of its epochs and of the intervals between two heartbeats."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from hvdtrain.adapter import Adapter
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
-from hvdtrain.telemetry.interval import HeartbeatReport, Interval
+from hvdtrain.telemetry.interval import Heartbeat, HeartbeatReport, Interval
 from hvdtrain.training.progress import RunProgress
 
 
@@ -24,6 +25,8 @@ class Pace:
         self._began = 0.0
         self._earlier_samples = 0  # of this fit's earlier epochs
         self._reported_samples = samples  # of its intervals; it may resume within an epoch
+        self._heartbeat = Heartbeat(world)
+        self._report: tuple[HeartbeatReport, dict[str, float]] | None = None  # of this step, with the metrics so far
 
     @property
     def seconds(self) -> float:
@@ -43,12 +46,29 @@ class Pace:
         self._began += time.perf_counter() - since
         recorder.ended("outside")
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the epoch so far; a collective."""
-        return self._adapter.metrics(lambda vector: self._world.allreduce(vector, name="running"), keep=True)
+    @property
+    def heartbeat_is_due(self) -> bool:
+        """True if the next `beat` exchanges unless it is postponed; equal on all ranks, and False on one rank."""
+        return self._heartbeat.is_due
 
-    def interval(self, report: HeartbeatReport, metrics: dict[str, float], progress: RunProgress) -> Interval:
-        """Return the times, samples and metrics of the steps since the last report."""
+    @property
+    def has_report(self) -> bool:
+        """True if a heartbeat was exchanged, and `interval` has not returned it yet."""
+        return self._report is not None
+
+    def beat(self, stop: bool, *, spent_s: float, limit_s: float, postponed: bool) -> HeartbeatReport | None:
+        """Count a step; if a heartbeat is due, exchange it and the epoch's metrics so far. See `Heartbeat.beat`."""
+        report = self._heartbeat.beat(stop, spent_s=spent_s, limit_s=limit_s, postponed=postponed)
+        if report is not None:
+            reduce = functools.partial(self._world.allreduce, name="running")
+            self._report = report, self._adapter.metrics(reduce, keep=True)
+        return report
+
+    def interval(self, progress: RunProgress) -> Interval | None:
+        """Return times, samples and metrics of the steps that the last heartbeat reports, once; None without one."""
+        if self._report is None:
+            return None
+        (report, metrics), self._report = self._report, None
         samples = self._earlier_samples + progress.consumed.samples
         before, self._reported_samples = self._reported_samples, samples
         return Interval(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,11 +33,15 @@ from hvdtrain.training.arguments import (
     with_defaults,
 )
 from hvdtrain.training.description import name_of, script_arguments
+from hvdtrain.training.fit import Fit
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.predict import predict
+from hvdtrain.training.progress import Budget, agree_on_run
 from hvdtrain.training.progress import History as History
-from hvdtrain.training.progress import agree_on_run
-from hvdtrain.training.validation import named_sets
+from hvdtrain.training.validation import Validation, evaluate, named_sets
+
+if TYPE_CHECKING:
+    from hvdtrain.training.elastic import FitState
 
 log = logging.getLogger("hvdtrain")
 
@@ -94,7 +98,6 @@ class Trainer:
         world: the ranks.
         epochs: number of epochs of the current fit; None if steps or seconds alone end it.
         hosts: each rank's host, by rank; set when fit begins.
-        decisions: log lines on what is resumed, the effective batch, the learning rate and the best checkpoint.
         steps_per_epoch: optimizer steps per epoch; None if unknown.
 
     Raises:
@@ -128,7 +131,6 @@ class Trainer:
         self.world: World = init_if_missing(framework_of(model))
         self.epochs: int | None = 0
         self.hosts: list[str] = []
-        self.decisions: list[str] = []
         self.steps_per_epoch: int | None = None
         strategy = as_strategy(sync)
         self._strategy, self._cutoff = strategy, check_cutoff(cutoff)
@@ -156,7 +158,7 @@ class Trainer:
         )
         self._loop = Loop(self, self._adapter, self._lr, self._config)
         self._chosen = {"optimizer": name_of(optimizer), "loss": name_of(loss), "step": name_of(step)}
-        self._fit_config: dict[str, Any] = {}
+        self._budget, self._fit_config = Budget(), dict[str, Any]()  # of the current or last fit
         self._run_folder = RunFolder()
         if not self._elastic:
             self._adapter.start()  # evaluate and predict, too, need the same model on all ranks
@@ -250,24 +252,23 @@ class Trainer:
 
         run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)
 
-        def fit_round() -> None:
-            hooks = with_defaults(callbacks, run_folder, checkpoint_dir, progress)
-            self._loop.budget, self._loop.validation.every = budget, validate_every
-            self._loop.override = list(override)
-            shares = check_balance(balance, size=self.world.size)
-            self._fit_round(train, validation, hooks, batch_size=batch_size, resume=resume, balance=shares)
+        def fit_round(commits: FitState | None) -> None:
+            self._fit_round(
+                train, validation, with_defaults(callbacks, run_folder, checkpoint_dir, progress), commits,
+                budget=budget, validate_every=validate_every, batch_size=batch_size, resume=resume,
+                override=list(override), balance=check_balance(balance, size=self.world.size),
+            )  # fmt: skip
 
         restore_signals = preemption.install()  # once for all rounds: a signal in one round may be handled in the next
         try:
             if self._elastic:
                 from hvdtrain.training import elastic
 
-                self._loop.commits = elastic.FitState(self._adapter, self.world)
-                elastic.run(fit_round, self._loop.commits, framework_of(self.model))
+                commits = elastic.FitState(self._adapter, self.world)
+                elastic.run(lambda: fit_round(commits), commits, framework_of(self.model))
             else:
-                fit_round()
+                fit_round(None)
         finally:
-            self._loop.commits = None
             restore_signals()
         preemption.pass_on()
         return self.history
@@ -277,75 +278,76 @@ class Trainer:
         train: Any,
         validation: Any,
         hooks: CallbackList,
+        commits: FitState | None,
         *,
+        budget: Budget,
+        validate_every: int | None,
         batch_size: int,
         resume: str,
+        override: list[str],
         balance: str | list[float] | None,
     ) -> None:
         """Train with the current ranks, from the last commit, a checkpoint or the beginning."""
-        loop = self._loop
+        world, of_rank = self.world, self._of_rank(batch_size)
         if self._elastic:
-            self._lr.scale_to(self.world.size)
-            agreement.require_equal(self._config, world=self.world, what="the Trainer's options")
-        accumulate, of_rank = self._config["accumulate"], self._of_rank(batch_size)
+            self._lr.scale_to(world.size)
+            agreement.require_equal(self._config, world=world, what="the Trainer's options")
         checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
-        schedules = [each.schedule for each in checkpoints]
-        limits = {**asdict(loop.budget), "validate_every": loop.validation.every}
-        limits |= {"class_weight": self._adapter.class_weight, "balance": balance}
         sets = named_sets(validation, train.keys() if isinstance(train, Mapping) else None)
-        limits["override"] = loop.override
-        facts = {**limits, "validation": list(sets), "checkpoints": schedules, "resume": resume}
-        agreement.require_equal(facts, world=self.world, what="fit")  # before they read data together
+        limits = {**asdict(budget), "validate_every": validate_every, "override": override}
+        limits |= {"class_weight": self._adapter.class_weight, "balance": balance}
+        schedules = {"checkpoints": [each.schedule for each in checkpoints], "resume": resume}
+        # Compare before ranks read data together.
+        agreement.require_equal({**limits, "validation": list(sets), **schedules}, world=world, what="fit")
         source = as_source(train, **of_rank)
-        check_end(source.facts, loop.budget)
-        if self.world.is_root and loop.budget.epochs != 1:
+        check_end(source.facts, budget)
+        if world.is_root and budget.epochs != 1:
             warn_of_stale_epochs(train.data if isinstance(train, Sharded) else train)
         steps: Steps
-        of_steps: dict[str, Any] = {"world": self.world, "accumulate": accumulate}
+        of_steps: dict[str, Any] = {"world": world, "accumulate": self._config["accumulate"]}
         if self._cutoff is None:
-            shares = None if balance is None else Balance(balance, source, size=self.world.size)
+            shares = None if balance is None else Balance(balance, source, size=world.size)
             steps = OrdinarySteps(source, balance=shares, **of_steps)
         else:
             steps = CutoffPlan(self._cutoff, source, **of_steps)
-        if balance is not None and self._adapter.couples_samples and self.world.is_root:
+        if balance is not None and self._adapter.couples_samples and world.is_root:
             log.warning(
                 "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
                 "shares. With SyncBatchNorm, or a normalization of single samples, it does not."
             )
-        loop.validation.sets = {
+        sources = {
             name: as_source(each, **of_rank, what=f"validation data {name!r}" if name else "validation data")
             for name, each in sets.items()
         }
         self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
         self._fit_config["arguments"] = script_arguments()
-        self.epochs = loop.budget.epochs
-        self.steps_per_epoch = self._steps_per_epoch(source.steps)
-        self.hosts, new_run = agree_on_run(self.world)
-        if not self._lr.is_fixed and self.steps_per_epoch is None and self._config["warmup_epochs"]:
-            raise ValueError(
-                "warmup_epochs needs data whose length is known. Received: data that can only be iterated. "
-                "Use warmup_epochs=0, or data with a length."
-            )
-        with agreement.everywhere(world=self.world, name="setup"):
+        self._budget, self.epochs, self.steps_per_epoch = budget, budget.epochs, self._steps_per_epoch(source.steps)
+        self._lr.check(self.steps_per_epoch)
+        self.hosts, run = agree_on_run(world)
+        with agreement.everywhere(world=world, name="setup"):
             for hook in hooks:
                 hook.on_setup(self)
-        with checkpointing.held(checkpoints, self._adapter, new_run, before=self.run, world=self.world) as folders:
-            loop.begin(steps, hooks, new_run, folders, resume)
-            # A DataLoader has its own batch size; an iterable dataset need not have one.
-            scale = self._lr.describe(
-                batch_size=source.facts.get("batch_size"),
-                accumulate=accumulate,
-                rates=self._adapter.learning_rates,
-                scheduled=any(hook.sets_learning_rate for hook in hooks) or not all(self._adapter.settings),
+        with checkpointing.held(checkpoints, self._adapter, run, before=self.run, world=world) as folders:
+            fit = Fit(
+                run=run,
+                steps=steps,
+                validation=Validation(self._adapter, self, sources, validate_every, source.generators),
+                budget=budget,
+                callbacks=hooks,
+                checkpoints=folders,
+                resume=resume,
+                override=override,
+                commits=commits,
+                notes=self._describe_strategy(),
             )
-            self.decisions = loop.describe_resume() + scale
-            if self._strategy is not None and self.world.size > 1:
-                lengths = [length for length in (self.steps_per_epoch, self.total_steps) if length is not None]
-                self.decisions += self._strategy.describe(min(lengths, default=None))
-            for line in self.decisions if self.world.is_root else ():
-                log.info("%s", line)
-            loop.run(steps)
-        loop.agree_to_stop(after_epoch=True)  # a signal that came while the run ended
+            self._loop.run(fit)
+
+    def _describe_strategy(self) -> list[str]:
+        """Return log lines on what the options of `sync` mean for this fit."""
+        if self._strategy is None or self.world.size == 1:
+            return []
+        lengths = [length for length in (self.steps_per_epoch, self.total_steps) if length is not None]
+        return self._strategy.describe(min(lengths, default=None))
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """Return loss and metrics over all of `data`: exact over all ranks, each sample counted once.
@@ -360,7 +362,7 @@ class Trainer:
                 "Call it in on_epoch_end, or after fit."
             )
         source = as_source(data, batch_size=batch_size, world=self.world, seed=self._config["seed"])
-        return self._loop.validation.evaluate(source)
+        return evaluate(self._adapter, self, source)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """Return the model's outputs for all of `x`, in input order, on every rank: arrays of shape (len(x), ...).
@@ -424,6 +426,11 @@ class Trainer:
         return trainer
 
     @property
+    def decisions(self) -> list[str]:
+        """Log lines on what is resumed, the effective batch, the learning rate and the best checkpoint."""
+        return self._loop.decisions
+
+    @property
     def history(self) -> History:
         """The metrics of the current or last `fit` so far."""
         return self._loop.state.history
@@ -448,7 +455,7 @@ class Trainer:
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps that epochs and steps allow the current `fit`; None if unknown. See `count_steps`."""
-        limits = [self._loop.budget.steps]
+        limits = [self._budget.steps]
         if self.epochs is not None and self.steps_per_epoch is not None:
             limits.append(self.epochs * self.steps_per_epoch)
         return min((each for each in limits if each is not None), default=None)
@@ -548,5 +555,4 @@ class Trainer:
         With within_epoch=True, in a hook of a step, it ends after this step in one process, on several ranks about a
         second later.
         """
-        self._loop.stop_requested = True
-        self._loop.stop_within_epoch = self._loop.stop_within_epoch or within_epoch
+        self._loop.stop(within_epoch=within_epoch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.adapter import Adapter
@@ -15,15 +15,15 @@ from hvdtrain.data.trees import is_array
 from hvdtrain.distributed import rank_state
 
 
-@dataclass
+@dataclass(frozen=True)
 class Validation:
     """The validation sets of a fit, and when they are due."""
 
     adapter: Adapter
     context: RunContext
-    sets: Mapping[str, Source] = field(default_factory=dict)  # by name; "" is the name of a single set
-    every: int | None = None  # optimizer steps; None for epochs' ends only
-    of_training: Generators = field(default_factory=lambda: Generators({}))  # those of the training data
+    sets: Mapping[str, Source]  # by name; "" is the name of a single set
+    every: int | None  # optimizer steps; None for epochs' ends only
+    of_training: Generators  # the generators that the training data hold
 
     def is_due(self, global_step: int) -> bool:
         """Return whether a validation within the epoch is due after this step."""
@@ -36,7 +36,7 @@ class Validation:
             for hook in hooks:
                 hook.on_validation_begin(self.context)
             with self._training_aside(within_epoch=within_epoch):
-                found = self.evaluate(source, hooks)
+                found = evaluate(self.adapter, self.context, source, hooks)
             prefix = f"val_{name}_" if name else "val_"
             named = {prefix + metric: value for metric, value in found.items()}
             # First those that give the model its weights back: others may read them, or restore the best ones.
@@ -44,18 +44,6 @@ class Validation:
                 hook.on_validation_end(self.context, named)
             logs |= named
         return logs
-
-    def evaluate(self, source: Source, hooks: Iterable[Callback] = ()) -> dict[str, float]:
-        """Return the loss and metrics over all of the data, exact over all ranks."""
-        if source.facts.get("endless"):
-            raise ValueError("data to evaluate never ends. Received: an infinite dataset. Bound it: .take(batches)")
-        for step, batch in enumerate(source.epoch(0, shuffle=False)):
-            for hook in hooks:
-                hook.on_validation_step_begin(self.context, step)
-            self.adapter.eval_step(batch)
-            for hook in hooks:
-                hook.on_validation_step_end(self.context, step)
-        return self.adapter.metrics(lambda vector: self.context.world.allreduce(vector, name="metrics"))
 
     @contextmanager
     def _training_aside(self, *, within_epoch: bool) -> Iterator[None]:
@@ -67,6 +55,19 @@ class Validation:
         with self.of_training.aside():
             yield
         load_rank_state(self.adapter, before)
+
+
+def evaluate(adapter: Adapter, context: RunContext, source: Source, hooks: Iterable[Callback] = ()) -> dict[str, float]:
+    """Return the loss and metrics over all of the data, exact over all ranks."""
+    if source.facts.get("endless"):
+        raise ValueError("data to evaluate never ends. Received: an infinite dataset. Bound it: .take(batches)")
+    for step, batch in enumerate(source.epoch(0, shuffle=False)):
+        for hook in hooks:
+            hook.on_validation_step_begin(context, step)
+        adapter.eval_step(batch)
+        for hook in hooks:
+            hook.on_validation_step_end(context, step)
+    return adapter.metrics(lambda vector: context.world.allreduce(vector, name="metrics"))
 
 
 def load_rank_state(adapter: Adapter, arrays: rank_state.Arrays) -> None:

@@ -19,6 +19,8 @@ from elastic_job import FOLDER, HOST, SCENARIO, adds_host, dies, say
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint, Logger
+from hvdtrain.training import elastic
+from hvdtrain.training.checkpointing import Snapshot
 
 FRAMEWORK = sys.argv[3]
 MORE = sys.argv[4] if len(sys.argv) > 4 else None
@@ -58,11 +60,27 @@ def place(trainer: hvdtrain.Trainer) -> dict[str, Any]:
     return {"rank": world.rank, "size": world.size, "step": trainer.global_step, "digest": found.hexdigest()}
 
 
+class FitState(elastic.FitState):
+    """Notes the training time of the epoch, up to the commit from which a round continues."""
+
+    spent_s = 0.0
+
+    def find(self, *, lr_factor: float) -> Snapshot | None:
+        found = super().find(lr_factor=lr_factor)
+        self.spent_s = found.meta["position"]["seconds"] if found is not None else 0.0
+        commits.append(self)
+        return found
+
+
+commits: list[FitState] = []
+elastic.FitState = FitState
+
+
 class Script(Callback):
     """Says where each round begins, and brings the scenario about."""
 
     def on_fit_begin(self, trainer: hvdtrain.Trainer) -> None:
-        say("begin", spent_s=trainer._loop.progress.seconds, **place(trainer))
+        say("begin", spent_s=commits[-1].spent_s, **place(trainer))
         if HOST != "alone" and world.is_root:
             say("holds", own=json.loads((FOLDER / "checkpoints" / ".lock").read_text())["pid"] == os.getpid())
 
@@ -74,7 +92,7 @@ class Script(Callback):
         if SECONDS:
             time.sleep(0.05)
         if trainer.global_step == FAULT_STEP and adds_host():
-            while not trainer._loop.commits.hosts_have_changed:
+            while not commits[-1].hosts_have_changed:
                 time.sleep(0.05)
 
 
