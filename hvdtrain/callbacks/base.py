@@ -107,7 +107,7 @@ class RunContext(Protocol):
     def step_taken(self) -> bool:
         """False in `on_step_end` of a step that nan_policy="skip" or loss scaling left out; equal on all ranks.
 
-        With LocalSGD and DiLoCo ranks skip for themselves: then False where all ranks learn that one has refused a
+        With LocalSGD and DiLoCo each rank skips alone: it is False when all ranks know that one of them has refused a
         step, and what loss scaling skips counts. It may make a GPU wait if the optimizer is fused and precision="fp16".
         """
 

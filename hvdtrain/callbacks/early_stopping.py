@@ -62,13 +62,13 @@ class EarlyStopping(Callback):
         self._judged_at = -1  # global step of the last one
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Reset; a resumed run reads earlier epochs from the history, unless its checkpoint knows more."""
+        """Reset; a resumed run reads earlier epochs from the history, unless its checkpoint has more."""
         self._reset()
         self._trainer = trainer
         for epoch, value in enumerate(trainer.history.get(self._monitor, [])):
             self._improves(value, f"epoch {epoch + 1}")
         self._best_state = None
-        # With validations within epochs, only the state in the checkpoint knows.
+        # With validations within epochs, only the state in the checkpoint has them.
         if not getattr(trainer.history, "validations", ()):
             self._stop_if_exhausted()
 
@@ -85,7 +85,7 @@ class EarlyStopping(Callback):
             self._judge(trainer, logs[self._monitor], f"epoch {epoch + 1}")
 
     def on_training_end(self, trainer: RunContext) -> None:
-        """Restore the best weights, if the last ones are others."""
+        """Restore the best weights, unless the model has them."""
         if not (self._holds_best and self._judged_at == trainer.global_step):
             self._restore(trainer)
 
@@ -115,7 +115,7 @@ class EarlyStopping(Callback):
         return self._since > self._patience
 
     def state(self) -> dict[str, Any]:
-        """Return how far patience has gone, and the best weights and optimizer state."""
+        """Return the count of `patience`, the best value so far, and the best weights and optimizer state."""
         if self._judged_at < 0:
             return {}
         options = [self._monitor, self._sign, self._min_delta]
@@ -125,7 +125,7 @@ class EarlyStopping(Callback):
         return {"options": options, **place, **weights}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore them, if this run's options judge as those did."""
+        """Restore them, if this run has the same options."""
         if list(state.get("options", ())) != [self._monitor, self._sign, self._min_delta]:
             return
         self._best = -math.inf if state["best"] is None else state["best"]
@@ -136,7 +136,7 @@ class EarlyStopping(Callback):
         self._stop_if_exhausted()
 
     def _improves(self, value: float, place: str) -> bool:
-        """Return whether this is the best value so far, and remember it."""
+        """Return whether this is the best value so far, and store it."""
         if not improves(self._sign * value, self._best, min_delta=self._min_delta):
             self._since += 1
             return False

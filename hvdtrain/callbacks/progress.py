@@ -84,7 +84,7 @@ class Progress(Callback):
             _draw(self._live, _place(trainer, epoch), 0, trainer.steps_per_epoch)
 
     def on_interval(self, trainer: RunContext, interval: Interval) -> None:
-        """Show how the latest steps went."""
+        """Show the speed and the metrics of the latest steps."""
         if self._intervals < 2:  # the first one, which compiles and connects, counts only until there is another
             self._steps, self._rows = 0, 0.0
         self._intervals += 1
@@ -126,7 +126,7 @@ class Progress(Callback):
         self._printed = time.monotonic()
 
     def on_fit_end(self, trainer: RunContext) -> None:
-        """Close the display, and say where the time went."""
+        """Close the display, and print the parts of the time."""
         self.close()
         if trainer.world.is_root and self._style not in ("off", "epochs") and self._intervals:
             times = RankTimes(*(self._rows / self._steps))
@@ -189,7 +189,7 @@ def _percents(parts: dict[str, float]) -> dict[str, int]:
 
 
 def _draw(live: Live, place: str, step: int, steps: int | None, *, left: str = "", words: str = "") -> None:
-    """Redraw two lines at the bottom of the terminal: a bar, and how the latest steps went. 80 columns hold no more."""
+    """Redraw two lines at the bottom of the terminal: a bar, and the latest steps. 80 columns hold no more."""
     from rich import console, progress_bar, table, text
 
     bar = table.Table.grid(padding=(0, 1))

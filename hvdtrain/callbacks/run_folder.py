@@ -1,4 +1,4 @@
-"""Keep what a run was and how it went, in files that other tools can read."""
+"""Record the configuration and the metrics of a run, in files that other tools can read."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class RunFolder(RecordingCallback):
         self._file: IO[str] | None = None
 
     def on_fit_begin(self, trainer: RunContext) -> None:
-        """Make the folder and say what the run is."""
+        """Make the folder, and write the run's configuration and environment."""
         if not trainer.world.is_root or (self.folder is None and os.environ.get(RUNS) == ""):
             return
         try:
@@ -172,7 +172,7 @@ class RunFolder(RecordingCallback):
             log.info("%s", line)
 
     def close(self) -> None:
-        """Record what a run that was stopped had still to record, and close the file."""
+        """Write the records that still wait, and close the file."""
         self._record_waiting()
         if self._file is not None:
             file, self._file = self._file, None

@@ -127,7 +127,7 @@ class Schedule(Callback):
         self._position += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the scheduler's state, and what it was made with."""
+        """Return the scheduler's state, and the settings that it was made with."""
         if self._beginning is None:
             return {}
         return {

@@ -1,4 +1,4 @@
-"""Find what data draw their order from, and save and restore it: random generators, and samplers that change.
+"""Find, save and restore the sources of the data's order: random generators, and samplers that change.
 
 Python's, NumPy's and torch's global generators are left out: `rank_state` and adapters save these.
 """
@@ -133,7 +133,7 @@ def is_stream(dataset: Any) -> bool:
 def reached(
     roots: Mapping[str, Any], *, through: Callable[[Any], bool] = lambda value: True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each object that is reached, `through` objects alone, once, and its path; the nearest first."""
+    """Yield each object that the roots reach and `through` accepts, once, with its path; the nearest first."""
     seen: dict[int, Any] = {}
     pending = deque(roots.items())
     while pending and len(seen) < _MOST_OBJECTS:

@@ -84,7 +84,7 @@ def compare_once() -> None:
 
 
 def host_id() -> bytes:
-    """Return 16 bytes that all processes of this host share, also from containers, and those of no other host."""
+    """Return 16 bytes that are equal for all processes of this host, also in containers, and differ between hosts."""
     try:
         return uuids.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):

@@ -99,7 +99,7 @@ class ObjectState(State):
         ObjectState.save(self)
 
     def reset(self) -> None:
-        """Prepare for other ranks."""
+        """Prepare the parts for other ranks."""
         for part in self._parts:
             part.reset()
 
@@ -175,7 +175,7 @@ def _is_removed() -> bool:
 
 
 def is_failure_of_others(error: BaseException) -> bool:
-    """Return whether an exception, Horovod's or one that quotes it, says that ranks no longer reach each other."""
+    """Return whether an exception, Horovod's or a quote of it, says that ranks no longer reach each other."""
     is_horovods = type(error).__name__ == "HorovodInternalError" and _NOT_A_FAILURE not in str(error)
     return is_horovods or is_caused_by_others(error)
 

@@ -30,7 +30,7 @@ class Seconds(NamedTuple):
 
     @property
     def waited(self) -> float:
-        """Waiting for other ranks."""
+        """Seconds of waiting for other ranks."""
         return self.reduction + self.elsewhere
 
     def since(self, earlier: Seconds) -> Seconds:
@@ -43,7 +43,7 @@ _WAITS = {"compute": "reduction", "backward": "reduction", "outside": "outside"}
 
 
 class Clock:
-    """The host's clock, whose marks are seconds; `hvdtrain.torch.ops.gpu_clock` has one that runs behind the host."""
+    """The host's clock, whose marks are seconds; the clock of `hvdtrain.torch.ops.gpu_clock` runs behind the host."""
 
     runs_behind = False  # True if a mark lies in the future when it is made
 
@@ -51,7 +51,7 @@ class Clock:
         self.mark = mark
 
     def seconds(self, began: Any, ended: Any) -> float:
-        """Return the seconds from one mark to a later one that the clock has reached."""
+        """Return the seconds from one mark to a later mark that the clock has reached."""
         return float(ended - began)
 
     def reach(self, mark: Any) -> None:

@@ -66,7 +66,7 @@ def alike(found: Sequence[Digests]) -> set[str]:
 
 
 def states_of(generators: set[str], states: Arrays) -> Arrays:
-    """Return those of `states` that belong to these generators."""
+    """Return the states that belong to these generators."""
     return {name: array for name, array in states.items() if name.removesuffix(_GAUSS) in generators}
 
 
@@ -81,7 +81,7 @@ def key_of(found: Sequence[Digests]) -> int:
 
 
 def reseed(seeds: Seeds) -> None:
-    """Seed Python's and NumPy's global generators, those of them that are in `seeds`."""
+    """Seed Python's and NumPy's global generators, as far as they are in `seeds`."""
     if "random.python" in seeds:
         random.seed(seeds["random.python"])
     if "random.numpy" in seeds:

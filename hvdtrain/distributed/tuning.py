@@ -105,7 +105,7 @@ class Host(Protocol):
         """Return UUID and name of a GPU that this process sees."""
 
     def put_off_loading(self) -> str:
-        """Leave out of this process what the framework would load at once and most trainings never use; name it."""
+        """Put off loading the parts of the framework that most trainings never use; return their names."""
 
     def starts_with_threads(self) -> bool:
         """Return whether the number of threads must be known before anything is computed, a collective included."""
@@ -135,7 +135,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
     elif not any(name.startswith(_PMIX) for name in os.environ):
         wanted |= _ALONE
     if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
-        # Asked of the build, not of this rank's GPU: ranks that fuse differently would wait for each other for ever.
+        # By the build, not by this rank's GPU: ranks that fuse differently would wait for each other for ever.
         # Small gradients are sent in hvdtrain's buckets, and large ones gain nothing from a copy. Which tensors Horovod
         # fuses depends on timing. On three ranks or more, so does the order in which MPI and Gloo add, and the last bit
         # of the weights. Without fusion a tensor also starts a cycle at once. Autotuning cannot change what is set.
@@ -187,8 +187,8 @@ def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if _ours.get(name) != value}
 
 
-def settle(tuning: Tuning, module: ModuleType, host: Host) -> None:
-    """Share out the cores, now that ranks know each other, and say once, on rank 0, what was decided."""
+def share_cores(tuning: Tuning, module: ModuleType, host: Host) -> None:
+    """Divide the host's cores among its ranks, once Horovod has started, and log all decisions once, on rank 0."""
     global _said
     if module.size() == 1:
         return

@@ -259,7 +259,7 @@ def init_engine(
     devices.picked = pick(module.local_rank()) if pick else devices.picked
     gpu = devices.from_driver if on_jax else host.gpu
     decided.device = devices.introduce(module, host.run, gpu=gpu, nccl=decided.nccl)
-    tuning.settle(decided, module, host)
+    tuning.share_cores(decided, module, host)
     if not host.starts_with_threads():
         devices.compare_once()
     return module

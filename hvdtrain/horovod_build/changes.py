@@ -20,7 +20,7 @@ _UNKNOWN = "This source is not the sdist that hvdtrain knows."
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines of one file, and what takes their place."""
+    """Lines of one file, and the lines that replace them."""
 
     path: str
     header: str
@@ -44,7 +44,7 @@ def read_patches(root: Path = ROOT) -> list[Patch]:
 
 
 def change(source: Path, root: Path = ROOT) -> None:
-    """Make all changes in the unpacked sdist at `source`; BuildError where it is not what ours were made from."""
+    """Make all changes in the unpacked sdist at `source`; BuildError if the changes are for another source."""
     apply(source, read_patches(root))
     words = (root / "replaced/originals.sha256").read_text(encoding="utf-8").split()
     originals = dict(zip(words[1::2], words[::2], strict=True))
@@ -77,7 +77,7 @@ def apply(source: Path, patches: list[Patch]) -> None:
 
 
 def fingerprint(root: Path = ROOT) -> str:
-    """Return a sha256 over what patches and files of ours do, not over their reasons: other changes, another wheel."""
+    """Return a sha256 of all changes, without the patches' reasons: other changes need another wheel."""
     patches = (path.read_text(encoding="utf-8") for path in sorted((root / "patches").glob("*.patch")))
     diffs = [text[text.index("\n--- a/") :] for text in patches]
     files = [sorted(_files(root / folder).items()) for folder in ("added", "replaced")]

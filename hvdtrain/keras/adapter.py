@@ -92,7 +92,7 @@ def make_adapter(
 
 
 def _plain_optimizer(model: keras.Model, optimizer: Any, loss: Any, metrics: Any) -> Any:
-    """Return the given optimizer, or the one that `model` is compiled with; ValueError if they cannot be trained."""
+    """Return the given optimizer, or the optimizer of the compiled model; ValueError if they cannot be trained."""
     if optimizer is None and not model.compiled:
         raise ValueError(f"optimizer must be a Keras optimizer or a name. Received: None; {model.name} is not compiled")
     if model.built and not model.trainable_variables:
@@ -211,7 +211,7 @@ class KerasAdapter:
 
     @property
     def rank_state(self) -> training_state.Arrays:
-        """Seeds, what is not trained, and the epoch's running metrics."""
+        """Seeds, variables that are not trained, and the epoch's running metrics."""
         held = training_state.rank_state(self._model, metrics=self._training)
         return held | self._own_logs.arrays() if self._training else held
 
@@ -309,7 +309,7 @@ class KerasAdapter:
         return self._model.predict_on_batch(inputs)
 
     def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
-        """Sum the metrics' own variables over ranks, and let the metrics make their results of them."""
+        """Sum the metrics' own variables over ranks, and compute the metrics' results from the sums."""
         self._resume_metrics()  # of an epoch whose last step was taken before
         variables = metric_variables(self._model)
         mine = copies(variables) if keep else []
@@ -324,7 +324,7 @@ class KerasAdapter:
         return results
 
     def reset_metrics(self) -> None:
-        """Drop what Keras's metrics have counted."""
+        """Reset Keras's metrics."""
         self._resumed = {}
         self._own_logs.clear()
         self._model.reset_metrics()

@@ -233,7 +233,7 @@ def _refuse(device: str) -> None:
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:
-    """Return the buffers that accumulate learning rate times gradient: those of SGD and RMSprop with momentum."""
+    """Return the buffers that accumulate learning rate times gradient: SGD and RMSprop with momentum have them."""
     for kind, name in ((keras.optimizers.SGD, "momentums"), (keras.optimizers.RMSprop, "_momentums")):
         if isinstance(optimizer, kind) and optimizer.built and optimizer.momentum:
             return [b for b in getattr(optimizer, name) if b is not None]

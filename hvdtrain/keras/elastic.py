@@ -85,7 +85,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reset() -> None:
-    """Leave the former ranks and synchronize with the present ones; all of them call it."""
+    """Leave the former ranks, and join the present ranks; all of them call it."""
     basics.shutdown()
     basics.init()
 
@@ -103,7 +103,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Commit when it is time."""
+        """Commit after every `batches_per_commit` batches."""
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
             self.state.commit()

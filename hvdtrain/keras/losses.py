@@ -84,7 +84,7 @@ def check_losses(
         data: this rank's batch, (x, y, sample_weight).
         count: its samples; 0 if it is a filler.
         world: the ranks.
-        sums: what the losses declare; it decides where the batch cannot tell.
+        sums: what the losses declare; it decides if the batch does not show it.
         training: True to look also for losses that layers add in training alone.
 
     Raises:
@@ -158,7 +158,7 @@ def _unchanged(model: keras.Model) -> Iterator[None]:
 
 
 def _kinds(model: keras.Model, data: Any, count: int, *, training: bool) -> dict[str, list[str]]:
-    """Return for each loss what it may be, of "mean" and "sum", and then its values in words."""
+    """Return for each loss the kinds that fit it, "mean" and "sum", and then its values in words."""
     rows = np.linspace(0, count - 1, min(count, _SAMPLES)).astype(np.int32) if count > 1 else np.zeros(2, np.int32)
     x, y, sample_weight = tree_map(lambda leaf: _take(leaf, rows, count), data)
     number = len(rows)
@@ -187,7 +187,7 @@ def _kinds(model: keras.Model, data: Any, count: int, *, training: bool) -> dict
 def _compared(
     model: keras.Model, terms: Callable[[NDArray[np.int32]], Terms], number: int, names: Set[str], *, draws: int
 ) -> dict[str, list[str]]:
-    """Return for each of the losses `names` what it may be, and its values; `number` samples, and parts of them."""
+    """Return the kinds that fit each of the losses `names`, and its values, on `number` samples and on their parts."""
     if not names:
         return {}
     found, words = {name: {"mean", "sum"} for name in names}, dict.fromkeys(names, "")
@@ -203,7 +203,7 @@ def _compared(
         for name in names:
             values = whole[name], one[name], rest[name]
             if not np.all(np.isfinite(values)):
-                continue  # it cannot tell
+                continue  # such values show nothing
             fitting = _fitting(values, first, number - first, _tolerance(model, name))
             if found[name] - fitting:
                 of_all, of_one, of_rest = map(np.mean, values)
@@ -247,7 +247,7 @@ def _tolerance(model: keras.Model, name: str) -> float:
 
 
 def _losses(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> Terms:
-    """Return the losses that Keras adds up: those of outputs, of layers and of weights."""
+    """Return the losses that Keras adds up: of outputs, of layers and of weights."""
     found: Terms = {}
     compiled = model._compile_loss
     if compiled is not None:

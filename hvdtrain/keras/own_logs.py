@@ -37,7 +37,7 @@ class OwnLogs:
         self.clear()
 
     def clear(self) -> None:
-        """Drop what was counted."""
+        """Reset the sums."""
         self._cells: dict[
             str, NDArray[np.float64]
         ] = {}  # sum, samples, and steps in which it was not metric i's result

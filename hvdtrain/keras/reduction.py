@@ -23,9 +23,9 @@ class Compressor:
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, str | None]:
-        """Return `tensor` as it travels, and its dtype to come back to."""
+        """Return `tensor` as it is sent, and its dtype, to which `decompress` casts; None if nothing was cast."""
         dtype = keras.backend.standardize_dtype(tensor.dtype)
-        wire = cls.wire or ("float32" if dtype == "bfloat16" else None)  # Horovod knows no bfloat16
+        wire = cls.wire or ("float32" if dtype == "bfloat16" else None)  # Horovod cannot add bfloat16 up
         if wire is None or not dtype.startswith(("float", "bfloat")):
             return tensor, None
         return keras.ops.cast(tensor, wire), dtype
@@ -37,17 +37,17 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Gradients travel as they are; bfloat16, which Horovod does not know, as float32."""
+    """Gradients are sent as they are; bfloat16, which Horovod cannot add up, as float32."""
 
 
 class FP16Compressor(Compressor):
-    """Gradients travel and are summed as float16: half the bytes, a range of 6e-8 to 65504."""
+    """Gradients are sent and summed as float16: half the bytes, a range of 6e-8 to 65504."""
 
     wire = "float16"
 
 
 class BF16Compressor(Compressor):
-    """Gradients travel as bfloat16 and are summed in float32: half the bytes, float32's range, 8 bits of precision."""
+    """Gradients are sent as bfloat16 and summed in float32: half the bytes, float32's range, 8 bits of precision."""
 
     wire = "bfloat16"
 

@@ -36,11 +36,11 @@ class Replica:
         assign(counters, [value.astype(dtype) for value, dtype in zip(agreed, dtypes, strict=True)])
 
     def parts(self, number: int) -> list[Replica]:
-        """Return this one: a strategy has asked `is_asynchronous` before it divides the weights."""
+        """Return this replica alone: strategies divide only the weights of a replica that `is_asynchronous`."""
         return [self]
 
     def identities(self) -> list[int]:
-        """Return which weights these are."""
+        """Return the ids of the trained weights; they change when a weight is frozen or unfrozen."""
         return [id(v) for v in self._model.trainable_variables]
 
     def weights(self) -> list[Array]:

@@ -132,7 +132,7 @@ class _TensorFlowMarks(_KerasMarks):
 
     @functools.cached_property
     def _seen(self) -> tuple[Any, Any]:
-        """When the first batch of a call was there, in seconds since 1970, and the samples of all of them."""
+        """Variables: the arrival of a call's first batch, in seconds since 1970, and the samples of all its batches."""
         # Not at once: a variable starts TensorFlow's runtime, which has to know of this rank's GPU before.
         import tensorflow as tf
 
@@ -175,4 +175,4 @@ class _TensorFlowMarks(_KerasMarks):
         self._ended_at = time.time()
 
     def _see(self, batch: Any) -> None:
-        """Leave it to the graph, which sees every batch."""
+        """Do nothing: the graph counts every batch."""

@@ -54,7 +54,7 @@ def _own(model: keras.Model) -> Any:
 def build_again(model: keras.Model) -> None:
     """Build the optimizer of `model` over the weights that are trained now, as a callback does that unfreezes layers.
 
-    New variables, such as momenta, are zero. Keras keeps those of before, unused, in front of them.
+    New variables, such as momenta, are zero. The earlier variables stay, unused, in front of them.
     """
     optimizer = _own(model)
     optimizer.built = False

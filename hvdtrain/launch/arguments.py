@@ -195,7 +195,7 @@ def whole_number(name: str, text: str | None, *, least: int) -> int:
 
 
 def is_count(text: str, *, least: int) -> bool:
-    """Return whether `text` is a whole number of at least `least`, and one that Python reads."""
+    """Return whether `text` is a whole number of at least `least`, short enough for Python to read."""
     return text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= least
 
 

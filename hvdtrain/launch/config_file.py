@@ -181,7 +181,7 @@ def _instead(key: str) -> str:
 
 
 def _value(node: yaml.Node, form: type, must_be: str, check: Callable[[str], bool] | None) -> Any:
-    """Return a value in its form; a ValueError if it has another one."""
+    """Return a value in its form; a ValueError if it has another form."""
     if form is list and isinstance(node, yaml.SequenceNode):
         return [_text(each, must_be) for each in node.value]
     if form is dict and isinstance(node, yaml.MappingNode):

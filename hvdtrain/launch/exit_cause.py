@@ -77,8 +77,8 @@ class Listener:
         self._lock = threading.Lock()
         self._ends = {"stdout": bytearray(), "stderr": bytearray()}
 
-    def hear(self, stream: str, data: bytes) -> None:
-        """Take what came through `stream`."""
+    def feed(self, stream: str, data: bytes) -> None:
+        """Add a piece of the output of `stream`."""
         with self._lock:
             end = self._ends[stream]
             end += data
@@ -134,7 +134,7 @@ class RankError:
         return self.last_line.partition(":")[0].rpartition(".")[2]
 
     def is_like(self, other: RankError) -> bool:
-        """Return whether it is the same exception, of the same rank or of another one."""
+        """Return whether it is the same exception, of the same rank or of another rank."""
         return is_same(self.last_line, self.rank, other.last_line, other.rank)
 
 
@@ -163,7 +163,7 @@ def traceback_in(lines: Sequence[str]) -> str:
 
 
 def said_by_ranks(output: str) -> Said:
-    """Return what ranks have printed about their end, by `distributed.watchdog`, in the order in which it came."""
+    """Return the ranks' own lines about their end, which `distributed.watchdog` prints, in the order of the output."""
     found: Said = {"error": {}, "followed": {}, "idle": {}, "waits": {}}
     for number, line in OutputLines().all(output.encode()):
         said, missing = _SAID.match(line), _MISSING.match(line)
@@ -175,9 +175,9 @@ def said_by_ranks(output: str) -> Said:
 
 
 def root_cause(run_dir: Path, cause: Cause, *, host: str, said: Said | None = None, size: int = 0) -> Cause:
-    """Return the end of the rank that made the rank of `cause` end; `cause` if no rank is known to have.
+    """Return the end of the rank that caused the end in `cause`; `cause` itself if no such rank is known.
 
-    A launcher reports the rank that ended first. It may have ended because another one failed, left or hung before.
+    A launcher reports the rank that ended first. It may have ended because another rank failed, left or hung before.
     `run_dir` has what ranks of this host have written. Of ranks of other hosts there is only what they `said`; `size`
     is the number of all ranks, 0 if it is not known.
     """

@@ -73,7 +73,7 @@ def run(
 
 
 def _returned(outcome: Outcome, show: Callable[[Sequence[Line]], None], *, output: str) -> list[Any]:
-    """Return what the function returned on each rank, and show a failure that came after that."""
+    """Return what the function returned on each rank, and show a later failure."""
     values = outcome.values(root_only=output == "root")
     if outcome.cause is None or outcome.cause.code:
         how = outcome.cause or "the process that ran the ranks was killed"

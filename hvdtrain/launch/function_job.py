@@ -54,7 +54,7 @@ class Outcome:
 
     size: int  # number of ranks
     answers: dict[int, Message] = field(default_factory=dict)  # facts["kind"] is "result", "error" or "exit"
-    cause: Cause | None = None  # what ended the job; None where nobody can tell
+    cause: Cause | None = None  # what ended the job; None if it is not known
     seconds: float = 0.0
     tails: dict[int | None, list[str]] = field(default_factory=dict)  # a rank's last lines; None: the launcher's
     status: int = 0  # exit status of the process that ran the ranks
@@ -221,7 +221,7 @@ class FunctionJob:
         self._open: dict[int, Callable[[bytes], None]] = {
             self._process.stdout.fileno(): lambda data: self._print(first.feed(data)),
             self._process.stderr.fileno(): lambda data: self._print(second.feed(data)),
-            self._report: self._hear,
+            self._report: self._read_report,
         }
 
     def follow(self, also: Mapping[Connection, Callable[[], None]] | None = None) -> None:
@@ -251,7 +251,7 @@ class FunctionJob:
         self._process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
-        """Leave nothing behind, however it ended."""
+        """End all processes of the job, and store how it ended."""
         self._server.close()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
@@ -267,7 +267,7 @@ class FunctionJob:
         if self.outcome.cause is None:
             process_tree.end(str(self._run_dir))
 
-    def _hear(self, data: bytes) -> None:
+    def _read_report(self, data: bytes) -> None:
         *whole, self._unfinished = (self._unfinished + data).split(b"\n")
         for line in whole:
             if line.startswith(b"{"):

@@ -97,10 +97,10 @@ class Job:
         self._is_elsewhere = launch.spec.is_elsewhere
         # A scheduler sends SIGTERM to every process of a job. mpirun would then kill its ranks while they write a
         # checkpoint; with the signal blocked, it waits for them. It unblocks all signals for its ranks.
-        self._is_deaf = launch.spec.is_mpirun
+        self._ignores_sigterm = launch.spec.is_mpirun
         # Called now, because after the job all descendants of this process are killed, also a running mpirun --version.
         open_mpi.spaces_marks()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self._is_deaf else set())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self._ignores_sigterm else set())
         try:
             environment, pipe = {**launch.environment, process_tree.RUN_DIR: str(run_dir)}, subprocess.PIPE
             self._process = subprocess.Popen(
@@ -122,7 +122,7 @@ class Job:
         job = self._guard.members()
         process_tree.request_stop(job, requested=self._requested, pids=pids)
         if self._is_elsewhere:
-            if self._is_deaf and self._process.pid not in self._requested:
+            if self._ignores_sigterm and self._process.pid not in self._requested:
                 self._requested.add(self._process.pid)
                 process_tree.send(self._process.pid, signal.SIGUSR1)  # mpirun passes it on
             return self.status() is None
@@ -132,7 +132,7 @@ class Job:
         """Send a signal to every process of it."""
         for pid in self._guard.members():
             process_tree.send(pid, number)
-        if number == signal.SIGTERM and self._is_deaf:
+        if number == signal.SIGTERM and self._ignores_sigterm:
             process_tree.send(self._process.pid, signal.SIGINT)  # not blocked: it ends its ranks elsewhere
 
     def end(self) -> bool:
@@ -146,7 +146,7 @@ class Job:
         return gone
 
     def _copy(self, name: str, source: IO[bytes] | None, number: int) -> None:
-        """Copy what comes through a pipe to our own stream, as it comes, but in whole lines."""
+        """Copy a pipe to our own stream at once, but in whole lines."""
         assert source is not None
         lines, shortened, is_read = MarkedLines(), Shortened(), True
         is_quiet, is_short = log_filter.wanted(), os.environ.get(DEBUG) != "1"
@@ -175,6 +175,6 @@ class Job:
                 data = os.read(source.fileno(), 2**16)
                 if not data:
                     break
-                self.listener.hear(name, data)
+                self.listener.feed(name, data)
                 write(shown(lines.feed(data, now=time.monotonic())))
         write([*shown(lines.end()), *shortened.end()])

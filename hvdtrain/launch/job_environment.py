@@ -29,7 +29,7 @@ _KEEPALIVE = {
     f"OMPI_MCA_oob_tcp_keepalive_{name}": value for name, value in (("time", "10"), ("intvl", "5"), ("probes", "4"))
 }
 # A rank whose peer was killed loses its connection to it, and aborts. If it is faster than the news of the killed rank,
-# mpirun blames the survivor: 5 names neither the killed rank nor its signal then. Wait for the news, and be killed.
+# mpirun reports the survivor: 5 names neither the killed rank nor its signal then. So wait for mpirun to kill it.
 _ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "3"}  # seconds
 # What belongs to one host, or to one session on it.
 _OWN = re.compile(

@@ -82,7 +82,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
     # The tasks of each node: 2(x3),1 is 2, 2, 2, 1.
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get(_TASKS, ""))
     tasks = [int(number) for number, times in groups for _ in range(int(times or 1))]
-    line, names, why = ["scontrol", "show", "hostnames", nodes], [], ""  # Slurm knows more than one grammar of these
+    line, names, why = ["scontrol", "show", "hostnames", nodes], [], ""  # Slurm has more than one grammar for them
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=_SCONTROL_LIMIT_S, check=True)
         names = done.stdout.split()

@@ -137,7 +137,7 @@ def run(launch: Launch, run_dir: Path) -> int:
 
 @contextlib.contextmanager
 def _supervision(run_dir: Path, elsewhere: Sequence[str] = ()) -> Iterator[tuple[Guard, Signals]]:
-    """Supervise all processes that a job starts; leave none behind."""
+    """Supervise all processes that a job starts, and end them all on exit."""
     # Become the parent of every orphan below this process: a rank whose launcher was killed is still found.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with Signals() as signals:

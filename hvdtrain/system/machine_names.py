@@ -1,4 +1,4 @@
-"""Take out of a text what names a person or a machine, also those of other hosts, of which no list is known."""
+"""Remove the names of people and machines from a text, also of other hosts, whose names are not known beforehand."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _Names = Iterable[str] | None
 
 
 class Scrubber:
-    """Takes out of a text what names a person or a machine, and what looks like a secret.
+    """Removes names of people and machines from a text, and what looks like a secret.
 
     Names of this machine and this account are known. Others are found where messages and paths have names, and then
     hidden in the whole text.

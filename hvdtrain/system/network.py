@@ -58,7 +58,7 @@ def without_bridges(given: Iterable[str]) -> dict[str, str]:
 
 
 def _networks() -> tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]]:
-    """Return this host's networks: those of bridges that lead nowhere, and those of other interfaces."""
+    """Return this host's networks: first of bridges that lead to no other host, then of other interfaces."""
     found: tuple[set[ipaddress.IPv4Network], set[ipaddress.IPv4Network]] = (set(), set())
     for name, address, netmask in _addresses():
         if netmask:

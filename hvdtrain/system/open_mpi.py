@@ -73,7 +73,7 @@ _VALUES_IN_5 = {"OMPI_MCA_smsc": {"none": "^cma,knem,xpmem", "cma": "cma"}}
 
 
 def for_both(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables`, those of Open MPI 4 also under 5's names where these are not set."""
+    """Return `variables`; Open MPI 4's are added under Open MPI 5's names where these are not set."""
     found = dict(variables)
     for name, in_5 in _IN_5.items():
         text, values = variables.get(name), _VALUES_IN_5.get(in_5)

@@ -22,7 +22,7 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
 
 
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """Open a file for writing; `options` are those of `open`."""
+    """Open a file for writing; `options` are as in `open`."""
     return open(path, mode, opener=_open, **options)
 
 

@@ -96,7 +96,7 @@ def strings(value: Any) -> Any:
 
 
 def _hidden(method: Callable[[_Hider, Any], T], said: Any) -> T:
-    """Return what a method of `_Hider` returns once it knows the values that `said` itself gives secrets."""
+    """Return what a method of `_Hider` returns once it has the secrets in `said` itself."""
     first = _Hider()
     method(first, said)
     return method(_Hider(_known() | first.found), said)
@@ -242,14 +242,14 @@ def _pattern(found: frozenset[str]) -> re.Pattern[str]:
 
 
 def _spellings(value: str) -> Iterator[str]:
-    """Yield how a value stands in JSON, in addresses and in Python."""
+    """Yield the spellings of a value in JSON, in addresses and in Python."""
     yield from (text[1:-1] for text in (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value)))
     encoded = value.encode("utf-8", "surrogateescape")
     yield from (quote(encoded), quote(encoded, safe=""), quote_plus(encoded))
 
 
 def _is_distinct(value: str) -> bool:
-    """Return whether a value can be hidden everywhere: it is no word, number, path or address."""
+    """Return whether a value can be hidden in the whole text: it is no word, number, path or address."""
     if len(value) < _LEAST or value.lower() in _COMMON or value.startswith(("/", "~", "./", "../", "file:", HIDDEN)):
         return False
     return not _NUMBER_OR_ADDRESS.match(value)
@@ -299,7 +299,7 @@ _SAFE_BEFORE_PASS = listed(
 
 @functools.lru_cache(maxsize=4096)
 def is_secret(name: str, *, in_prose: bool = False) -> bool:
-    """Return whether what has this name, such as --api-key or HF_TOKEN, is to be hidden; in prose "key" is a word."""
+    """Return whether a value of this name, such as --api-key or HF_TOKEN, is a secret; in prose "key" is a word."""
     if name in ("PWD", "OLDPWD") or (in_prose and name.lower() in ("key", "auth", "pat", "pw")):  # the shell's folders
         return False
     words = [word.lower() for word in _WORD.findall(name)]

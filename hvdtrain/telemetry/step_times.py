@@ -175,7 +175,7 @@ def from_environment() -> StepTimes:
 
 
 def rank_report(times: StepTimes) -> RankReport:
-    """Return what this rank knows of its steps, and of where it ran."""
+    """Return this rank's report: its steps, its host and its settings."""
     engine: Any = next(iter(world._loaded.values()), None)
     facts: dict[str, Any] = {"host": socket.gethostname(), "cores": usable_cores(), **_threads(), **times.facts}
     rank, size = 0, 1

@@ -309,7 +309,7 @@ def _check_reduction(
     process_set: Any | None = None,
     **_: Any,
 ) -> None:
-    """Raise, before anything is sent, where Horovod has no such reduction: some of its own errors come later."""
+    """Raise if Horovod has no such reduction, before anything is sent: some of Horovod's own errors come later."""
     if any(isinstance(v, tf.IndexedSlices) for v in values):
         if op not in (basics.Average, basics.Sum):
             raise NotImplementedError(f"tf.IndexedSlices can have op=Average or op=Sum. Received: op={op}")
@@ -345,7 +345,7 @@ def _in_groups(kind: str, values: list[Tensor], name: str | None = None, **optio
 
 
 def _run(kind: str, values: list[Tensor], *args: Any, **options: Any) -> list[Tensor]:
-    """Return the results of Horovod's collective `kind`; in one process without Horovod, those of one rank."""
+    """Return the results of Horovod's collective `kind`; in one process without Horovod, the results of one rank."""
     module = basics.running()
     if module is None:
         before, after = options.get("prescale_factor", 1.0), options.get("postscale_factor", 1.0)

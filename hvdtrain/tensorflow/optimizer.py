@@ -1,4 +1,4 @@
-"""DistributedOptimizer with horovod.tensorflow's arguments: for Keras 3 optimizers, and those of tf.compat.v1."""
+"""DistributedOptimizer with horovod.tensorflow's arguments: for optimizers of Keras 3 and of tf.compat.v1."""
 
 from __future__ import annotations
 

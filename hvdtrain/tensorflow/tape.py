@@ -54,7 +54,7 @@ class DistributedTape(tf.GradientTape):
 
     @backend.untraced
     def get_local_and_global_gradients(self, target: Any, sources: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
-        """Return pairs of a source and its gradient: those of local sources, and those that were reduced."""
+        """Return pairs of a source and its gradient: first for local sources, then for sources that were reduced."""
         pairs = list(zip(sources, self.gradient(target, sources, *args, **options), strict=True))
         local = self._local()
         return [p for p in pairs if identity(p[0]) in local], [p for p in pairs if identity(p[0]) not in local]

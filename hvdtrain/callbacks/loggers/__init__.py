@@ -1,4 +1,4 @@
-"""Send what a run is and how it goes to the tools that people compare runs with.
+"""Send a run's configuration and metrics to the tools with which people compare runs.
 
 `Logger` decides what is logged, when and on which rank; a sink, one a tool, only writes it down.
 """

@@ -157,7 +157,7 @@ class Logger(RecordingCallback):
 
     @property
     def name(self) -> str:
-        """With a prefix: Keras has a CSVLogger, too."""
+        """The class's name with a prefix: Keras has a CSVLogger, too."""
         return f"hvdtrain.{type(self).__name__}"
 
     def on_fit_begin(self, trainer: RunContext) -> None:
@@ -188,11 +188,11 @@ class Logger(RecordingCallback):
         background.submit(partial(self._sink.open, run))
 
     def on_fit_end(self, trainer: RunContext) -> None:
-        """Know that the run has come to its end."""
+        """Note that the run has reached its end."""
         self._finished = True
 
     def close(self) -> None:
-        """Have everything written, and close the sink; not for longer than ten seconds."""
+        """Write all waiting records, and close the sink; wait for ten seconds at most."""
         self._record_waiting()
         if self._background is not None:
             background, self._background = self._background, None

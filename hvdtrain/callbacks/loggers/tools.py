@@ -104,7 +104,7 @@ class _CSVFile:
         self._file = private_files.open_file(self._path, "a", newline="", encoding="utf-8")
 
     def _read(self) -> list[Json]:
-        """Return the file's rows, without a last one that was cut short, and take on its columns."""
+        """Return the file's rows, without a last row that was cut short, and store its columns."""
         text = self._path.read_text(encoding="utf-8")
         reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines(keepends=True))
         rows = list(reader)

@@ -80,7 +80,7 @@ def horovods_limits() -> dict[str, str]:
 
 
 def begin() -> None:
-    """Watch this process, from before Horovod starts: ranks wait for each other there too."""
+    """Start the watchdog, before Horovod starts: ranks wait for each other there too."""
     global _watchdog
     found = launch_environment.detect()
     if _watchdog is None and found is not None and found.size != 1:
@@ -93,12 +93,12 @@ def alone() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once with `code`, as one that failed: other ranks do not wait for it."""
+    """End this process at once with `code`, as a failed process: other ranks do not wait for it."""
     rank_exit.leave(code, _watchdog.exit if _watchdog else None)
 
 
 def joined(module: ModuleType) -> None:
-    """Take over the end of this process, now that Horovod knows its rank; not of one rank alone."""
+    """Install the exit hooks of this rank, once Horovod has started; one rank alone needs none."""
     global _watchdog
     if module.size() == 1:
         alone()
@@ -114,7 +114,7 @@ class Watchdog:
     """Checks about once a second, in a separate thread, how long this process has waited for others."""
 
     def __init__(self, limit_s: float) -> None:
-        self.exit: RankExit | None = None  # once Horovod knows this rank
+        self.exit: RankExit | None = None  # None before Horovod has started
         self.stopped = threading.Event()
         self._limit_s = limit_s
         self._basics: Any = None
@@ -128,7 +128,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="hvdtrain-watch", daemon=True).start()
 
     def joined(self, module: ModuleType) -> None:
-        """Learn this rank, and take over its end; again after an elastic reset."""
+        """Store this rank's number, and install its exit hooks; again after an elastic reset."""
         basics: Any = getattr(sys.modules.get(f"{module.__name__}.mpi_ops"), "_basics", None)
         if basics is None:  # not Horovod 0.28.1
             return
@@ -216,7 +216,7 @@ class Watchdog:
             is_roots_host = this.rank == 0 or 0 in this.facts.all("pid")
             line = "\n".join([f"{line}.", *_missing(this, what), *([stack + _ADVICE] if is_roots_host else [])])
         say(line)
-        this.stalled_s = pause_s  # others may not have spoken yet
+        this.stalled_s = pause_s  # other ranks may not have reported yet
         if wait.kind in ("collective", "graph", "device", "step"):
             # This makes Horovod raise an error on every rank that waits. If Horovod itself is stuck, it never returns.
             threading.Thread(target=self._basics.shutdown, name="hvdtrain-shutdown", daemon=True).start()

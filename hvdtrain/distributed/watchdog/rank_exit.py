@@ -195,7 +195,7 @@ def say(text: str) -> None:
 
 
 def is_caused_by_others(error: BaseException) -> bool:
-    """Return whether an exception, or what it was raised from, says that another process's end is the cause."""
+    """Return whether an exception, or its cause, says that another process's end is the reason."""
     return any(
         type(each).__name__ in _HOROVODS and any(words in str(each) for words in _CAUSED_BY_OTHERS)
         for each in _chain(error)

@@ -1,4 +1,4 @@
-"""Tracebacks and stacks with the user's frames; those of hvdtrain and Horovod are folded unless HVDTRAIN_DEBUG=1."""
+"""Tracebacks and stacks with the user's frames; frames of hvdtrain and Horovod are folded unless HVDTRAIN_DEBUG=1."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def _fold(found: traceback.TracebackException, error: BaseException) -> None:
         else:
             _fold(before, source)
     found.stack = folded = _Folded(found.stack)
-    # Of an error that nobody foresaw, the place says more than the message. What we raise says it in its message.
+    # An unexpected error is explained by its place, and an error that we raise by its message.
     folded.shows_last = bool(folded) and not is_ours and not (folded[-1].line or "").startswith("raise ")

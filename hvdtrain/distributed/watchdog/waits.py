@@ -142,7 +142,7 @@ def frames() -> dict[int, FrameType]:
 
 
 def find(*, besides: int | None = None) -> list[Wait]:
-    """Return the waits of this process, except for those of the thread `besides`."""
+    """Return the waits of this process's threads, except for the thread `besides`."""
     waits = []
     for thread, frame in frames().items():
         if thread == besides or (_step is not None and thread == _step[0]):

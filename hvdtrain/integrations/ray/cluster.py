@@ -95,7 +95,7 @@ class Worker:
     facts: dict[str, Any] = field(default_factory=dict)  # where it is; {} until it has started
 
     def who(self, rank: int) -> str:
-        """Return what it is called in messages."""
+        """Return the worker's name for messages."""
         return f"rank {rank} on host {self.facts['host']} (pid {self.facts['pid']})"
 
 
@@ -130,7 +130,7 @@ def _is_failure(answer: Message) -> bool:
 
 
 class RayCluster:
-    """Ray, as this job uses it. On exit, all actors that it started have ended."""
+    """The job's use of Ray. On exit, all actors that the job started have ended."""
 
     def __init__(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""An elastic job. Each process is a host of one slot to Horovod's driver, which drops a host when a process dies."""
+"""An elastic job. To Horovod's driver each process is a host of one slot; it drops a host when a process dies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_STILLBORN = 5  # processes in a row that could not be started
 
 
 class ElasticJob:
-    """One run: Horovod's driver asks it for hosts, and calls `work` in a thread for each. One that dies is replaced."""
+    """One run: Horovod's driver gets hosts from it, and calls `work` in a thread for each. A dead host is replaced."""
 
     def __init__(self, cluster: RayCluster, request: Request, limits: Limits) -> None:
         self._cluster, self._request, self._limits = cluster, request, limits

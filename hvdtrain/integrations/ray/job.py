@@ -87,7 +87,7 @@ def run(
 def _check(
     np: int, cpus: float, gpus: int, min_np: int | None, max_np: int | None, reset_limit: int | None, timeout_s: float
 ) -> elastic.Limits | None:
-    """Check the numbers; return the limits of an elastic job, None for another one."""
+    """Check the numbers; return the limits of an elastic job, None for a job that is not elastic."""
     if isinstance(cpus, bool) or not isinstance(cpus, (int, float)) or not 0 <= cpus < float("inf"):
         raise ValueError(f"cpus_per_rank must be a number, 0 or more. Received: cpus_per_rank={cpus!r}")
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 0:  # NCCL wants no two ranks on one GPU
@@ -142,7 +142,7 @@ def run_fixed(cluster: RayCluster, request: Request) -> RayOutcome:
 
 
 def _start(cluster: RayCluster, request: Request, group: Any) -> list[Worker]:
-    """Return a worker a rank, in rank order: those of a node follow each other, this process's node first."""
+    """Return a worker a rank, in rank order: a node's workers follow each other, this process's node first."""
     strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     nodes: dict[int, str] = cluster.ray.util.placement_group_table(group)["bundles_to_node_id"]
     here = cluster.node()

@@ -1,4 +1,4 @@
-"""Choose the Ray that a job uses: one that is running, or a new one, which ends with the job.
+"""Choose the Ray that a job uses: a running Ray, or a new Ray, which ends with the job.
 
 Ray itself connects to the address in a file that every user can write, and opens its folder to all users.
 """
@@ -30,7 +30,7 @@ _LAST_LINES_S = 0.5  # Ray reads the ranks' output ten times a second
 
 
 class Session:
-    """This process's connection to a Ray, and that Ray itself if the job has started it."""
+    """This process's connection to a Ray, and the Ray itself if the job has started it."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray

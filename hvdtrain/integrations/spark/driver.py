@@ -155,7 +155,7 @@ class SparkJob:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Have Spark end its tasks. This misses tasks that start later: call it again until the job has ended."""
+        """Let Spark end the job's tasks. Tasks that start later are missed: call it again until the job has ended."""
         self._context.cancelJobGroup(self._group)
 
     def close(self, limit_s: float) -> None:
@@ -225,14 +225,14 @@ class Ranks:
                 self.outcome.answers[end.rank] = end.answer
 
     def own_problem(self) -> Exception | None:
-        """Return what went wrong with the job itself."""
+        """Return the error of the job itself; None if there is none."""
         if self._own is None and self._job.error is not None and not (self._cancelled and self._ends):
             kind = RankFailedError if len(self._hosts) == self._np else UsageError
             return kind(f"the Spark job of the ranks failed: {self._job.reason()}")
         return self._own
 
     def close(self) -> None:
-        """Leave nothing behind, however it ended."""
+        """Close the connections, and wait for the end of the job."""
         self._listener.close()
         for connection in self._connections:
             connection.close()  # the rank's task ends it

@@ -98,7 +98,7 @@ def rank_order(hosts: Sequence[str]) -> list[int]:
 
 @contextmanager
 def _rendezvous(rank: int, places: Sequence[Place], context: Any, key: bytes) -> Iterator[dict[str, str]]:
-    """Let ranks find each other, at a server in rank 0's task that knows the job's key; yield Horovod's variables."""
+    """Let ranks find each other, at a server in rank 0's task that has the job's key; yield Horovod's variables."""
     counts = Counter(place.host for place in places)
     slots = rendezvous.slots(counts)
     address, own = (network.LOOPBACK if len(counts) == 1 else place.address for place in (places[0], places[rank]))

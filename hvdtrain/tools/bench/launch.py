@@ -29,7 +29,7 @@ _TAIL_LINES = 15
 
 
 class BenchError(HvdTrainError):
-    """`hvdtrain bench` came to nothing; one line says why."""
+    """`hvdtrain bench` has failed; one line says why."""
 
 
 def parse_hosts(text: str | None, *, ranks: int, cores: int) -> LaunchSpec:

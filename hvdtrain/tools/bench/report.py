@@ -42,7 +42,7 @@ class Steps:
 
     @property
     def slowest(self) -> RankSteps:
-        """The rank for which the others wait: the one that takes longest by itself."""
+        """The rank for which the others wait: its own time, without waiting, is the longest."""
         # All steps take equally long, since a reduction waits for the last rank: only its wait is communication alone.
         return max(self.ranks, key=lambda rank: rank.own_s)
 
@@ -104,7 +104,7 @@ def from_script(outcome: LaunchOutcome, *, name: str, ranks: int, timeout_s: flo
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that was found."""
+    """All results of a run of bench."""
 
     title: str  # what was run, for people
     steps: Steps  # of the standard model, or of the script

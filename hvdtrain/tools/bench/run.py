@@ -62,7 +62,7 @@ class BenchOptions:
 
 
 def run(options: BenchOptions) -> None:
-    """Measure and print; UsageError for options that cannot be, BenchError for a run that came to nothing."""
+    """Measure and print; UsageError for options that are wrong, BenchError for a run that failed."""
     spec = parse_hosts(options.hosts, ranks=options.ranks, cores=usable_cores())
     _check(options)
     link = None if options.link is None else parse_link(options.link)

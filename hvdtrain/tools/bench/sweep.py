@@ -27,7 +27,7 @@ def moved_bytes(num_bytes: float, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """One size."""
+    """The measurements of one message size."""
 
     num_bytes: int  # of the message
     time_s: Spread  # an allreduce on the slowest rank, seconds

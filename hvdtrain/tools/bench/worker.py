@@ -34,7 +34,7 @@ INPUTS, CLASSES = 784, 10
 
 
 def main(text: str) -> int:
-    """Measure, and let rank 0 print what came of it."""
+    """Measure, and print the results on rank 0."""
     plan = WorkerPlan(**json.loads(text))
     world = init(plan.framework)
     points = [dataclasses.asdict(point) for point in measure_sweep(plan, world)] if world.size > 1 else []
@@ -63,7 +63,7 @@ def measure_sweep(plan: WorkerPlan, world: World) -> list[sweep.Point]:
 
 
 def measure_steps(plan: WorkerPlan, world: World) -> RankReport:
-    """Train the standard model for one epoch of just as many steps, and return what the recorder saw."""
+    """Train the standard model for one epoch of `plan.steps` measured steps, and return the recorded times."""
     from hvdtrain import Trainer
 
     times = StepTimes()

@@ -86,7 +86,7 @@ class Facts:
         return tuple(map(int, re.findall(r"\d+", version)[:3])) or None
 
     def builds(self) -> dict[str, str]:
-        """Return versions, those of frameworks with what they were built for: "2.13.0 (CUDA 13.0)"."""
+        """Return versions, for frameworks with the device that they were built for: "2.13.0 (CUDA 13.0)"."""
         kinds = {name: f" (CUDA {cuda})" if cuda else " (CPU)" for name, cuda in self.cuda.items()}
         return {name: version + kinds.get(name, "") for name, version in self.versions.items()}
 
@@ -115,7 +115,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Look at everything once."""
+    """Gather all facts."""
     frameworks = [found for found in (find_torch(), find_tensorflow()) if found]
     wheels = (version_of(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
     nccl = next(filter(None, wheels), "") or ((found := find.find_nccl()) and found.version) or ""

@@ -123,7 +123,7 @@ class Forecast:
 
     @property
     def efficiency(self) -> float:
-        """Samples per second, as a share of `ranks` times those of one rank; in (0, 1]."""
+        """Samples per second, as a share of `ranks` times the samples per second of one rank; in (0, 1]."""
         return self.compute_s / self.step_s
 
     @property

@@ -88,7 +88,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print the table, what its columns mean, and where adding ranks stops paying."""
+    """Print the table, the meaning of its columns, and the number of ranks at which adding ranks stops paying."""
     console.print(_table(plan))
     console.print(_meaning(plan))
     console.print(_verdict(plan))

@@ -1,4 +1,4 @@
-"""The numbers of a run: what a report says on top, in sentences, and what its plots are drawn from."""
+"""The numbers of a run: the sentences at the top of a report, and the values of its plots."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def not_first(intervals: Intervals) -> NDArray[np.bool_]:
 
 
 def own_time(times: dict[str, Floats]) -> Floats:
-    """Return what each rank takes for a step by itself, shape (n, ranks): what it waits for others is not in it."""
+    """Return each rank's own seconds of a step, shape (n, ranks), without waiting for other ranks."""
     return times["data"] + times["compute"] + times["other"]
 
 

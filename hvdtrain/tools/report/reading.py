@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Intervals(Series):
-    """About a second of training each."""
+    """Intervals of about a second of training."""
 
     samples_per_s: Floats
     start: NDArray[np.int64]  # which start of the run it belongs to, from 0

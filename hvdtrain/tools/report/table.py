@@ -20,7 +20,7 @@ _MOST_SETTINGS = 6  # columns
 
 @dataclass(frozen=True)
 class Row:
-    """A run in the table. NaN is what it has not reached."""
+    """A run in the table. NaN stands for a metric that the run has not reached."""
 
     name: str
     best: float

@@ -230,7 +230,7 @@ def test_cores_are_shared_out_over_the_ranks_that_may_use_them(cores, ranks, thr
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(tuning, "_time_limit", lambda: float("inf"))
     host = Host(ranks)
-    tuning.settle(tuning.Tuning(True), horovod(size=ranks, local_size=ranks), host)
+    tuning.share_cores(tuning.Tuning(True), horovod(size=ranks, local_size=ranks), host)
     assert host.given == [threads]
 
 
@@ -258,7 +258,7 @@ def test_a_framework_that_starts_with_its_threads_is_given_them_before_any_colle
             raise AssertionError("its threads are running now")
 
     host = Early(2)
-    tuning.settle(tuning.Tuning(True), horovod(), host)
+    tuning.share_cores(tuning.Tuning(True), horovod(), host)
     assert host.given == [4]
 
 
@@ -283,9 +283,9 @@ def test_a_containers_limit_on_processor_time_is_shared(monkeypatch):
 
 def test_threads_that_the_user_set_and_those_of_one_rank_are_left_alone(monkeypatch):
     host = Host(2)
-    tuning.settle(tuning.Tuning(True), horovod(size=1, local_size=1), host)
+    tuning.share_cores(tuning.Tuning(True), horovod(size=1, local_size=1), host)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    tuning.settle(tuning.Tuning(True), horovod(), host)
+    tuning.share_cores(tuning.Tuning(True), horovod(), host)
     assert host.given == []
 
 
@@ -294,10 +294,10 @@ def test_what_was_decided_is_said_once_on_rank_0(monkeypatch, caplog):
     launched(monkeypatch, ONE_HOST)
     monkeypatch.setattr(tuning, "share_of_cores", lambda module, host: 1)
     decided = prepare()
-    tuning.settle(decided, horovod(rank=1), Host(2))
+    tuning.share_cores(decided, horovod(rank=1), Host(2))
     assert caplog.messages == []
     for _ in range(2):
-        tuning.settle(decided, horovod(), Host(2))
+        tuning.share_cores(decided, horovod(), Host(2))
     (line,) = caplog.messages
     assert line == (
         "2 ranks on 1 host, Open MPI, shared memory in pieces of 512 KiB, 1 thread a rank, cycle 1 ms, no fusion"
@@ -321,7 +321,7 @@ def test_more_ranks_than_cores_are_told_of_once_on_rank_0(ranks, cores, run_dir,
     if run_dir:
         monkeypatch.setenv(tuning.RUN_DIR, run_dir)
     for rank in (1, 0, 0):
-        tuning.settle(tuning.Tuning(True), horovod(rank=rank, size=ranks, local_size=ranks), Host(2))
+        tuning.share_cores(tuning.Tuning(True), horovod(rank=rank, size=ranks, local_size=ranks), Host(2))
     assert [message.partition(":")[0] for message in caplog.messages] == said
 
 

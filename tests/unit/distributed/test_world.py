@@ -187,7 +187,7 @@ def test_srun_with_pmix_reaches_horovod(monkeypatch):
 def test_a_second_init_decides_nothing_and_needs_no_other_rank(monkeypatch):
     monkeypatch.setitem(world._loaded, "torch", FakeHorovod(initialized=True))
     monkeypatch.setattr(tuning, "prepare", None)
-    monkeypatch.setattr(tuning, "settle", None)
+    monkeypatch.setattr(tuning, "share_cores", None)
     assert world.init_engine("torch").size() == 1
 
 

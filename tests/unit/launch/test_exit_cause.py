@@ -51,7 +51,7 @@ GLOO = b"Process 1 exit with status code 137.\nTerminating remaining workers\nPr
 def test_the_first_rank_to_end_is_heard_in_pieces_of_any_size(said: bytes, cause: Cause | None, piece: int) -> None:
     listener = Listener("here")
     for i in range(0, len(said), piece):
-        listener.hear("stderr", said[i : i + piece])
+        listener.feed("stderr", said[i : i + piece])
     assert listener.cause == cause
 
 
@@ -63,14 +63,14 @@ def test_a_rank_of_another_host_is_named_with_it() -> None:
         (("", ""), "rank 1 ended with status 255"),
     ):
         listener = Listener("here", by_rank)
-        listener.hear("stdout", said)
+        listener.feed("stdout", said)
         assert str(listener.cause) == text
 
 
 def test_a_rank_that_gloo_told_of_silence_is_no_culprit() -> None:
     listener = Listener("here")
-    listener.hear("stderr", b"[0]<stderr>:[gloo/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation\n")
-    listener.hear("stdout", b"Process 0 exit with status code 1.\n")
+    listener.feed("stderr", b"[0]<stderr>:[gloo/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation\n")
+    listener.feed("stdout", b"Process 0 exit with status code 1.\n")
     text = "rank 0 on host here heard nothing from another one for 30 s, whose host, network or process hangs"
     assert str(listener.cause) == text
 
@@ -81,7 +81,7 @@ def test_that_mpirun_ends_a_job_is_heard_before_it_says_why(piece: int, tmp_path
     said = b"a non-zero exit code. Per user-direction, the job has been aborted.\n"
     assert not listener.is_aborted
     for i in range(0, len(said), piece):
-        listener.hear("stderr", said[i : i + piece])
+        listener.feed("stderr", said[i : i + piece])
     assert listener.is_aborted
     assert listener.cause is None
     assert reported_by_ranks(tmp_path, host="here") is None
@@ -99,15 +99,15 @@ def test_a_cause_reads_as_a_sentence() -> None:
 def test_only_the_end_of_a_long_output_is_kept() -> None:
     listener = Listener("here")
     for _ in range(40):
-        listener.hear("stdout", b"x" * 2**16)
-    listener.hear("stderr", SIGNAL)
+        listener.feed("stdout", b"x" * 2**16)
+    listener.feed("stderr", SIGNAL)
     assert len(listener.text()) < 2**21
     assert listener.cause is not None
 
 
 def heard(printed: str) -> Listener:
     listener = Listener("h")
-    listener.hear("stdout", printed.encode())
+    listener.feed("stdout", printed.encode())
     return listener
 
 
