@@ -3,6 +3,10 @@
 Each rank updates a copy of the user's object with its own samples. A result is computed from the states of all ranks:
 sums are added, lists are concatenated, and other states are combined as the metric declares. Sums travel with the loss,
 in a vector whose length is known beforehand. A sum that takes another shape in the first batch is gathered like lists.
+
+torchmetrics' own `sync` with a `dist_sync_fn` is no way: it exchanges each element of a list, of which ranks have
+different numbers, adds up in float32, and combines the states of ranks without samples too. `merge_state` is only for
+metrics with full_state_update=False. So this file sets states, and torchmetrics' private count of updates.
 """
 
 from __future__ import annotations
